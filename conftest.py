@@ -82,7 +82,7 @@ class _Limit:
 
 
 def _slowness() -> float:
-    """How much slower this machine is now than a quiet one, which counts to 500,000 in 0.025 s of CPU."""
+    """The time of a loop on this machine now ÷ that on a quiet one, which counts to 500,000 in 0.025 s of CPU."""
     begun, number = _cpu_seconds(), 0
     while number < 500_000:
         number += 1 + number % 1

@@ -7,9 +7,9 @@ Options are those of `python -m emssd`; one with several values is swept. Each `
 label before them. The first cell, *plain*, has the options of `--plain`.
 
 In each repeat, all engines decode the same prompts in turns of a tenth of a second, so that a machine that becomes
-slower does so for all of them. A figure is a ratio to *plain*, end to end (prompts included): the median of the ratios
-within each repeat. τ is tokens per row and step, drafted is drafted tokens per row and step, and equal rows are those
-with the tokens of *plain*.
+slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to
+end, and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens
+per row and step, and equal rows are those with the tokens of *plain*.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from emssd.sequences import Request
 
 SLICE = 0.1  # seconds that an engine has to itself before the next one goes on
 COLUMNS = (
-    "× plain", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use", "steps", "equal rows",
+    "× plain", "spread", "× decoding", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use", "steps",
+    "equal rows",
 )  # fmt: skip
 
 
@@ -69,6 +70,7 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of each engine; `requests` are its own, as cells may sample in different ways."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    rates: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
     names = list(engines)
     for name, engine in engines.items():
@@ -87,7 +89,8 @@ def measure(
             waiting = [name for name in waiting if engines[name].has_work]
         for name, own in taken.items():
             seconds[name].append(own)
-    return {name: _figures(name, engine, seconds, outputs) for name, engine in engines.items()}
+            rates[name].append(engines[name].report.decode_tokens_per_second)
+    return {name: _figures(name, engine, seconds, rates, outputs) for name, engine in engines.items()}
 
 
 def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]]) -> float:
@@ -99,13 +102,17 @@ def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]
     return taken
 
 
-def _figures(name: str, engine: Engine, seconds: dict[str, list[float]], outputs: dict[str, Any]) -> dict[str, Any]:
+def _figures(
+    name: str, engine: Engine, seconds: dict[str, list[float]], rates: dict[str, list[float]], outputs: dict[str, Any]
+) -> dict[str, Any]:
     own, report = outputs[name], engine.report
     ratios = [plain / mine for plain, mine in zip(seconds["plain"], seconds[name], strict=True)]
     return {
         "seconds": seconds[name],
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "decode_ratios": (decoding := [mine / plain for plain, mine in zip(rates["plain"], rates[name], strict=True)]),
+        "decode_ratio": statistics.median(decoding),
         "tokens_per_second": sum(map(len, own.values())) / statistics.median(seconds[name]),
         "tau": report.mean_acceptance_length,
         "drafted": report.num_drafted / report.num_row_steps,
@@ -120,9 +127,11 @@ def _figures(name: str, engine: Engine, seconds: dict[str, list[float]], outputs
 
 
 def line_of(name: str, cell: dict[str, Any]) -> list[str]:
-    share, ratios = cell["share"], cell["ratios"]
+    share = cell["share"]
+    columns = [(cell["ratio"], cell["ratios"]), (cell["decode_ratio"], cell["decode_ratios"])]
+    ratios = [text for one, all_ in columns for text in (f"{one:.2f}", f"{min(all_):.2f} – {max(all_):.2f}")]
     return [
-        name, f"{cell['ratio']:.2f}", f"{min(ratios):.2f} – {max(ratios):.2f}", f"{cell['tokens_per_second']:.0f}",
+        name, *ratios, f"{cell['tokens_per_second']:.0f}",
         f"{cell['tau']:.2f}", f"{cell['drafted']:.1f}", f"{share['draft']:.0%}", f"{share['forward']:.0%}",
         f"{cell['batch_fill']:.0%}", str(cell["steps"]), str(cell["equal_rows"]),
     ]  # fmt: skip

@@ -169,7 +169,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def profiled(target: TargetModel, batch_size: int, context: int, num_steps: int = 10) -> list[dict[str, Any]]:
-    """Where the time of a greedy step goes: parts with their calls and milliseconds, the slowest first."""
+    """The time of a greedy step by its parts, with their calls and milliseconds, the slowest first."""
     assert target.compiled is not None
     linears = json.loads((target.compiled.folder / LINEARS).read_text())
     names = [", ".join(dict.fromkeys(each.split(".")[-2] for each in linear["weights"])) for linear in linears]

@@ -74,7 +74,7 @@ def hf_decode(
 
 
 def _compiled() -> dict[str, int]:
-    """How many graphs this process has compiled, and how many times it could not record one as a CUDA graph."""
+    """The numbers of graphs that this process has compiled, and of those that it could not record as a CUDA graph."""
     from torch._dynamo.utils import counters
 
     return {"graphs": counters["stats"]["unique_graphs"], "skips": counters["inductor"]["cudagraph_skips"]}

@@ -126,7 +126,7 @@ def run_part(name: str, steps: Sequence[Step], results: Path, seconds: float) ->
 
 
 def _run(step: Step, deadline: float) -> str:
-    """How it ended. One that ends because the device failed goes on in a new process."""
+    """Run a part, and return how it ended. One that ends because the device failed goes on in a new process."""
     if step.skipped:
         return f"skipped: {step.skipped}"
     while (left := deadline - GRACE - time.monotonic()) > 0:

@@ -1,4 +1,4 @@
-"""Where the time of a verification step goes, by PyTorch's profiler."""
+"""The time of a verification step by operation, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROFILED = 5  # steps
 def profile_step(
     target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int, **options: Any
 ) -> dict[str, Any]:
-    """Where a step of `verify_step` spends its time: the median without the profiler, then what the device did.
+    """Profile a step of `verify_step`: the median without the profiler, then what the device did.
 
     Without a GPU, what the host did.
 

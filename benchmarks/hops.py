@@ -1,4 +1,4 @@
-"""How far a decode step is to read: files, functions and calls of one step of two rows of the demo.
+"""The files, functions and calls of one decode step of two rows of the demo.
 
     python benchmarks/hops.py
     python benchmarks/hops.py --calls suffix
@@ -32,7 +32,7 @@ ROOT, WARM_UP, NEW_TOKENS = Path(__file__).resolve().parents[1], 6, 60
 
 
 def calls_of_a_step(drafter: str, budget: str) -> Counter[CodeType]:
-    """How often each function is called in a step that drafts for both rows."""
+    """The number of calls of each function in a step that drafts for both rows."""
     engine = Engine.from_pretrained("demo", drafter=drafter, budget=budget, batch_size=2, compile=False)
     for name, prompt in enumerate(PROMPTS):
         engine.add(Request(str(name), tuple(engine.tokenizer(prompt)["input_ids"]), NEW_TOKENS))

@@ -31,10 +31,10 @@ from rich.table import Table
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.metrics.stats import StepStats
-from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput
 from emssd.sequences import Batch, Request
 from tests.support.reference_kernels import rerun

@@ -1,4 +1,4 @@
-"""How far a model with `model.weights=int8` is from the one whose weights are rounded.
+"""The distance of a model with `model.weights=int8` from the one whose weights are rounded.
 
     python benchmarks/int8_quality.py --model MODEL --data gsm8k.jsonl --dtype float32
 

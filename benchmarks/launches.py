@@ -1,4 +1,4 @@
-"""How much a layer of a recorded pass launches: as PyTorch dispatches it, with fused kernels, and with joined products.
+"""The launches of a layer of a recorded pass: as PyTorch dispatches it, with fused kernels, and with joined products.
 
     python benchmarks/launches.py
 

@@ -1,4 +1,4 @@
-"""How far a drafter is from its target: the loss that all kinds share, depth by depth."""
+"""The distance of a drafter from its target: the loss that all kinds share, depth by depth."""
 
 from __future__ import annotations
 

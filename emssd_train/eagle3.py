@@ -12,8 +12,10 @@ from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.variant import variant_of
 from torch import nn
 
-from emssd.drafters.heads import Checkpoint, TargetSizes
 from emssd.drafters.heads.containers import unwrapped
+from emssd.drafters.heads.files import Checkpoint
+from emssd.drafters.heads.loading import HeadFiles
+from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd_train.options import Eagle3Options
@@ -127,7 +129,8 @@ def new_head(
     names = {name: name for name in ("fc.weight", *([] if options.share_lm_head else ["lm_head.weight"]))}
     names |= {} if drafted is None else {"d2t": "d2t"}
     shapes = {"fc.weight": torch.empty(size, num_layers * size, device="meta")}
-    variant = variant_of(unwrapped(Checkpoint(options.output, Path(options.output), config, shapes)), names, sizes)
+    checkpoint = unwrapped(Checkpoint(options.output, Path(options.output), config, shapes))
+    variant = variant_of(HeadFiles(checkpoint, sizes, names))
     head = Eagle3Head(variant, names, sizes).to(torch.promote_types(target.dtype, torch.float32))
     generator = torch.Generator().manual_seed(options.seed)
     for name, weight in head.named_parameters():

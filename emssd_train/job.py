@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from emssd.cli.progress import Bar
 from emssd.errors import ConfigError, OutputError
 from emssd.errors.version import __version__
 from emssd.model import TargetModel, load_model
 from emssd_train.acceptance import Acceptance, measure
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
-from emssd_train.progress import Bar
 from emssd_train.recipes import Recipe, make_recipe
-from emssd_train.texts import generate_texts, read_prompts
+from emssd_train.texts import generate_texts, kept_texts, read_prompts
 
 __all__ = ["OPTIONS", "RECORD", "run"]
 
@@ -73,14 +73,18 @@ def _train(
     tokenizer: Any,
     console: Console,
 ) -> None:
-    """Make the texts, train the drafter, and save it."""
-    with Bar(console, "texts", len(prompts)) as bar:
-        texts = generate_texts(folder / TEXTS, prompts, options, target, tokenizer, bar.tell)
+    there = kept_texts(folder / TEXTS, prompts)
+    with Bar(console, "texts", len(prompts), done=len(there)) as bar:
+        texts = generate_texts(folder / TEXTS, there, prompts, options, target, tokenizer, bar.tell)
     if not (usable := [text for text in texts if text.can_teach]):
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
     trainee = recipe.begin(texts)
     with Bar(console, "training", 1) as bar:
-        train(trainee.loss, usable, options, folder / CHECKPOINTS, bar.tell_step)
+
+        def tell(done: int, total: int, loss: float | None) -> None:
+            bar.tell(done, "" if loss is None else f"loss {loss:.3f}", total)
+
+        train(trainee.loss, usable, options, folder / CHECKPOINTS, tell)
     trainee.save(folder)
 
 
@@ -110,7 +114,6 @@ def _begin(folder: Path, options: TrainOptions) -> None:
 def _record(
     folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
 ) -> None:
-    """Write how the drafter came about."""
     import transformers
 
     record = {

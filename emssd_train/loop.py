@@ -139,7 +139,6 @@ def _last_checkpoint(folder: Path) -> str | None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Within, Transformers and Accelerate say nothing but errors."""
     loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:

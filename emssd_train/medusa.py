@@ -58,7 +58,7 @@ def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | N
 
 
 class MedusaLoss(nn.Module):
-    """How far heads are from their target, head by head, as a module for a training loop.
+    """The distance of heads from their target, head by head, as a module for a training loop.
 
     The loss of a head is the mean divergence of its distribution from the target's, over the tokens that it can draft.
     The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``. It

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from emssd.errors import ConfigError
 
@@ -22,22 +22,26 @@ class TrainOptions:
     Attributes:
         kind: of drafter.
         model: the target, by folder or hub id; or ``demo``.
-        data: JSON lines with prompts.
+        data: file of JSON lines with prompts.
         output: folder of the drafter.
-        field, template: which field of a record is the prompt, or what makes one of several, see
-            `emssd.data.records.RecordsConfig`.
+        field: name of the field of a record that is the prompt.
+        template: makes the prompt of several fields, as in ``Question: {question}\\nAnswer:`` (``\\n``: newline).
         limit: use the first so many prompts.
         held_out: so many of the last prompts are not trained on, and acceptance is measured with them.
-        max_new_tokens: of each text.
-        temperature: that texts are drawn with; 0 takes the most probable tokens.
-        batch_size: rows that are decoded together.
+        max_new_tokens: of the longest continuation of a prompt.
+        temperature: of the texts; 0 takes the most probable tokens.
+        batch_size: texts that are decoded together.
         learn_prompts: the drafter learns from prompts, too, as if the target had said them.
-        epochs, rows, lr, seed: passes over the texts, texts of a training step, learning rate, seed of everything.
+        epochs: passes over the texts.
+        rows: texts of a training step.
+        lr: learning rate at its highest.
+        seed: of everything that is drawn.
         depth: tokens of a draft that the drafter is trained for, and of drafts where acceptance is measured.
         save_every: training steps between two checkpoints.
-        dtype: of the saved weights; ``None`` is the target's.
-        model_dtype, device: of the target, as for `emssd.model.load_model`; a drafter is trained there in float32.
-        resume: go on with what is in `output`.
+        dtype: of the saved weights; by default the target's.
+        model_dtype: of the target, as for `emssd.model.load_model`; float32 is the fastest on many CPUs.
+        device: of the target, and of the drafter, which is trained in float32: cpu, cuda, or auto.
+        resume: go on with what is in `output`, with the same options.
 
     Raises:
         ConfigError: a value cannot be.
@@ -62,7 +66,7 @@ class TrainOptions:
     seed: int = 0
     depth: int = 5
     save_every: int = 200
-    dtype: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     model_dtype: str = "auto"
     device: str = "auto"
     resume: bool = False
@@ -101,13 +105,17 @@ class TrainOptions:
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Options(TrainOptions):
-    """A training of an EAGLE-3 head.
+    """A training of an EAGLE-3 head, saved in a container of speculators.
 
     Attributes:
-        depth: passes of the head over its own outputs, too.
-        hidden_layers: the target's hidden states that the head reads; ``None`` chooses three, see `default_layers`.
-        num_layers, intermediate_size, num_heads, num_kv_heads: of the head; sizes that are ``None`` are the target's.
-        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; ``None`` is all.
+        depth: tokens of a draft that the head is trained for: passes of the head over its own outputs.
+        hidden_layers: the target's hidden states that the head reads: 0 is what the target's first layer gets, K what
+            layer K gives (default: 2, the middle, the last but three; in a shallow target 1, the middle, the last).
+        num_layers: decoder layers of the head.
+        intermediate_size: width of its MLP; by default the target's.
+        num_heads: attention heads; by default as many as the target has.
+        num_kv_heads: heads of keys and values; by default all.
+        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; by default all.
         share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
     """
 
@@ -124,12 +132,12 @@ class Eagle3Options(TrainOptions):
 
 @dataclass(frozen=True, slots=True)
 class MedusaOptions(TrainOptions):
-    """A training of Medusa heads.
+    """A training of Medusa heads, saved in the format of vLLM.
 
     Attributes:
-        depth: how many heads, too.
-        num_layers: residual layers of each head.
-        draft_vocab_size: as for `Eagle3Options`.
+        depth: heads, one for each token of a draft.
+        num_layers: residual layers of each head, which has a vocabulary projection of its own.
+        draft_vocab_size: the heads draft so many tokens, those that are most frequent in the texts; by default all.
     """
 
     kind: ClassVar[str] = "medusa"
@@ -140,10 +148,10 @@ class MedusaOptions(TrainOptions):
 
 @dataclass(frozen=True, slots=True)
 class PardOptions(TrainOptions):
-    """A training of a PARD model.
+    """A training of a PARD model, which fills in the masks of a whole draft in one pass; saved for Transformers.
 
     Attributes:
-        depth: one more than the masks behind a text, too.
+        depth: tokens of a draft; all but the first are masks.
         draft: the language model to begin with, by folder or hub id, or ``demo-draft``; it has the target's tokenizer.
     """
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from emssd.attention import LayerSpec
 from emssd.attention.masked import additive_mask, masked_attention
-from emssd.drafters.heads import LAST_NORMED
+from emssd.drafters.heads.target import LAST_NORMED
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel, load_model
 from emssd_train.distance import choosable, divergence, weighted
@@ -114,7 +114,7 @@ class Masked:
 
 
 class PardLoss(nn.Module):
-    """How far a model that fills in masks is from its target, depth by depth, as a module for a training loop.
+    """The distance of a model that fills in masks from its target, depth by depth, as a module for a training loop.
 
     The loss of a depth is the mean divergence of the model's distribution from the target's, over the tokens that both
     know. It is taken where a draft may be: in chains behind a new token, up to the end of a text.

@@ -14,8 +14,8 @@ from emssd_medusa import MedusaConfig
 from emssd_pard import PardConfig
 from torch import nn
 
-from emssd.drafters.heads import LAST_NORMED
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import LAST_NORMED
 from emssd.model import TargetModel
 from emssd_train.eagle3 import check_layers, default_layers, head_config, new_head, save_head
 from emssd_train.medusa import MedusaLoss, check_target, new_heads, save_heads

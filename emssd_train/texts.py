@@ -22,7 +22,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd_train.options import TrainOptions
 
-__all__ = ["Text", "frequent_tokens", "generate_texts", "read_prompts", "requests"]
+__all__ = ["Text", "frequent_tokens", "generate_texts", "kept_texts", "read_prompts", "requests"]
 
 _TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
 
@@ -88,16 +88,18 @@ def requests(
 
 def generate_texts(
     file: Path,
+    kept: Seq[Text],
     prompts: Seq[tuple[int, ...]],
     options: TrainOptions,
     target: TargetModel,
     tokenizer: Any,
     tell: Callable[[int], None],
 ) -> list[Text]:
-    """The texts of all prompts, in their order. They are kept in `file`; those that it has already are not made again.
+    """The texts of all prompts, in their order.
 
     Args:
-        file: JSON lines.
+        file: JSON lines; gets what is made.
+        kept: from `kept_texts`; these are not made again.
         prompts: token ids.
         options: how texts are decoded.
         target: what says them.
@@ -105,9 +107,9 @@ def generate_texts(
         tell: is told how many are done.
 
     Raises:
-        OutputError: `file` cannot be written, or is none of ours.
+        OutputError: `file` cannot be written.
     """
-    texts = _kept(file, prompts)
+    texts = [*kept]
     engine = Engine.assemble(
         target,
         tokenizer,
@@ -134,8 +136,12 @@ def generate_texts(
     return texts
 
 
-def _kept(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
-    """The texts in `file` that were written whole and together with others; what is behind them is cut off."""
+def kept_texts(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
+    """The texts in `file` that were written whole and together with others; what is behind them is cut off.
+
+    Raises:
+        OutputError: it is damaged, or has texts of other prompts.
+    """
     if not file.exists():
         return []
     lines = file.read_bytes().split(b"\n")[:-1]

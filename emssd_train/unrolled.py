@@ -15,7 +15,7 @@ import torch
 from emssd_eagle3.head import Eagle3Head
 from torch import nn
 
-from emssd.drafters.heads import Project
+from emssd.drafters.heads.target import Project
 from emssd_train.distance import choosable, divergence, weighted
 from emssd_train.teacher import Teacher
 
@@ -75,7 +75,7 @@ def unroll(head: Eagle3Head, embeds: torch.Tensor, features: torch.Tensor, num_p
 
 
 class UnrolledLoss(nn.Module):
-    """How far a head is from the target, pass by pass, as a module for a training loop.
+    """The distance of a head from the target, pass by pass, as a module for a training loop.
 
     The loss of a pass is the mean divergence of the head's distribution from the target's, over the tokens that the
     head can draft. It is taken where a draft may be: behind the first new token of a text, up to its end; and not where

@@ -52,7 +52,7 @@ def figures(
 
 
 def num_equal(ours: Tokens, theirs: Tokens) -> int:
-    """How many rows have the same tokens."""
+    """The number of rows that have the same tokens."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True))
 
 

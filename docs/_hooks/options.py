@@ -9,9 +9,9 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, get_args
 
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from emssd.cli import docstrings
+from emssd.cli import option_texts as docstrings
 from emssd.cli.config import (
     ClusterConfig,
     ExperimentConfig,
@@ -113,7 +113,7 @@ def _options(kind: type, fields: Any, prefix: str = "") -> list[str]:
             continue
         if not option.text:
             raise LookupError(f"{kind.__name__}.{option.name} is not in the Attributes of its docstring")
-        default = "no default" if option.default == MISSING else f"default `{written(option.default)}`"
+        default = "no default" if option.is_needed else f"default `{written(option.default)}`"
         lines.append(f"- `{prefix}{option.name}` · {_type(option.kind)} · {default}: {option.text}")
     return [*lines, ""]
 

@@ -25,6 +25,7 @@ CLEAN = (
     "benchmarks",
     "conftest.py",
     "docs",
+    "emssd",
     "emssd_train",
     "examples",
     "noxfile.py",
@@ -37,10 +38,13 @@ CLEAN = (
     "tests/parallel",
     "tests/report",
     "tests/train",
+    *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/emssd_*")),
 )
 MADE = ("docs/reference/options.md", "docs/reference/types.md", "docs/results")  # from docstrings, or by a run
 
 FIRST = re.compile(r"\s*(What|Those|Which|None|Asked)\b")
+NO_SUBJECT = re.compile(r"\s*(How|Where|Why|When|Who|Whoever)\b")  # beside these, in what is no test
+OF_A_FUNCTION = re.compile(r"\s*(Whether)\b")  # only there it says what is returned
 WORDS = ("what became of", "those of (it|them) that", "(told|hears?) of", "held to")
 ANYWHERE = re.compile(rf"\b({'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
 
@@ -55,8 +59,12 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node, clean=False)
             if docstring is not None:
-                line = node.body[0].lineno
-                if first := FIRST.match(docstring):
+                line, is_function = node.body[0].lineno, isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+                first = FIRST.match(docstring)
+                if "tests" not in path.parts:
+                    first = first or NO_SUBJECT.match(docstring)
+                    first = first or (None if is_function else OF_A_FUNCTION.match(docstring))
+                if first:
                     yield line, f"a docstring begins with {first[1]!r}"
                 yield from _matches(line, docstring)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):

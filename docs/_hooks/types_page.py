@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from emssd import attention, data, drafters, drafting, model, plugins, sequences
-from emssd.cli import docstrings
+from emssd.cli import option_texts as docstrings
 
 __all__ = ["CLASSES", "MODULES", "PARTS", "page", "public", "said"]
 
@@ -36,6 +36,23 @@ MODULES = (
     "emssd.errors.files",
 )
 PARTS: dict[str, tuple[str, ...]] = {
+    "emssd.errors": (
+        "ConfigError",
+        "EmssdError",
+        "OutOfMemoryError",
+        "OutputError",
+        "PluginError",
+        "PromptError",
+        "UnsupportedModelError",
+    ),
+    "emssd.sequences": tuple(name for name in sequences.__all__ if name not in ("Generation", "StopStrings")),
+    "emssd.testing": (
+        "AttentionBackendConformance",
+        "BudgetPolicyConformance",
+        "DrafterConformance",
+        "PretendedCuda",
+        "tiny_model",
+    ),
     "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),
     "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),

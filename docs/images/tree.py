@@ -54,7 +54,7 @@ def picture() -> str:
 
 
 def _mask(left: int, top: int) -> Iterator[str]:
-    """Who sees whom in the first row."""
+    """The mask of the first row."""
     newest, tokens, parents, accepted = ROWS[0]
     names = [newest, *tokens]
     yield _text(left - 6, 24, "what each token of the tree sees", "start")

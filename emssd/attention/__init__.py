@@ -3,12 +3,11 @@
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.masked import StepMask, additive_mask, masked_attention
 from emssd.attention.native import NativeStep
-from emssd.attention.packed import Drafted, PackedInputs, StepInputs, runs
+from emssd.attention.packed import Drafted, PackedInputs, StepInputs, on_device, runs, to_host
 from emssd.attention.paged import PagedBackend, PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
 from emssd.attention.seen import StepWatch
-from emssd.attention.transfer import on_device, to_host
 from emssd.attention.trees import Parents, ancestors, depths, hidden_nodes
 
 __all__ = [

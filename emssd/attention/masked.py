@@ -27,7 +27,7 @@ def additive_mask(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @dataclass(slots=True)
 class StepMask:
-    """Which keys the queries of a step see: those at positions up to their own, within the window, that are not hidden.
+    """The keys that the queries of a step see: those up to their own positions, within the window, that are not hidden.
 
     Attributes:
         positions: ``[b, n]`` int64, of the queries.

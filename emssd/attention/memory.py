@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take."""
+"""The memory that the KV cache may take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`PackedInputs`: the ragged input of one step, as the model and its attention backend receive it."""
+"""`PackedInputs`, the ragged input of one step, and the moves of small tensors between host and device."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from emssd.attention.transfer import together
 from emssd.attention.trees import depths
 
-__all__ = ["Drafted", "PackedInputs", "StepInputs", "runs"]
+__all__ = ["Drafted", "PackedInputs", "StepInputs", "on_device", "runs", "to_host", "together"]
 
 
 class Drafted(NamedTuple):
@@ -116,3 +115,36 @@ def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.in
     """``[sum(lengths)]`` int64: for each row the integers from ``starts[i]`` on, ``lengths[i]`` of them."""
     ends = lengths.cumsum()
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
+
+
+def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """``[n]`` integers, moved to `device`. The way to a GPU is through pinned memory, so that the host does not wait.
+
+    Args:
+        values: host integers, or a tensor on the host.
+        device: where to move them.
+        dtype: of the result.
+    """
+    if not isinstance(values, torch.Tensor):
+        values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    elif device.type == "cuda" and values.device.type == "cpu":
+        values = values.to(dtype).pin_memory()
+    return values.to(device, dtype, non_blocking=True)
+
+
+def to_host(values: torch.Tensor) -> list[int]:
+    """``[n]`` integers as host integers. From a GPU this is one copy into pinned memory, and one wait for it."""
+    if values.device.type != "cuda":
+        return values.tolist()
+    pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    pinned.copy_(values, non_blocking=True)
+    torch.cuda.current_stream(values.device).synchronize()
+    return pinned.tolist()
+
+
+def together(tensors: Seq[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Flat int64 tensors of the host, moved to `device` in one copy. The results are views of one tensor."""
+    if device.type == "cpu":
+        return list(tensors)
+    moved = on_device(torch.cat(list(tensors)), device)
+    return list(torch.split_with_sizes(moved, [len(tensor) for tensor in tensors]))

@@ -11,10 +11,9 @@ import torch
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
 from emssd.attention.memory import free_bytes
 from emssd.attention.native import NativeStep
-from emssd.attention.packed import PackedInputs
+from emssd.attention.packed import PackedInputs, on_device
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
-from emssd.attention.transfer import on_device
 from emssd.errors import ConfigError, OutOfMemoryError
 
 __all__ = ["PagedBackend", "PagedKernels"]
@@ -149,7 +148,6 @@ class PagedBackend(AttentionBackend):
         return self._planned(packed)
 
     def _planned(self, packed: PackedInputs) -> StepPlan:
-        """The plan of a step whose rows have their pages."""
         self._follow_table()
         self._peak_held = max(self._peak_held, self._table.num_used * self._pool.page_bytes)
         return self._kernels.plan(packed, self._table)

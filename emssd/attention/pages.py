@@ -1,4 +1,4 @@
-"""Which pages of a KV pool belong to which sequences, as integers."""
+"""The pages of a KV pool by sequence, as integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pages hold which beginning of a text: the index by which sequences that begin alike find each other's KV."""
+"""The pages that hold the beginning of a text: the index by which sequences that begin alike find each other's KV."""
 
 from __future__ import annotations
 

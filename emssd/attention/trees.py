@@ -53,7 +53,7 @@ def path(parents: Parents, node: int) -> list[int]:
 
 
 def hidden_nodes(rows: Iterable[tuple[Parents, int, Seq[int]]], num_queries: int, num_slots: int) -> torch.Tensor:
-    """Which slots a query must not see, although the tokens in them may stand before it.
+    """The slots that a query must not see, although the tokens in them may stand before it.
 
     Args:
         rows: ``[B]`` for each row its tree, the number of its new tokens, and the slots of the tree's nodes ``[n]``.

@@ -94,7 +94,7 @@ def decode_on_cluster(
                 for row in answer:
                     output.write_generation(by_id[prompt_id], row)
                     figures.add(row, time.monotonic() - start)
-                    live.row_done(figures)
+                    live.row_done(figures.tokens_per_second, figures.mean_acceptance_length)
     return figures
 
 
@@ -129,8 +129,6 @@ def _answers(
 
 
 class _Worker(EngineActor):
-    """Decodes tasks; an actor of Ray Data."""
-
     def __init__(self, config: RunConfig) -> None:
         import torch
 

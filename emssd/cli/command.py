@@ -89,7 +89,6 @@ def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
 
 
 def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
-    """One run, of a sweep or alone."""
     hydra_config = HydraConfig.get()
     is_sweep = hydra_config.mode is RunMode.MULTIRUN
     overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
@@ -163,6 +162,5 @@ def _quoted_prompt(argument: str) -> str:
 
 
 def _leave(why: str) -> NoReturn:
-    """End as a program does that Ctrl-C has stopped."""
     print(f"emssd: {why}", file=sys.stderr)
     sys.exit(130)

@@ -95,7 +95,6 @@ def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str,
 
 
 def _job(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
-    """The first fields of every row."""
     assert config.experiment is not None
     return {
         "experiment": config.experiment.name,

@@ -98,8 +98,6 @@ def run_job(
 
 
 class _Run:
-    """One run: its options, its folder, and its prompts."""
-
     def __init__(
         self,
         config: RunConfig,
@@ -139,7 +137,6 @@ class _Run:
         return False
 
     def here(self, *, alone: bool) -> JobResult:
-        """Decode with an engine of this process, write, compare, and print the results."""
         config, output = self.config, self.output
         engine = self._load(alone=alone)
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
@@ -161,7 +158,6 @@ class _Run:
         return result
 
     def on_cluster(self, cluster: ClusterConfig) -> JobResult:
-        """Decode with the engines of workers, write, and print a line."""
         config, output = self.config, self.output
         self._begin()
         self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
@@ -249,7 +245,7 @@ class _Run:
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
-                live.row_done(engine.report)
+                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
 
     def _compare_with_plain(
@@ -305,7 +301,6 @@ class _Run:
 
 
 def _plain_label(config: RunConfig) -> str:
-    """The name of the run that this one is compared with."""
     return "plain greedy" if config.sampling.temperature == 0 else "plain"
 
 

@@ -144,7 +144,6 @@ class Jobs:
 
 
 def _check_kept(rows: RowsFile) -> None:
-    """Refuse rows of another format before the first run."""
     from emssd.report.rows import parse
 
     for number, row in enumerate(rows.read(), start=1):
@@ -198,7 +197,6 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
 
 
 def _said(row: dict[str, Any]) -> str:
-    """One row in a line."""
     from emssd.metrics.busy import BUSY_SHARE
 
     drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"

@@ -26,8 +26,6 @@ _SYNC_SECONDS = 5.0
 
 
 class _Row(msgspec.Struct):
-    """The fields that every row of ``generations.jsonl`` has, and those that a resumed run reads."""
-
     id: str
     prompt: str | list[Any]
     text: str | None

@@ -7,25 +7,13 @@ import sys
 import time
 from datetime import timedelta
 from types import TracebackType
-from typing import Protocol
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-__all__ = ["Figures", "LiveFigures", "show_messages", "time_left"]
-
-
-class Figures(Protocol):
-    """The figures of a running job."""
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second, prompts included."""
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Mean acceptance length τ."""
+__all__ = ["Bar", "LiveFigures", "show_messages", "time_left"]
 
 
 def show_messages(console: Console) -> None:
@@ -40,28 +28,27 @@ def show_messages(console: Console) -> None:
     logger.setLevel(logging.INFO)
 
 
-class LiveFigures:
-    """Rows done, tokens per second, τ, and the time that is left.
+class Bar:
+    """A bar on a terminal, a line now and then in a log file. It tells the time that is left.
 
     Args:
-        done: rows that were done before.
+        done: what was done before.
         log_seconds: how often a line is written where there is no terminal.
     """
 
     def __init__(
         self, console: Console, title: str, total: int, *, done: int = 0, show: bool = True, log_seconds: float = 60.0
     ) -> None:
-        self._console, self._title, self._total, self._before = console, title, total, done
+        self._console, self._title, self._total, self._before, self._done = console, title, total, done, done
         self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
         what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
         columns = (what, BarColumn(), MofNCompleteColumn(), figures, _TimeLeft())
         to_terminal = sys.stdout is not None and sys.stdout.isatty()  # else what is printed meanwhile goes its own way
         self._progress = Progress(*columns, console=console, disable=not show, redirect_stdout=to_terminal)
         self._task = self._progress.add_task(title, total=total, completed=done, live="", before=done)
-        self._done = done
         self._start = self._logged = time.monotonic()
 
-    def __enter__(self) -> LiveFigures:
+    def __enter__(self) -> Self:
         self._progress.start()
         return self
 
@@ -70,16 +57,25 @@ class LiveFigures:
     ) -> None:
         self._progress.stop()
 
-    def row_done(self, report: Figures) -> None:
-        """One more row is done, with the figures of `report` by now."""
-        self._done += 1
-        live = f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}"
-        self._progress.update(self._task, completed=self._done, live=live)
+    def tell(self, done: int, live: str = "", total: int | None = None) -> None:
+        """So much is done, with these figures by now; `total` is what there is to do, if that is known only now."""
+        if total is not None and total != self._total:
+            self._total, self._before = total, done - 1
+        self._done = done
+        self._progress.update(self._task, completed=done, total=self._total, before=self._before, live=live)
         now = time.monotonic()
         if now - self._logged >= self._log_seconds:
             self._logged = now
-            left = time_left(now - self._start, self._done - self._before, self._total - self._done)
-            self._console.print(f"{self._title} {self._done}/{self._total}, {live}, {left}")
+            left = time_left(now - self._start, done - self._before, self._total - done)
+            self._console.print(f"{self._title} {', '.join(filter(None, (f'{done}/{self._total}', live, left)))}")
+
+
+class LiveFigures(Bar):
+    """Rows done, tokens per second, τ, and the time that is left."""
+
+    def row_done(self, tokens_per_second: float, mean_acceptance_length: float) -> None:
+        """One more row is done, with these figures by now."""
+        self.tell(self._done + 1, f"{tokens_per_second:.0f} tokens/s, τ {mean_acceptance_length:.2f}")
 
 
 class _TimeLeft(ProgressColumn):

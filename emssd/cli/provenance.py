@@ -123,7 +123,6 @@ def _best_seconds(run: Callable[[], object], times: int, device: torch.device) -
 
 
 def _command() -> str:
-    """The command line, as one would type it."""
     import shlex
 
     program = Path(sys.argv[0])

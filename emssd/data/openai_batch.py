@@ -209,7 +209,6 @@ def _message(place: str, number: int, message: Any) -> Any:
 
 
 def _text_or_ids(place: str, prompt: Any) -> tuple[str, tuple[int, ...] | None]:
-    """The text of a completion's prompt, or its token ids."""
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if isinstance(prompt, str):

@@ -128,7 +128,7 @@ def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:
 
 
 def _built(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, AttentionBackend]:
-    """How errors call the plugin, and its backend."""
+    """The plugin as errors call it, and its backend."""
     owner, name, backend = _made(spec, choice, registry)
     if reasons := _unsupported(backend, spec, owner):
         other = "" if name == "ragged" else ". Try backend=ragged."
@@ -137,7 +137,7 @@ def _built(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, Att
 
 
 def _made(spec: KVCacheSpec, choice: Any, registry: Registry) -> tuple[str, str, AttentionBackend]:
-    """How errors call the plugin, its name, and its backend; one for each device, if `spec` has several."""
+    """The plugin as errors call it, its name, and its backend; one for each device, if `spec` has several."""
     plugin, config = registry.resolve("backend", choice)
 
     def make() -> AttentionBackend:

@@ -71,7 +71,7 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
 
 
 def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
-    """Where tokens are chosen for `row`, number `place` of `draft`: behind its newest token, and each drafted one.
+    """The places where tokens are chosen for row `place` of `draft`: behind its newest token, and each drafted one.
 
     Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
     """
@@ -121,7 +121,7 @@ def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
 
 
 def first_node(row: Row) -> Node:
-    """Where the token behind the newest one of `row` is chosen: there a draft model begins to draw."""
+    """The place where the token behind the newest one of `row` is chosen: there a draft model begins to draw."""
     return next(nodes_of(row, Draft.empty(1), 0))
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
@@ -42,7 +42,7 @@ _BLOCK = 2**22  # entries of logits that are processed together: a float64 tenso
 
 @dataclass(frozen=True, slots=True)
 class DistributionReport:
-    """Whether tokens have the law of plain decoding.
+    """The result of a test whether tokens have the law of plain decoding.
 
     Attributes:
         num_impossible: of these, how many top-k and the like leave out in the plain pass. Rounding makes very few.
@@ -57,7 +57,7 @@ class DistributionReport:
 
     @property
     def p_value(self) -> float:
-        """How probable it is that one of the two tests finds at least so much, if all is right; an upper bound."""
+        """The probability that one of the two tests finds at least so much, if all is right; an upper bound."""
         return min(1.0, 2 * min(self.p_bins, self.p_likelihood))
 
     @property

@@ -15,7 +15,7 @@ from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Assembled
 from emssd.decoding.choosing import choices, states_in, verdicts
 from emssd.decoding.logprobs import add_logprobs
-from emssd.decoding.outcome import outcome_of, step_stats
+from emssd.decoding.outcome import StepTimer, outcome_of, step_stats
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
 from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
@@ -26,7 +26,6 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
 from emssd.metrics.stats import RunReport
-from emssd.metrics.timing import StepTimer
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import Grammars
@@ -364,7 +363,6 @@ class Engine(Assembled):
         self.report.kv_usage = self.runner.usage
 
     def _handed_over(self) -> list[Row]:
-        """Rows that finished and were not returned yet."""
         finished, self._finished = self._finished, []
         return finished
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import states_of
 from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
@@ -46,12 +46,12 @@ def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verifi
 
 
 def _width(row: Row) -> int | None:
-    """How many of the most probable tokens a row wants to hear of; ``None`` if nothing at all."""
+    """The number of most probable tokens that a row wants; ``None`` if it wants no log-probabilities."""
     return None if row.request.sampling is None else row.request.sampling.logprobs
 
 
 def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
-    """Where each token of `new` was chosen; ``None`` for a row that wants the model's own log-probabilities."""
+    """The place of each token of `new`; ``None`` for a row that wants the model's own log-probabilities."""
     params = row.request.sampling
     if params is None or not params.processed_logprobs or params.is_greedy:
         return [None] * len(new)

@@ -1,4 +1,4 @@
-"""How an engine runs its rows: the options that the library and the command line share."""
+"""Options of an engine: those that the library and the command line share."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEFAULT_DRAFTER = "suffix"  # conf/config.yaml, which cannot take it from here, 
 
 
 class Batching(str, Enum):
-    """When a row that has ended is replaced."""
+    """The time at which a row that has ended is replaced."""
 
     auto = "auto"
     continuous = "continuous"
@@ -19,7 +19,7 @@ class Batching(str, Enum):
 
 
 class Admission(str, Enum):
-    """When a waiting row may start beside running ones."""
+    """The condition on which a waiting row may start beside running ones."""
 
     preempt = "preempt"
     worst_case = "worst_case"

@@ -1,8 +1,11 @@
-"""The `Outcome` of a step, for plugins, and its figures, for the report."""
+"""The `Outcome` of a step, for plugins; its figures and its time, for the report."""
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import Counter
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import chain
 
@@ -11,11 +14,11 @@ from emssd.attention.trees import depths
 from emssd.decoding.scheduler import Schedule
 from emssd.decoding.verify import Verified
 from emssd.drafting import Draft, HiddenStates, Outcome
-from emssd.metrics.stats import StageStats, StepStats
+from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.model import ModelOutput
 from emssd.sequences import Batch
 
-__all__ = ["outcome_of", "step_stats"]
+__all__ = ["StepTimer", "outcome_of", "step_stats"]
 
 
 def outcome_of(
@@ -107,7 +110,7 @@ def _depths(draft: Draft, lengths: Seq[int]) -> tuple[tuple[int, ...], tuple[int
 
 
 def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:
-    """How sure the drafter was of each node that the target chose among or against, and whether it was accepted."""
+    """The drafter's confidence in each node below an accepted parent, and whether the node was accepted."""
     draft, found = outcome.draft, list[tuple[float, bool]]()
     if draft.confidence is None:
         return ()
@@ -117,3 +120,33 @@ def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:
             if parent in way:
                 found.append((draft.confidence[start + node], node in way))
     return tuple(found)
+
+
+class StepTimer:
+    """Times one step; `Engine.step` ends each phase with a `lap`.
+
+    Args:
+        clock: seconds since any fixed moment; ``perf_counter`` by default.
+
+    Attributes:
+        seconds: of each of `PHASES`, up to the latest lap.
+    """
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._clock = clock or time.perf_counter
+        self._since = self._clock()
+
+    def lap(self, phase: str, **parts: float) -> None:
+        """Count the time since the lap before as `phase`, except for `parts`: seconds of it that are other phases."""
+        now = self._clock()
+        self.seconds[phase] += now - self._since
+        self._since = now
+        for name, seconds in parts.items():
+            self.seconds[name] += seconds
+            self.seconds[phase] -= seconds
+
+    def timed(self, stats: StepStats) -> StepStats:
+        """`stats` with the seconds of each phase up to now; those since the latest lap are ``other``."""
+        self.lap("other")
+        return dataclasses.replace(stats, seconds=dict(self.seconds))

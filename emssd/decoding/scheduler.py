@@ -1,4 +1,4 @@
-"""Who runs in the next step: whole batches (`StaticScheduler`) or rows that come and go (`ContinuousScheduler`)."""
+"""The rows of the next step: whole batches (`StaticScheduler`) or rows that come and go (`ContinuousScheduler`)."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Scheduler(ABC):
         return gone
 
     def _admit(self, running: list[Row], length: Callable[[Row], int], fits: Fits) -> list[Row]:
-        """Which of those that wait come in, in order of arrival, each with the KV of its known beginning.
+        """Take in waiting rows, in order of arrival, each with the KV of its known beginning.
 
         They fit beside the `running` rows, each at its `length`.
         """
@@ -242,7 +242,6 @@ def _fitting_limits(
 
 
 def _lengths(rows: Iterable[Row]) -> dict[str, int]:
-    """Tokens by request id."""
     return {row.request_id: len(row.tokens) for row in rows}
 
 
@@ -253,7 +252,7 @@ def _draft_limits(rows: list[Row], most: int, trees: bool = False) -> tuple[int,
 
 
 def _shares(needs: list[int], budget: int) -> list[int]:
-    """How `budget` tokens are shared among prompts, which need `needs`, in order of arrival.
+    """Share `budget` tokens among prompts, which need `needs`, in order of arrival.
 
     Half, rounded up, is kept for the first, so that it ends; the other prompts go by length, so that none waits for a
     longer one; what they leave goes to the first again.

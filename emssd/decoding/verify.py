@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from emssd.attention.transfer import to_host
+from emssd.attention.packed import to_host
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft
 from emssd.sampling.choice import greedy_tokens
@@ -103,7 +103,6 @@ def _on_host(
 
 
 def _tell(choices: list[int], tokens: list[int], verdict: Verdict) -> None:
-    """On the accepted way, the target's choices become what the row emits."""
     emitted = [*(tokens[node] for node in verdict.path), verdict.token]
     for place, token in zip([0, *(node + 1 for node in verdict.path)], emitted, strict=True):
         choices[place] = token

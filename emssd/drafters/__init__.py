@@ -5,37 +5,19 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 """
 
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters.heads import (
-    LAST_NORMED,
-    Attend,
-    Checkpoint,
-    DecoderConfig,
-    Embed,
-    Format,
-    Head,
-    HeadFiles,
-    HeadLayer,
-    HeadNorm,
-    LayerHead,
-    Loaded,
-    Project,
-    Rotary,
-    TargetSizes,
-    drop_copies,
-    made_empty,
-    rename,
-)
-from emssd.drafters.heads.as_bytes import keep_bytes
-from emssd.drafters.heads.files import cannot_load, reading_config
-from emssd.drafters.heads.layers import Angles, rotated
-from emssd.drafters.heads.lent import Lent
-from emssd.drafters.heads.options import TreeKind, TreeOptions, head_path, shape_of
-from emssd.drafters.heads.pairs import PairedHead
+from emssd.drafters.heads.config import DecoderConfig
+from emssd.drafters.heads.files import Checkpoint
+from emssd.drafters.heads.formats import Format
+from emssd.drafters.heads.head import LayerHead
+from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
+from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
+from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
+from emssd.drafters.heads.weights import keep_bytes
 from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
-from emssd.drafters.loading import load_draft_model, shallow_runner
-from emssd.drafters.models import ModelDrafter
-from emssd.drafters.paired import PairedDrafter
+from emssd.drafters.models import ModelDrafter, load_draft_model, shallow_runner
+from emssd.drafters.paired import PairedDrafter, PairedHead
 from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
@@ -58,7 +40,6 @@ __all__ = [
     "Format",
     "GrowingRow",
     "GrowingTree",
-    "Head",
     "HeadFiles",
     "HeadLane",
     "HeadLayer",
@@ -86,22 +67,16 @@ __all__ = [
     "TreeKind",
     "TreeOptions",
     "behind",
-    "cannot_load",
     "check_at_least_one",
     "choose",
     "chosen",
-    "drop_copies",
     "fed",
     "greedy_tokens",
-    "head_path",
     "keep_bytes",
     "load_draft_model",
-    "made_empty",
     "nodes_of",
     "pack",
     "pack_nodes",
-    "reading_config",
-    "rename",
     "rotated",
     "shallow_runner",
     "shape_of",

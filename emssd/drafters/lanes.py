@@ -57,7 +57,7 @@ class Lane:
         return all(cache.fits(kv_lens) for cache in self._caches)
 
     def with_room(self, wanted: Seq[tuple[str, int]]) -> list[bool]:
-        """Which rows there is room for, beside those that are held; the first come first.
+        """Return for each row whether there is room for it, beside those that are held; the first come first.
 
         Args:
             wanted: request id of each row, and at how many tokens it is to be, at least 1.

@@ -14,7 +14,7 @@ from functools import cached_property
 import torch
 
 from emssd.attention import PackedInputs
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
 from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
@@ -142,11 +142,10 @@ class LevelDrafter(Drafter):
         return 0
 
     def node_of(self, row: Row) -> Node:
-        """Where the target chooses the token after the newest one of `row`."""
+        """The place where the target chooses the token after the newest one of `row`."""
         return GREEDY if row.request.sampling is None else first_node(row)
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
-        """The rows that may and can draft."""
         rows = list[GrowingRow]()
         for row, limit in zip(batch, budget, strict=True):
             num_nodes = min(limit, self.shape.num_nodes)
@@ -160,7 +159,6 @@ class LevelDrafter(Drafter):
         return [row for row, fits in zip(rows, fitting, strict=True) if fits]
 
     def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
-        """Draft level by level."""
         level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
         logits = self.catch_up(rows)
         self._grow(level, logits)
@@ -169,7 +167,6 @@ class LevelDrafter(Drafter):
             self._grow(level, logits)
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        """Give each node of a level its children."""
         choices = zip(*self.choices(level, logits), strict=True)
         for row, expansions in level:
             children = list[Child]()
@@ -185,7 +182,7 @@ class LevelDrafter(Drafter):
         return self._likeliest(logits, None if greedy else self._nodes(level))
 
     def _nodes(self, level: Level) -> list[Node]:
-        """Where the target chooses the tokens after the nodes of a level."""
+        """The places where the target chooses the tokens after the nodes of a level."""
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree
@@ -216,7 +213,6 @@ class LevelDrafter(Drafter):
 
     @cached_property
     def _ids(self) -> list[int]:
-        """`target_ids` on the host."""
         assert self.target_ids is not None
         return to_host(self.target_ids)
 
@@ -236,7 +232,6 @@ class LevelDrafter(Drafter):
         return [row for row, _ in level if row.request_id in going]
 
     def _next_level(self, rows: Seq[GrowingRow]) -> Level:
-        """The rows that are not done, with the nodes to expand."""
         level: Level = []
         for row in rows:
             tree = row.tree
@@ -313,5 +308,4 @@ class SlotDrafter(LevelDrafter):
         return [tokens[place] for place in places], [log_probs[place] for place in places]
 
     def _slots_at(self, level: Level) -> list[int]:
-        """The slots of the nodes of a level."""
         return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]

@@ -1,10 +1,11 @@
-"""`ModelDrafter`: a causal language model with a KV cache of its own drafts for the whole batch."""
+"""`ModelDrafter`: a causal language model with a KV cache of its own drafts for the whole batch; how it is loaded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -12,14 +13,15 @@ from emssd.attention import Kept
 from emssd.decoding.packing import pack
 from emssd.drafters.lanes import Lane
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_level
-from emssd.drafting import Draft, Outcome
+from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
+from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
-__all__ = ["ModelDrafter"]
+__all__ = ["ModelDrafter", "load_draft_model", "shallow_runner"]
 
 
 class ModelDrafter(LevelDrafter):
@@ -111,11 +113,9 @@ class ModelDrafter(LevelDrafter):
         return tokens
 
     def _have_cached(self, rows: Seq[GrowingRow]) -> None:
-        """Note that all tokens of some rows are computed."""
         self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
 
     def _columns(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits of the target's ids alone."""
         return logits[:, : self._vocab_size]
 
     def _keep(self, names: Seq[str], kv_lens: Seq[int], sources: Seq[tuple[int, ...]] = ()) -> None:
@@ -133,3 +133,53 @@ def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:
         choices = tree.choices[node]
         ranks.append(choices.index(token) if token in choices else None)
     return ranks
+
+
+def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
+    """The draft model at `path`, with a KV cache that takes token trees or not.
+
+    Raises:
+        ConfigError: it does not share the target's vocabulary.
+    """
+    runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
+    _check_vocabulary(path, runner, tokenizer, context)
+    return runner
+
+
+def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
+    if tokenizer is not None and context.tokenizer is not None:
+        if tokenizer.get_vocab() == context.tokenizer.get_vocab():
+            return  # vocabulary sizes of the models may still differ by unused padding ids
+        what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
+    elif model.vocab_size == context.vocab_size:
+        return
+    else:
+        what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
+    raise ConfigError(
+        f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
+        f"with the target's tokenizer, usually a smaller one of the same family. Where the drafter has "
+        f"the option, drafter.vocabulary=auto lets one with another tokenizer draft by the text."
+    )
+
+
+def shallow_runner(context: DrafterContext, num_layers: int | None, *, trees: bool = False) -> ModelRunner:
+    """The target's first layers, its final norm and its LM head, with a KV cache of their own.
+
+    Args:
+        context: lends the target.
+        num_layers: how many; ``None`` for a quarter of them, rounded up.
+        trees: whether the cache takes token trees.
+
+    Raises:
+        ConfigError: there is no target, or it has not so many layers.
+        UnsupportedModelError: its layers are not found, or cannot be left out.
+    """
+    target, spec = context.target, context.cache_spec
+    if target is None or spec is None or context.make_cache is None:
+        raise ConfigError("the drafter runs layers of the target, and there is no model to take them of")
+    if num_layers is None:
+        num_layers = -(-target.num_layers // 4)
+    if not 1 <= num_layers <= target.num_layers:
+        raise ConfigError(f"drafter.num_layers is {num_layers}; choose 1 to {target.num_layers}, as the target has")
+    own = replace(spec, layers=spec.layers[:num_layers], trees=trees, prefix_caching=False)
+    return target.first_layers(num_layers, context.make_cache(own))

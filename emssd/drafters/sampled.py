@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafters.levels import Level
 from emssd.drafters.models import ModelDrafter
@@ -41,7 +41,7 @@ class _Drawn:
 
 
 class SampledShape(Shape):
-    """How many nodes a tree has, and how a level is drawn."""
+    """The number of nodes of a tree, and the law by which a level is drawn."""
 
     @abstractmethod
     def draw(self, drawn: _Drawn, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor) -> None:
@@ -174,6 +174,5 @@ def _is_residual(row: Row) -> bool:
 
 
 def _beam_at(node: int, device: torch.device) -> Beam:
-    """A beam of one node alone."""
     arrivals = torch.zeros(1, dtype=torch.float64, device=device)
     return Beam((node,), arrivals, arrivals + 1)

@@ -142,7 +142,6 @@ class StatesDrafter(LevelDrafter):
         return self.shape.most_cached(num_nodes, depth) if self.caches_nodes else 0
 
     def _sort_arrived(self) -> None:
-        """Lay aside row by row what arrived."""
         for hidden in self._arrived:
             joined = torch.cat(hidden.states, dim=-1)
             for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
@@ -150,7 +149,6 @@ class StatesDrafter(LevelDrafter):
         self._arrived, self._num_arrived = [], 0
 
     def _make_features(self, request_ids: Iterable[str]) -> None:
-        """Make features of the hidden states of some rows that wait for that."""
         waiting = [(name, *piece) for name in request_ids for piece in self._waiting.pop(name, ())]
         if not waiting:
             return
@@ -163,7 +161,6 @@ class StatesDrafter(LevelDrafter):
                 known.used(known.stop)
 
     def _have_used(self, rows: Seq[GrowingRow]) -> None:
-        """Note that the states of the tokens before the trees were computed with."""
         for row in rows:
             self._states[row.request_id].used(row.tree.num_tokens)
             if self._lane is not None:

@@ -2,13 +2,11 @@
 
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode, GoesOn
 from emssd.drafting.checked import CheckedDrafter
-from emssd.drafting.context import DrafterContext, LoadRunner
-from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.context import DrafterContext
+from emssd.drafting.draft import Draft, HiddenStates, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
-from emssd.drafting.hidden import HiddenStates
-from emssd.drafting.lookup import LookupDrafter, Occurrence
-from emssd.drafting.ngrams import NGramCounts
+from emssd.drafting.lookup import LookupDrafter, NGramCounts, Occurrence
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = [
@@ -21,7 +19,6 @@ __all__ = [
     "DrafterContext",
     "GoesOn",
     "HiddenStates",
-    "LoadRunner",
     "LookupDrafter",
     "NGramCounts",
     "Occurrence",

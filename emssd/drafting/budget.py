@@ -1,4 +1,4 @@
-"""How many tokens each row may draft in a step: the `BudgetPolicy` interface, and the simplest policy."""
+"""The number of tokens that each row may draft in a step: the `BudgetPolicy` interface, and the simplest policy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DraftedNode(NamedTuple):
 
 
 class GoesOn(Protocol):
-    """Which rows are drafted further, by request id, given the newest nodes of those that may be."""
+    """Names the rows that are drafted further, by request id, given the newest nodes of those that may be."""
 
     def __call__(self, newest: Mapping[str, Seq[DraftedNode]], /) -> Container[str]: ...
 

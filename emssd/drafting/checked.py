@@ -13,9 +13,8 @@ import torch
 
 from emssd.attention.trees import depths
 from emssd.drafting.budget import GoesOn
-from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.draft import Draft, Outcome, checked_layers
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.hidden import checked_layers
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
 from emssd.errors.faults import guarded, told
 from emssd.sequences import Batch
@@ -64,7 +63,7 @@ class CheckedDrafter(Drafter):
 
     @property
     def num_candidates(self) -> int:  # type: ignore[override]  # read-only: the drafter's own, 0 if it failed
-        """How many of the target's best tokens it wants."""
+        """The number of the target's best tokens that it wants."""
         return self._count("num_candidates")
 
     def _count(self, name: str) -> int:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting.drafter import Drafter
 from emssd.model import BorrowedTarget, ModelRunner
 
-__all__ = ["DrafterContext", "LoadRunner"]
-
-
-class LoadRunner(Protocol):
-    """See `DrafterContext.load_runner`."""
-
-    def __call__(self, path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]: ...
+__all__ = ["DrafterContext"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +35,7 @@ class DrafterContext:
 
     vocab_size: int
     tokenizer: Any
-    load_runner: LoadRunner
+    load_runner: Callable[..., tuple[ModelRunner, Any]]
     make_drafter: Callable[[str, Mapping[str, Any]], Drafter]
     on_drafter_error: str = "disable"
     target: BorrowedTarget | None = None

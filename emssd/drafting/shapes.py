@@ -1,4 +1,4 @@
-"""Which nodes of a tree are expanded, and how many children they get: the `Shape` of trees that grow level by level."""
+"""The `Shape` of trees that grow level by level: the nodes that are expanded, and the number of their children."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Shape(ABC):
 
     @abstractmethod
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        """Which nodes of the `frontier` of `tree` to expand. At first it is ``[-1]``; later the best come first."""
+        """The nodes of the `frontier` of `tree` to expand. At first it is ``[-1]``; later the best come first."""
 
     @abstractmethod
     def most_cached(self, num_nodes: int, depth: int) -> int:

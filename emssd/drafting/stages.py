@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
@@ -248,7 +248,6 @@ def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
 
 
 def _joined(parts: list[Draft], num_rows: int) -> Draft:
-    """One draft of several; each row has tokens in at most one of them."""
     filled = [part for part in parts if part.token_ids.numel()]
     if len(filled) < 2:
         return filled[0] if filled else Draft.empty(num_rows)

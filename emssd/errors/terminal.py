@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO
 
+from emssd.errors import exit_on_error
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -38,13 +40,15 @@ def plain_console(**options: Any) -> Console:
 
 
 @contextmanager
-def steady(program: str) -> Iterator[None]:
-    """For the body of a command, or as the decorator of its ``main``: neither its output nor Ctrl-C gives a traceback.
+def steady(program: str, *, if_interrupted: str = "") -> Iterator[None]:
+    """For the body of a command, or as the decorator of its ``main``: it ends without a traceback.
+
+    An error of emssd ends it with status 2, its message after `program`.
 
     A character that the encoding of a stream lacks becomes a question mark. A stream that takes no more, as that of
     ``| head -1`` or of a full disk, takes nothing away from what else the command does: what it prints from there on is
     dropped. For anything but a closed pipe, the command then ends with a sentence and status 2. Ctrl-C ends it with
-    status 130; the second one does so at once.
+    status 130, and a message that ends with `if_interrupted`; the second one does so at once.
     """
     before = sys.stdout, sys.stderr
     for stream in before:
@@ -56,10 +60,10 @@ def steady(program: str) -> Iterator[None]:
         sys.stderr = err
     end: SystemExit | None = None
     try:
-        with _interrupts():
+        with _interrupts(), exit_on_error(program):
             yield
     except KeyboardInterrupt:
-        print(f"{program}: interrupted", file=err)
+        print("; ".join(filter(None, (f"{program}: interrupted", if_interrupted))), file=err)
         end = SystemExit(INTERRUPTED)
     except SystemExit as asked:
         end = asked
@@ -86,7 +90,6 @@ class _Outlet:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write `text`, or drop it."""
         if self.error is None and self._stream is not None:
             try:
                 return self._stream.write(text)
@@ -95,7 +98,6 @@ class _Outlet:
         return len(text)
 
     def flush(self) -> None:
-        """Hand on what was written, or drop it."""
         if self.error is None and self._stream is not None:
             try:
                 self._stream.flush()

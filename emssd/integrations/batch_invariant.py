@@ -18,7 +18,7 @@ from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.hf import training_flags_kept
 from emssd.model.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
-from emssd.model.replaced import replaced_forward
+from emssd.model.streams import replaced_forward
 from emssd.model.target import TargetModel
 from emssd.plugins.registry import Registry
 
@@ -130,14 +130,12 @@ class _Rows:
         self.places = torch.nn.utils.rnn.pad_sequence([*torch.split_with_sizes(self.index, lengths)], True, -1)
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        """What `emssd.model.interface.Attend` asks."""
+        """Compute attention, as `emssd.model.interface.Attend`."""
         out: torch.Tensor = _Attention.apply(self, layer, seen, *qkv)  # type: ignore[no-untyped-call]
         return out
 
 
 class _Attention(torch.autograd.Function):
-    """The kernel of a rollout, with the gradients of PyTorch's attention."""
-
     @staticmethod
     def forward(ctx: Any, rows: _Rows, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*qkv)

@@ -119,7 +119,6 @@ class EngineThread:
 
 
 def _settle(future: Future[Generation], outcome: Generation | BaseException) -> None:
-    """Give `future` its outcome, unless it was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     if isinstance(outcome, BaseException):

@@ -12,9 +12,8 @@ import torch
 
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
-from emssd.integrations.hf_criteria import Criteria, limits, of_strings
+from emssd.integrations.hf_criteria import Criteria, limits, of_strings, streamed
 from emssd.integrations.hf_options import check_config, check_ngrams, check_processors, sampling_of
-from emssd.integrations.hf_streamer import streamed
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -164,7 +163,7 @@ class Call:
         model_kwargs: dict[str, Any],
         seed: int | None = None,
     ) -> Call:
-        """What `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
+        """Read what `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
         check_config(config)
         check_inputs(model_kwargs)

@@ -1,4 +1,4 @@
-"""What ends a row of `emssd.custom_generate`: criteria of Transformers, asked about one row, token by token."""
+"""The ends of a row of `emssd.custom_generate`: criteria of Transformers, asked about one row, token by token."""
 
 from __future__ import annotations
 
@@ -12,8 +12,12 @@ from emssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
+import sys
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
 
-__all__ = ["Criteria", "limits", "of_strings"]
+__all__ = ["Criteria", "limits", "of_strings", "streamed"]
 
 
 class Criteria:
@@ -89,3 +93,31 @@ def _is_time(item: Any) -> bool:
     from transformers.generation.stopping_criteria import MaxTimeCriteria
 
     return type(item) is MaxTimeCriteria
+
+
+def streamed(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The custom function `decode`, whose new tokens, once all are there, go to the streamer; it ends on errors too."""
+
+    @wraps(decode)
+    def run(model: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        streamer = _streamer()
+        try:
+            tokens = decode(model, input_ids, *arguments, **options)
+            for column in tokens[:, input_ids.shape[1] :].cpu().T if streamer is not None else ():
+                streamer.put(column)
+            return tokens
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    return run
+
+
+def _streamer() -> Any:
+    """That of the innermost `generate` of Transformers: nothing else of the call leads to it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == "transformers.generation.utils":
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    return None

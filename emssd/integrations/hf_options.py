@@ -135,7 +135,7 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
 
 
 def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
-    """How tokens are chosen; ``None`` is greedily. Without a `seed`, PyTorch's global generator gives one. Raises
+    """The sampling options; ``None`` is greedy. Without a `seed`, PyTorch's global generator gives one. Raises
     ConfigError: a value that cannot be.
     """
     temperature = 0.0
@@ -174,7 +174,6 @@ def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 
 
 def _ids(value: Any) -> list[int]:
-    """Token ids, of one, several or none."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor):

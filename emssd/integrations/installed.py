@@ -1,4 +1,4 @@
-"""Whether the library of an integration is here, in a version that emssd was tested with."""
+"""Checks that the library of an integration is here, in a version that emssd was tested with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LIBRARIES", "Library", "check_installed"]
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """What an extra of emssd brings.
+    """The library that an extra of emssd brings.
 
     Attributes:
         versions: that serve, as in pyproject.toml.

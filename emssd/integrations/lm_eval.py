@@ -150,7 +150,7 @@ def _taken(options: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _choice(registry: Registry, kind: str, chosen: Any, values: Mapping[str, Any]) -> Any:
-    """What is `chosen`, with `values` of its options if there are any. Raises ConfigError: it is no name, or has no
+    """The plugin that is `chosen`, with `values` of its options. Raises ConfigError: it is no name, or has no
     such option; or PluginError: nothing has this name.
     """
     if not isinstance(chosen, str):

@@ -19,7 +19,7 @@ from emssd.errors import ConfigError, did_you_mean
 from emssd.integrations.hf import Call, training_flags_kept
 from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
-from emssd.model.replaced import lock_of, replaced_forward
+from emssd.model.streams import lock_of, replaced_forward
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
@@ -138,7 +138,7 @@ class Rollouts:
         generation_config: GenerationConfig | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """What ``generate`` calls: ``[B, n + new]`` for ``input_ids [B, n]``; fills `found`, with log-probabilities."""
+        """Give `generate` ``[B, n + new]`` for ``input_ids [B, n]``, and fill `found`, with log-probabilities."""
         call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         if call.criteria or call.num_samples > 1:
             raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
@@ -212,7 +212,7 @@ def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
-    """How often each prompt was there before: which of its samples a row is."""
+    """The number of each row among the samples of its prompt."""
     seen = Counter[tuple[int, ...]]()
     for prompt in prompts:
         yield seen[prompt]

@@ -47,10 +47,10 @@ class _Row:
 
 
 class Proposer:
-    """What vLLM asks for drafts after every step; see `proposer`.
+    """Drafts for vLLM after every step; see `proposer`.
 
     vLLM does not say which request a row is, so it is recognised by its text: it goes on from what it was a step ago.
-    The drafter hears of rows as it does from an engine: it proposes, hears what was accepted of that, and drops rows
+    The drafter gets rows as it does from an engine: it proposes, observes what was accepted of that, and drops rows
     that are no longer there. Three things vLLM does not tell. Why a row is gone: all count as ended, also one that was
     preempted, and may have a few tokens behind its EOS. What the target says behind a rejected token: -1 stands in
     `Outcome.target_ids`. How long a row may become: a draft may reach beyond its ``max_tokens``.
@@ -170,7 +170,7 @@ class Proposer:
 
 
 def _recognised(before: Seq[np.ndarray | None], known: Seq[_Row | None]) -> dict[int, _Row]:
-    """Which of the `known` rows has the text of `before`, by index in `before`; of equal ones the one at that index."""
+    """The `known` row that has each text of `before`, by index in `before`; of equal ones the one at that index."""
     free = {place: row for place, row in enumerate(known) if row is not None}
     found = dict[int, _Row]()
     for place, text in enumerate(before):
@@ -185,7 +185,7 @@ def _recognised(before: Seq[np.ndarray | None], known: Seq[_Row | None]) -> dict
 
 
 def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStages:
-    """The drafter, held to its interface. Raises ConfigError: it needs what vLLM does not give."""
+    """The drafter, with the checks of its interface. Raises ConfigError: it needs what vLLM does not give."""
     registry = Registry()
 
     def made_of(other: str, values: Mapping[str, Any]) -> Any:

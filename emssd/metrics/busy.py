@@ -1,4 +1,4 @@
-"""How busy others kept the machine during a measurement: figures of a busy machine are not those of a quiet one."""
+"""The work of other processes during a measurement: figures of a busy machine are not those of a quiet one."""
 
 from __future__ import annotations
 

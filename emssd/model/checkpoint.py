@@ -250,8 +250,6 @@ class _MadeEmpty(TorchFunctionMode):
 
 
 class _KeepBack(logging.Filter):
-    """Collects messages in the place of those who would print them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.text = ""

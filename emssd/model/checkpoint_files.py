@@ -79,7 +79,6 @@ def _json_fault(file: Path) -> str | None:
 
 
 def _index_fault(file: Path) -> str | None:
-    """The fault of the list of which tensor is in which file."""
     shards = _shards(file)
     if not shards:
         return f"{file} has no weight_map from tensors to files; {_AGAIN}"
@@ -95,7 +94,7 @@ def _shards(index: Path) -> set[str]:
 
 
 def file_fault(file: Path) -> str | None:
-    """Why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
+    """The reason why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
     try:
         if not file.is_file():
             return f"{file} is no file"

@@ -12,8 +12,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model.probe import ProbeRows, running
-from emssd.model.replaced import only_here
-from emssd.model.streams import Streams, hear_input, hear_output, stream_of
+from emssd.model.streams import Streams, hear_input, hear_output, only_here, stream_of
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel

@@ -237,7 +237,6 @@ class _Words:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def of(self, value: Any) -> str:
-        """The words."""
         if isinstance(value, (*_PLAIN, *_PLAIN_OF_TORCH)):
             return repr(value)
         if isinstance(value, type):

@@ -49,7 +49,7 @@ class Guard:
         self._noise = (self._canary[1] - self._run_canary(target)[1]).abs().max()
 
     def change(self, target: HookedModel) -> str | None:
-        """Where `target` has changed since, or ``None``. Raises UnsupportedModelError: it does not run any more."""
+        """The part of `target` that has changed, or ``None``. Raises UnsupportedModelError: it runs no more."""
         places, tensors = _look(target)
         if places != self._places:
             changed = (name for name, place in places.items() if self._places.get(name) != place)
@@ -65,7 +65,7 @@ class Guard:
         return None if same and layers == known_layers else "what its modules compute"
 
     def _run_canary(self, target: HookedModel) -> tuple[dict[int, LayerSpec], torch.Tensor]:
-        """How each layer attends, and logits ``[2, vocab]`` on the host: of the last token of each of two rows."""
+        """The attention of each layer, and logits ``[2, vocab]`` on the host: of the last token of each of two rows."""
         rows, layers = self._rows, dict[int, LayerSpec]()
         last = torch.stack([(rows.owner == row).nonzero()[-1, 0] for row in range(2)])
 

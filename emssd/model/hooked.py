@@ -25,9 +25,9 @@ from emssd.model.interface import (
 )
 from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
-from emssd.model.replaced import lock_of
 from emssd.model.spread import is_spread, output_device
 from emssd.model.states import StateCache
+from emssd.model.streams import lock_of
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
 if TYPE_CHECKING:

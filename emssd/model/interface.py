@@ -122,7 +122,7 @@ def keywords_known(keywords: Mapping[str, Any]) -> Iterator[None]:
 
 
 def with_windows(attend: Attend, windows: Mapping[int, int]) -> Attend:
-    """`attend`, told of the sliding windows of layers that do not pass them on."""
+    """`attend`, with the sliding windows of layers that do not pass them on."""
     if not windows:
         return attend
 

@@ -19,7 +19,7 @@ from emssd.model.interface import ATTENTION_NAME, Visible, implementation
 from emssd.model.masks import window_of
 from emssd.model.mixing import mixed_by, mixer_of_pass
 from emssd.model.probe import PROBE_TOLERANCE, Aranges, ProbeRows, running
-from emssd.model.replaced import only_here, replaced_forward
+from emssd.model.streams import only_here, replaced_forward
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -33,7 +33,7 @@ _Tensors = dict[int, torch.Tensor]
 
 @dataclass(slots=True)
 class _Call:
-    """How a module is called, and what it returns.
+    """The arguments and the results of a module.
 
     Attributes:
         by_token: places of arguments ``[b, n, ...]`` among all of a call.
@@ -111,7 +111,7 @@ class PerRow:
         return any(name.startswith(f"{other}.") for other in self._calls)
 
     def _described(self, names: list[str]) -> dict[str, _Call | None]:
-        """How each is called; ``None`` where that does not go by tokens."""
+        """The call of each; ``None`` where that does not go by tokens."""
         short, long = (self._seen(names, length) for length in _lengths(self.target))
         found: dict[str, _Call | None] = {}
         for name in names:

@@ -80,7 +80,7 @@ class _CalledTwiceError(Exception):
 
 
 def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
-    """Where the attention of each layer is computed, as a short pass shows. Raises UnsupportedModelError: the model
+    """The device on which each layer attends, as a short pass shows. Raises UnsupportedModelError: the model
     does not run.
     """
     devices: dict[int, torch.device] = {}

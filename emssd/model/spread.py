@@ -73,7 +73,7 @@ def check_offloaded(model: Any) -> None:
 
 
 def output_device(model: Any) -> torch.device:
-    """Where the logits come out, and where tokens are chosen.
+    """The device on which the logits come out, and tokens are chosen.
 
     Weights that lie in the host's memory beside a GPU are copied there when they are used: their device is the GPU.
     """

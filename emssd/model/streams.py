@@ -1,4 +1,4 @@
-"""`Streams`: where the hidden states of a model are taken, by forward hooks that are there for one pass only."""
+"""Modules that are listened to, or compute something else, in one thread and for the time of one call: `Streams`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,58 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from threading import RLock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.replaced import only_here, replaced_forward
 
-__all__ = ["NORMED", "Hidden", "Streams", "hear_input", "hear_output", "stream_of"]
+__all__ = [
+    "NORMED",
+    "Hidden",
+    "Streams",
+    "hear_input",
+    "hear_output",
+    "lock_of",
+    "only_here",
+    "replaced_forward",
+    "stream_of",
+]
+
+_LOCKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
+_MAKING = RLock()
+
+
+def lock_of(model: torch.nn.Module) -> Any:
+    """The lock that engines hold for a pass of `model`; one, however many engines there are."""
+    with _MAKING:
+        return _LOCKS.setdefault(model, RLock())
+
+
+def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` in this thread, and `elsewhere` in others, which call the same modules."""
+    thread = get_ident()
+    return lambda *args, **kwargs: (function if get_ident() == thread else elsewhere)(*args, **kwargs)
+
+
+@contextmanager
+def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Within, `module` computes `forward` for this thread; afterwards what it computed before.
+
+    The caller holds the lock of its model.
+    """
+    own = vars(module).get("forward")
+    module.forward = only_here(forward, module.forward)
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
 
 NORMED = -1
 """The index of the last hidden state behind the model's final norm."""

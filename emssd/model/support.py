@@ -1,4 +1,4 @@
-"""Which models can be served at all, and at which lengths, as their config tells; `probe` tells the rest."""
+"""The models that can be served at all, and their lengths, as their config tells; `probe` tells the rest."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ class TargetModel(HookedModel):
         return Computed(logits if plan.logit_index is None else logits[plan.logit_index], hidden)
 
     def compile_if_it_pays(self, num_steps: int) -> None:
-        """Where ``compile="auto"`` found no program: compile one now, if `num_steps` steps take long enough.
+        """After ``compile="auto"`` found no program: compile one now, if `num_steps` steps take long enough.
 
         Before the first row only: a program rounds otherwise than the model, and each run has one arithmetic.
         """

@@ -66,7 +66,7 @@ def loaded_kernels() -> Any | None:
 
 
 def why_unavailable() -> str | None:
-    """Why the kernels cannot be had here, in words, or ``None``; builds them if that was not done yet."""
+    """The reason why the kernels cannot be had here, in words, or ``None``; builds them if that was not done yet."""
     failure = _load()
     return None if failure is None else str(failure)
 
@@ -79,14 +79,14 @@ def fallback_reason() -> str | None:
 
 @cache
 def free_module() -> Callable[[int], None]:
-    """What frees the module of a handle. It is no operator: finalizers may call it at any point."""
+    """The function that frees the module of a handle. It is no operator: finalizers may call it at any point."""
     import ctypes
 
     return ctypes.CFUNCTYPE(None, ctypes.c_int64)(load_kernels().free_module_address())
 
 
 def kernels_key() -> str:
-    """What stands for these sources, PyTorch and processor in names of files."""
+    """A key of these sources, PyTorch and processor, for names of files."""
     return hashlib.sha256(" ".join(map(_part_key, _PARTS)).encode()).hexdigest()[:16]
 
 
@@ -115,7 +115,6 @@ def _load() -> NativeError | None:
 
 
 def _loads(library: Entry) -> bool:
-    """Load the library; returns whether the operators are there then."""
     try:
         torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
         return all(hasattr(torch.ops.emssd_native, name) for name in _OPERATORS)
@@ -125,7 +124,7 @@ def _loads(library: Entry) -> bool:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on."""
+    """The features that ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -138,13 +137,12 @@ def _flags(part: str) -> tuple[str, ...]:
 
 
 def _part_key(part: str) -> str:
-    """What the object of one part depends on."""
+    """A key of all that the object of one part depends on."""
     parts = [_text(f"{part}.cpp"), torch.__version__.encode(), str(_flags(part)).encode(), _processor().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _text(name: str) -> bytes:
-    """A source with those that it includes."""
     text = (_SOURCES / name).read_bytes()
     return b"\0".join([text, *(_text(each.decode()) for each in re.findall(rb'^#include "(.+)"', text, re.MULTILINE))])
 

@@ -1,4 +1,4 @@
-"""Where compiled code is kept: folders that nobody else can write, and entries that are whole.
+"""The cache of compiled code: folders that nobody else can write, and entries that are whole.
 
 What lies there runs with the rights of this process. So an entry is read only if nobody but this user and root could
 have put it there, and only if it is what was written: a library that was cut off ends a process without a word.
@@ -47,7 +47,7 @@ class Entry:
 
 
 def cache_dir() -> Path:
-    """Where what is compiled is kept: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``.
+    """The folder of what is compiled: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``.
 
     Raises:
         CacheError: none is set, and this user has no home.
@@ -123,7 +123,7 @@ def trusted(root: Path, *below: str, variable: str = "EMSSD_CACHE") -> Path:
 
 
 def room_hint(error: BaseException) -> str:
-    """What to do if that was a full disk, to be put behind what was said; else nothing."""
+    """Advice for a full disk, to be put behind the error; nothing for other errors."""
     if "No space left on device" not in str(error):
         return ""
     return "; make room on the disk, or set EMSSD_CACHE, TMPDIR and TORCHINDUCTOR_CACHE_DIR to where some is"
@@ -185,7 +185,7 @@ def _manifest(folder: Path, files: dict[str, bytes]) -> bytes:
 
 
 def _content(path: Path) -> bytes:
-    """What is in a file that nobody else can write."""
+    """The content of a file that nobody else can write."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         _check(path, os.fstat(file.fileno()), "EMSSD_CACHE")
         return file.read()

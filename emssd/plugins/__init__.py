@@ -1,4 +1,4 @@
-"""How plugins are offered and found: the hooks, the records they return, and the registry."""
+"""Offers of plugins, and the search for them: the hooks, the records they return, and the registry."""
 
 from emssd.plugins.hookspecs import BackendSpec, BudgetSpec, DrafterSpec, PromptSourceSpec, hookimpl
 

@@ -150,11 +150,10 @@ class Registry:
         return made
 
     def owner(self, kind: str, name: str) -> str:
-        """How messages call what is offered as `name`."""
+        """The words by which messages call the plugin `name`."""
         return f"{kind} {name!r} ({self.source(kind, name)})"
 
     def _take(self, point: EntryPoint, distribution: str, version: str, on_load: Callable[[str], None]) -> None:
-        """Load one entry point and keep what it offers, or what went wrong."""
         ours = distribution == "emssd"
         whole = PluginRecord("plugin", point.name, distribution, version, "failed")
         owner = f"plugin {point.name!r} of {distribution} {version}"

@@ -1,4 +1,4 @@
-"""Whether a plugin's distribution was made for another version of emssd than the one that is here."""
+"""Finds plugins whose distribution was made for another version of emssd than the one that is here."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from emssd.errors import ConfigError, OutputError, exit_on_error
+from emssd.errors import ConfigError, OutputError
 from emssd.errors.terminal import steady
 
 if TYPE_CHECKING:
@@ -43,20 +43,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 @steady("emssd.report")
 def main(arguments: Seq[str] | None = None) -> None:
-    """Parse the command line and make the report; an error of ours ends with its message and status 2."""
-    with exit_on_error("emssd.report"):
-        options = make_parser().parse_args(arguments)
-        if not re.fullmatch(r"[\w.-]+", options.name):
-            raise ConfigError(
-                f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only"
-            )
-        from emssd.report.sections import sections
-        from emssd.report.sources import read
+    """Parse the command line and make the report."""
+    options = make_parser().parse_args(arguments)
+    if not re.fullmatch(r"[\w.-]+", options.name):
+        raise ConfigError(f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only")
+    from emssd.report.sections import sections
+    from emssd.report.sources import read
 
-        found = sections(read(options.runs))
-        markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)
-        beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
-        print(f"{page}\n{markdown}{beside}")
+    found = sections(read(options.runs))
+    markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)
+    beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
+    print(f"{page}\n{markdown}{beside}")
 
 
 def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:

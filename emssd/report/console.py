@@ -1,4 +1,4 @@
-"""The tables that end a run."""
+"""The tables that end a run, and an experiment, on the console."""
 
 from __future__ import annotations
 
@@ -12,8 +12,20 @@ if TYPE_CHECKING:  # a report of rows needs no torch
     from emssd.data.prompts import FailedPrompt
     from emssd.decoding.check import CheckReport, Difference
     from emssd.decoding.distribution_check import DistributionReport
+from collections.abc import Iterable, Mapping
 
-__all__ = ["print_check", "print_failures", "print_report"]
+from rich.console import RenderableType
+from rich.text import Text
+
+from emssd.report.cells import grids
+from emssd.report.rows import Row, Simulation, parse
+from emssd.report.sections.methods import crossings, speed_table
+from emssd.report.sections.padding import expected_ratio
+from emssd.report.sections.steps import step_table, steps_of
+from emssd.report.tables import Table as PlainTable
+from emssd.report.tables import grouped
+
+__all__ = ["print_check", "print_failures", "print_report", "summary"]
 
 _SHOWN_DIFFERENCES = 10
 _SHOWN_FAILURES = 3
@@ -117,3 +129,27 @@ def _describe(difference: Difference) -> str:
         f"{kind} in {difference.request_id}{sample} at new token {difference.position}: {difference.token} instead of "
         f"{difference.greedy_token}, logits {difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
     )
+
+
+def summary(rows: Iterable[Mapping[str, Any]]) -> list[RenderableType]:
+    """The tables of each experiment, each below its title.
+
+    Args:
+        rows: as in ``rows.jsonl``.
+
+    Raises:
+        ConfigError: they are rows of another format.
+    """
+    shown: list[tuple[str, PlainTable]] = []
+    for row in (parsed := [parse(value, where=f"row {number}") for number, value in enumerate(rows, 1)]):
+        if isinstance(row, Simulation):
+            title = f"{row.experiment}: expected padding ratio by p and batch size, τ at most {row.max_acceptance}"
+            shown.append((title, expected_ratio(row)))
+    measured = grouped((row for row in parsed if isinstance(row, Row)), lambda row: row.experiment)
+    for experiment, mine in measured.items():
+        timed = experiment == "step_time"
+        for grid in steps_of(mine) if timed else grids(mine):
+            shown.append((f"{experiment}: {grid.title}", step_table(grid) if timed else speed_table(grid)))
+            if experiment == "crossover":
+                shown.append(("Where speculation pays", crossings(grid)))
+    return [part for title, table in shown for part in (Text("\n" + title, style="bold"), table.console())]

@@ -1,4 +1,4 @@
-"""How the target's next token is chosen: greedily, or sampled with noise that is a hash of where the token stands."""
+"""The choice of the target's next token: greedy, or sampled with noise that is a hash of where the token stands."""
 
 from emssd.sampling.params import SamplingMethod, SamplingParams
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.native import loaded_kernels
 from emssd.sampling.matching import MatcherState, masked
 from emssd.sampling.noise import gumbel, noise_state

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.packed import on_device, to_host
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
 __all__ = ["behind", "top_draws"]

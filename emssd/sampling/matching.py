@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.errors import ConfigError
 from emssd.sampling.grammar import Grammar
 
@@ -28,7 +28,7 @@ Words = npt.NDArray[np.int32]
 
 
 class MatcherState:
-    """What may follow the text of a row, or the text that leads to a node of its draft. It can only be read.
+    """The tokens that may follow the text of a row, or the text that leads to a node of its draft. It can only be read.
 
     Two states with the same text are the same object, as long as the row has not gone on without it.
     """

@@ -12,7 +12,7 @@ from hashlib import blake2b
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 
 __all__ = ["gumbel", "hashed", "noise_key", "noise_state"]
 

@@ -31,7 +31,7 @@ _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range o
 
 
 class SamplingMethod(str, Enum):
-    """How a drafted token is held against what is drawn."""
+    """The rule by which a drafted token is accepted."""
 
     coupled = "coupled"
     residual = "residual"
@@ -39,7 +39,7 @@ class SamplingMethod(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token of a request is chosen. The names are Transformers', and so is their order of effect.
+    """The choice of the next token of a request. The names are Transformers', and so is their order of effect.
 
     First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
     then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention.transfer import on_device
+from emssd.attention.packed import on_device
 from emssd.sampling.params import SamplingParams
 
 __all__ = ["processed", "warped"]

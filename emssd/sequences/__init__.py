@@ -2,8 +2,7 @@
 
 from emssd.sampling.matching import MatcherState
 from emssd.sequences.generation import Generation
-from emssd.sequences.logprobs import TokenLogprob
-from emssd.sequences.row import Batch, FinishReason, Request, Row
+from emssd.sequences.row import Batch, FinishReason, Request, Row, TokenLogprob
 from emssd.sequences.stopping import Stop, StopStrings
 from emssd.sequences.token_bytes import TokenBytes
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.sequences.logprobs import TokenLogprob
-from emssd.sequences.row import FinishReason, Row
+from emssd.sequences.row import FinishReason, Row, TokenLogprob
 
 __all__ = ["Generation"]
 

@@ -11,14 +11,31 @@ from typing import NoReturn
 
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import MatcherState
-from emssd.sequences.logprobs import TokenLogprob
 from emssd.sequences.stopping import Stop
 
-__all__ = ["Batch", "FinishReason", "Request", "Row", "RowView", "TokenIds"]
+__all__ = ["Batch", "FinishReason", "Request", "Row", "RowView", "TokenIds", "TokenLogprob"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One new token, under the model's own distribution: the log-softmax of its logits in float64, as it gives them.
+
+    Neither temperature nor anything else of `SamplingParams` has a part in it.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log-probability; NaN if the model overflowed.
+        top: ids and log-probabilities of the most probable tokens, as many as ``SamplingParams.logprobs`` says, the
+            most probable first; equally probable ones in any order.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class FinishReason(str, Enum):
-    """Why a row ended."""
+    """The reason why a row ended."""
 
     EOS = "eos"
     STOP = "stop"
@@ -120,12 +137,12 @@ class Row:
 
     @property
     def num_uncached(self) -> int:
-        """How many tokens have no KV yet: 1 while decoding, more while the prompt is computed."""
+        """The number of tokens without KV: 1 while decoding, more while the prompt is computed."""
         return len(self.tokens) - self.num_cached
 
     @property
     def num_remaining(self) -> int:
-        """How many tokens may still be generated."""
+        """The number of tokens that may still be generated."""
         return self.max_length - len(self.tokens)
 
     def taken(self, new_tokens: Seq[int]) -> tuple[list[int], FinishReason | None]:

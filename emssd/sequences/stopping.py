@@ -82,7 +82,7 @@ class StopStrings:
         return text.removesuffix(inside)  # a special token has left nothing in the text that could go
 
     def _first_match(self, tokens: Seq[int], start: int) -> tuple[int, int] | None:
-        """Where the earliest stop string that the last token completes begins: a token's index, and a byte in it."""
+        """The start of the earliest stop string that the last token completes: a token's index, and a byte in it."""
         last = self._bytes(tokens[-1])
         window, index = last, len(tokens) - 1
         while len(window) - len(last) < self._tail and index > start:

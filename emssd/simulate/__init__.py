@@ -10,16 +10,11 @@ Example:
     8192
 """
 
-from emssd.simulate.closed_forms import Expected, acceptance_pmf, expected, max_pmf
-from emssd.simulate.curves import FittedCurve, Roofline, StepCurve, load_curve
-from emssd.simulate.laws import geometric_trace
-from emssd.simulate.presets import PRESETS, roofline
-from emssd.simulate.simulator import Simulation, Simulator
-from emssd.simulate.summary import summarize, summary_table
-from emssd.simulate.trace_drafter import TreeDrafter
-from emssd.simulate.traces import RequestTrace, StageTrace, Trace, load_trace, save_trace
-from emssd.simulate.tree_law import TreeLaw
-from emssd.simulate.warming import warm_up
+from emssd.simulate.appendix import Expected, acceptance_pmf, expected, max_pmf
+from emssd.simulate.curves import PRESETS, FittedCurve, Roofline, StepCurve, load_curve, roofline
+from emssd.simulate.simulator import Simulation, Simulator, summarize, summary_table, warm_up
+from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace, geometric_trace, load_trace, save_trace
 
 __all__ = [
     "PRESETS",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence as Seq
 
-from emssd.errors import exit_on_error
 from emssd.errors.terminal import steady
 from emssd.simulate import commands
 
@@ -28,10 +27,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 @steady("emssd.simulate")
 def main(arguments: Seq[str] | None = None) -> None:
-    """Parse the command line and do it; an error of ours ends with its message and status 2."""
-    with exit_on_error("emssd.simulate"):
-        parsed = make_parser().parse_args(arguments)
-        parsed.action(parsed)
+    """Parse the command line and do it."""
+    parsed = make_parser().parse_args(arguments)
+    parsed.action(parsed)
 
 
 if __name__ == "__main__":

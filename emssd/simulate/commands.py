@@ -15,15 +15,10 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import Registry
-from emssd.simulate.curves import FittedCurve, StepCurve, load_curve
-from emssd.simulate.laws import geometric_trace
-from emssd.simulate.presets import PRESETS
-from emssd.simulate.simulator import Simulator
-from emssd.simulate.summary import summarize, summary_table
-from emssd.simulate.trace_drafter import TreeDrafter
-from emssd.simulate.traces import Trace, load_trace, save_trace
-from emssd.simulate.tree_law import TreeLaw
-from emssd.simulate.warming import warm_up
+from emssd.simulate.curves import PRESETS, FittedCurve, StepCurve, load_curve
+from emssd.simulate.simulator import Simulator, summarize, summary_table, warm_up
+from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
+from emssd.simulate.traces import Trace, geometric_trace, load_trace, save_trace
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]

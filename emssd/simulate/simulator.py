@@ -1,28 +1,32 @@
-"""The decode loop without a model: `Engine.step` over a trace, in simulated time."""
+"""The decode loop without a model: `Engine.step` over a trace, in simulated time; its warm-up, and its figures."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+
+from rich.table import Table
 
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import Scheduler
+from emssd.decoding.warmup import NEW_TOKENS, PROMPT_TOKENS
 from emssd.drafting import BudgetPolicy, Drafter
+from emssd.drafting.budget import HeldBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
-from emssd.metrics.timing import StepTimer
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Row
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import StepLog
 from emssd.simulate.trace_drafter import TraceDrafter
-from emssd.simulate.traces import VOCAB_SIZE, Trace
+from emssd.simulate.traces import VOCAB_SIZE, RequestTrace, StageTrace, Trace
 
-__all__ = ["Simulation", "Simulator"]
+__all__ = ["Simulation", "Simulator", "Summary", "summarize", "summary_table", "warm_up"]
 
 _PAGE_SIZE = 16  # tokens, as the paged backends have it by default
 
@@ -46,7 +50,7 @@ class Simulator:
 
     Args:
         trace: what the drafter offers, and what of it is right.
-        budget: hears of simulated seconds, ``draft`` and ``forward``, all others being 0.
+        budget: gets simulated seconds, ``draft`` and ``forward``; all others are 0.
         max_kv_tokens: how many tokens the KV cache holds, in pages of 16; ``None`` for no limit.
         drafters: in the place of those of the trace, such as a `TreeDrafter`.
 
@@ -134,3 +138,72 @@ class SimulatedTimer(StepTimer):
             seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
             self._timed = dataclasses.replace(stats, seconds=seconds, stages=tuple(stages))
         return self._timed
+
+
+def warm_up(
+    policy: BudgetPolicy,
+    trace: Trace,
+    make_scheduler: Callable[[], Scheduler],
+    curve: StepCurve,
+    drafters: Seq[Drafter] | None = None,
+) -> None:
+    """Simulate a batch of the first requests for a few tokens: without drafts, with short and with the longest ones."""
+    longest = max(each.num_speculative_tokens for each in drafters) if drafters else max(trace.num_speculative_tokens)
+    for num_tokens in sorted({0, min(2, longest), longest}):
+        scheduler = make_scheduler()
+        few = dataclasses.replace(trace, requests=tuple(map(_beginning, trace.requests[: scheduler.batch_size])))
+        Simulator(few, scheduler, HeldBudget(policy, num_tokens), curve, drafters=drafters).run()
+
+
+def _beginning(request: RequestTrace) -> RequestTrace:
+    length = min(NEW_TOKENS, request.output_length)
+    stages = []
+    for stage in request.stages:
+        right = tuple(min(count, length - position) for position, count in enumerate(stage.right[:length]))
+        stages.append(StageTrace(stage.drafted[:length], right))
+    return RequestTrace(request.request_id, min(PROMPT_TOKENS, request.num_prompt), length, tuple(stages))
+
+
+Summary = dict[str, str | int | float]
+"""A simulated run: ``label``, what ran, and its figures. Their names and formulas are those of ``docs/metrics.md``."""
+
+_COLUMNS = (  # heading, figure, format
+    ("tokens/s", "tokens_per_second", ",.1f"),
+    ("tokens/step", "tokens_per_step", ",.2f"),
+    ("steps", "num_steps", ",d"),
+    ("new tokens", "num_new_tokens", ",d"),
+    ("τ̄", "mean_acceptance_length", ".2f"),
+    ("drafted", "mean_draft_length", ".2f"),
+    ("δ̄/τmax", "padding_ratio", ".1%"),
+    ("fill", "batch_fill", ".1%"),
+    ("preempted", "num_preempted", ",d"),
+    ("seconds", "seconds", ".2f"),
+)
+
+
+def summarize(simulation: Simulation, label: str) -> Summary:
+    """The figures of `simulation`; seconds and tokens/s are simulated, and count all steps, prompts included."""
+    report = simulation.report
+    metrics = report.metrics()
+    return {
+        "label": label,
+        "num_steps": report.num_steps,
+        "num_new_tokens": report.num_new_tokens,
+        "num_computed_tokens": report.num_tokens,
+        "tokens_per_step": report.num_new_tokens / max(report.num_steps, 1),
+        "seconds": report.total_seconds,
+        "tokens_per_second": report.tokens_per_second,
+        "mean_acceptance_length": report.mean_acceptance_length,
+        **{name: metrics[name] for name in ("mean_draft_length", "padding_ratio", "batch_fill")},
+        "num_preempted": report.num_preempted,
+    }
+
+
+def summary_table(summaries: Iterable[Summary]) -> Table:
+    """One line of figures per run."""
+    table = Table("run", title="simulated, not measured", title_justify="left", title_style="bold")
+    for heading, _, _ in _COLUMNS:
+        table.add_column(heading, justify="right")
+    for run in summaries:
+        table.add_row(str(run["label"]), *(format(run[name], form) for _, name, form in _COLUMNS))
+    return table

@@ -17,8 +17,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.strategies import kv_layers, trees
-from emssd.testing.waves import Waves
+from emssd.testing.strategies import Waves, kv_layers, trees
 
 __all__ = ["BackendMachine", "MachineRow", "check_plan", "moved"]
 
@@ -188,11 +187,10 @@ class BackendMachine(RuleBasedStateMachine):
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
     def _room(self, row: MachineRow) -> int:
-        """How many tokens may be drafted for a row, so that two of the target's own still fit. A full row waits."""
+        """The most tokens to draft for a row, so that two of the target's own still fit. A full row waits."""
         return self.max_model_len - len(row.tokens) - 2
 
     def _step(self, packed: PackedInputs) -> None:
-        """Plan and run all layers in both backends, and compare."""
         plan, expected = self.backend.plan(packed), self.dense.plan(packed)
         with assertions("backend.plan"):
             places = check_plan(plan, packed)

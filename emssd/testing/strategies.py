@@ -1,4 +1,4 @@
-"""Hypothesis strategies for what emssd works on: attention layers, drafters, budget policies."""
+"""Hypothesis strategies for what emssd works on: attention layers, drafters, budget policies; and `Waves`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
-from emssd.attention import LayerSpec
+from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.testing.drafters import (
@@ -20,7 +21,7 @@ from emssd.testing.drafters import (
     WrongDrafter,
 )
 
-__all__ = ["drafters", "kv_layers", "layer_specs", "policies", "trees"]
+__all__ = ["Waves", "drafters", "kv_layers", "layer_specs", "policies", "trees"]
 
 
 @st.composite
@@ -61,7 +62,6 @@ def trees(draw: st.DrawFn, num_nodes: int) -> tuple[int, ...]:
 
 
 def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
-    """Scripts of `ScriptedDrafter`: how many right tokens, then which others."""
     rubbish = st.lists(st.integers(0, 1000), max_size=6)
     return st.lists(st.tuples(st.integers(0, 6), rubbish), min_size=1, max_size=6)
 
@@ -94,3 +94,27 @@ def policies() -> st.SearchStrategy[BudgetPolicy]:
     scripts = st.lists(st.tuples(length, length), min_size=1, max_size=8)
     scripted = st.builds(ScriptedBudget, scripts, ends=st.booleans())
     return st.none().map(FixedBudget) | length.map(FixedBudget) | scripted
+
+
+class Waves:
+    """For tests of backends: ids stand for tokens ever fed, and each has its own query, key and value in each layer."""
+
+    def __init__(self, spec: KVCacheSpec, seed: int) -> None:
+        self._spec = spec
+        self._generator = torch.Generator().manual_seed(seed)
+        self._known: dict[tuple[int, str], torch.Tensor] = {}
+
+    def qkv(self, ids: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[n, heads, dim]`` queries, keys and values of ``ids [n]``."""
+        rules = self._spec.layers[layer]
+        return (
+            self._wave(ids, layer, "query", rules.num_qo_heads, rules.key_dim),
+            self._wave(ids, layer, "key", rules.num_kv_heads, rules.key_dim),
+            self._wave(ids, layer, "value", rules.num_kv_heads, rules.value_dim),
+        )
+
+    def _wave(self, ids: torch.Tensor, layer: int, what: str, heads: int, dim: int) -> torch.Tensor:
+        if (layer, what) not in self._known:
+            self._known[layer, what] = torch.randn(2, heads, dim, generator=self._generator, dtype=torch.float64)
+        frequency, phase = self._known[layer, what].to(ids.device)
+        return (1.5 * torch.sin(ids[:, None, None] * (1.0 + frequency) + phase)).to(self._spec.dtype)

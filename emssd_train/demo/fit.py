@@ -150,7 +150,6 @@ def _optimizers(model: OPTForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def _rate(step: int, steps: int) -> float:
-    """Share of the learning rate: a short rise, then a straight fall to zero."""
     return min((step + 1) / _WARMUP, (steps - step) / steps)
 
 

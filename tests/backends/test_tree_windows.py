@@ -13,8 +13,7 @@ from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.machines import check_plan
 from emssd.testing.oracle import DenseBackend
-from emssd.testing.strategies import trees
-from emssd.testing.waves import Waves
+from emssd.testing.strategies import Waves, trees
 from tests.support.backends import MakeBackend
 from tests.support.trees import TREE_BACKENDS
 

@@ -17,7 +17,6 @@ from emssd.cli import progress
 from emssd.cli.progress import LiveFigures
 from emssd.data.chat import encode_chat
 from emssd.errors import ConfigError, PromptError
-from emssd.metrics.stats import RunReport
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
 
@@ -158,7 +157,7 @@ def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bo
     with LiveFigures(console, "decoding", total, done=done) as live:
         for seconds in steps:
             clock.now += seconds
-            live.row_done(RunReport())
+            live.row_done(0.0, 0.0)
         live._progress.refresh()
     return out.getvalue()
 

@@ -144,7 +144,7 @@ def nodes(draft: Draft) -> list[list[int]]:
 
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, late = time.perf_counter, [0.0]
-    monkeypatch.setattr("emssd.metrics.timing.time.perf_counter", lambda: clock() + late[0])
+    monkeypatch.setattr("emssd.decoding.outcome.time.perf_counter", lambda: clock() + late[0])
 
     class Ponders(FixedBudget):
         def observe(self, outcome: Outcome, stats: StepStats) -> None:

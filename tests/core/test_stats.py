@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from emssd.attention import KVUsage
+from emssd.decoding.outcome import StepTimer
 from emssd.metrics.stats import NUM_TIMED_STEPS, RunReport, StageStats, StepStats
-from emssd.metrics.timing import StepTimer
 from tests.support.tiers import looped
 
 PREFILL = StepStats(
@@ -142,7 +142,7 @@ def test_every_metric_is_checked_by_the_test_above_or_the_last_one() -> None:
 
 def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 13.0, 20.0, 21.0, 100.0])
-    monkeypatch.setattr("emssd.metrics.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("emssd.decoding.outcome.time.perf_counter", lambda: next(clock))
     timer = StepTimer()
     timer.lap("draft")
     timer.lap("forward", plan=3.0)  # of these seven seconds

@@ -39,6 +39,18 @@ def test_faults_are_found_with_their_lines(tmp_path: Path) -> None:
     ]
 
 
+def test_openings_without_a_subject(tmp_path: Path) -> None:
+    openings = [(f"{word} it is.", word) for word in ("How", "Where", "Why", "When", "Who")]
+    for text, word in openings:
+        (path := tmp_path / "module.py").write_text(f'"""{text}"""\n')
+        assert [*faults(path)] == [(1, f"a docstring begins with {word!r}")]
+    path.write_text('"""Whether it is."""\n\n\ndef is_it():\n    """Whether it is."""\n')
+    assert [*faults(path)] == [(1, "a docstring begins with 'Whether'")]
+    (test := tmp_path / "tests").mkdir()
+    (test / "module.py").write_text('"""How it is."""\n')
+    assert not [*faults(test / "module.py")]
+
+
 def test_a_sentence_may_go_on_in_the_next_line(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     path.write_text("# Title\n\nIt keeps those of it\nthat are right.\n")

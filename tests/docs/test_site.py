@@ -16,7 +16,7 @@ import pytest
 from emssd.cli.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
 from emssd.drafting import Drafter
 from emssd.plugins.registry import KINDS, Registry
-from emssd.simulate.closed_forms import acceptance_pmf, expected
+from emssd.simulate.appendix import acceptance_pmf, expected
 from emssd.testing.authoring.new import new_plugin
 from tests.support.tiers import looped
 

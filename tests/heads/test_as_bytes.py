@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from emssd.drafters.heads.as_bytes import keep_bytes
+from emssd.drafters.heads.weights import keep_bytes
 from emssd.model.int8 import round_weights
 from emssd.native import NativeError, load_kernels
 
@@ -55,7 +55,7 @@ def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.Mo
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr("emssd.drafters.heads.as_bytes.load_kernels", none)
+    monkeypatch.setattr("emssd.drafters.heads.weights.load_kernels", none)
     layer = nn.Linear(4, 3)
     before = layer.weight.detach().clone()
     assert keep_bytes(layer) is layer

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from emssd.drafters.heads import Checkpoint, Format, StaticTree, detect, expect, read_checkpoint
+from emssd.drafters.heads.files import Checkpoint, read_checkpoint
+from emssd.drafters.heads.formats import Format, detect, expect
+from emssd.drafters.heads.trees import StaticTree
 from emssd.drafters.states import KnownStates
 from emssd.errors import ConfigError
 from tests.support.heads import write_head

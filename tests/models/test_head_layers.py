@@ -12,8 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.decoding.caches import make_backend
 from emssd.drafters import HeadLane
-from emssd.drafters.heads import Checkpoint, DecoderConfig, Head, Rotary, fill, made_empty
-from emssd.drafters.heads.layers import Attend
+from emssd.drafters.heads.config import DecoderConfig
+from emssd.drafters.heads.files import Checkpoint
+from emssd.drafters.heads.head import Head
+from emssd.drafters.heads.layers import Attend, Rotary
+from emssd.drafters.heads.weights import fill, made_empty
 from emssd.errors import OutOfMemoryError
 from emssd.plugins.registry import Registry
 from tests.support.heads import CPU

@@ -20,7 +20,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import UnsupportedModelError
 from emssd.model import BorrowedTarget, ModelRunner, TargetModel
-from emssd.model.shallow import ShallowRunner
+from emssd.model.borrowed import ShallowRunner
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from emssd.attention.transfer import on_device, to_host
+from emssd.attention.packed import on_device, to_host
 from emssd.testing import PretendedCuda
 from emssd.testing.pretended import DeviceMixError
 from tests.pretended.conftest import pytestmark as pytestmark
@@ -26,7 +26,7 @@ def test_each_wait_is_noted_with_its_place(device: PretendedCuda) -> None:
         wait()
         assert len(device.waits) == 1, device.waits
         file, _, line = device.waits.pop().where.partition(":")
-        assert file.endswith(("pretended/test_device.py", "attention/transfer.py"))
+        assert file.endswith(("pretended/test_device.py", "attention/packed.py"))
         assert int(line) > 0
     on_device([1, 2], torch.device("cuda"))
     assert not device.waits, "through pinned memory the host does not wait"

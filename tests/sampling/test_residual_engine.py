@@ -30,8 +30,7 @@ from emssd.sampling.choice import scores_of
 from emssd.sampling.residual import SampledTree, Verdict
 from emssd.sampling.residual.distributions import choose
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.conformance.policy_watch import WatchedPolicy
-from emssd.testing.conformance.policy_world import PolicyWorld
+from emssd.testing.conformance.policy_world import PolicyWorld, WatchedPolicy
 from emssd.testing.drafters import ScriptedBudget, TreeDrafter
 from emssd.testing.oracle import DenseBackend
 from tests.sampling.cases import DRAFTS, TARGETS

@@ -18,8 +18,7 @@ import pytest
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
-from emssd.testing.conformance.policy_watch import WatchedPolicy
-from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
+from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld, WatchedPolicy
 from emssd.testing.conformance.scripted import Decision, Life
 from emssd.testing.drafters import ScriptedBudget
 

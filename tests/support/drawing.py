@@ -10,7 +10,8 @@ import torch
 
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
-from emssd.sampling.residual import Beam, SampledTree, add_children, extend_beam
+from emssd.sampling.residual import Beam, SampledTree, extend_beam
+from emssd.sampling.residual.distributions import Uniform, choose, number, without
 from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Batch, Row
 
@@ -34,6 +35,25 @@ def joined(trees: Seq[SampledTree | None]) -> Draft:
 
 BehindNodes = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
 """Gives the draft's distribution ``q [vocab]`` behind each of the given nodes of a tree, -1 being its origin."""
+
+
+def add_children(
+    tree: SampledTree, node: int, q: torch.Tensor, num_children: int, uniform: Callable[[], Uniform]
+) -> list[int]:
+    """Draw children of `node` from ``q [vocab]``, no token twice; fewer where `q` has not as many tokens.
+
+    Args:
+        node: which of its nodes, -1 for the origin.
+        uniform: gives independent numbers in [0, 1), others than those of verification and those of other steps.
+    """
+    drawable, children = q, list[int]()
+    for _ in range(num_children):
+        if not number(drawable.sum()) > 0:
+            break
+        token = choose(drawable, uniform())
+        children.append(tree.add(node, token, q))
+        drawable = without(drawable, token)
+    return children
 
 
 def rsd_c(behind: BehindNodes, branching: Seq[int], uniform: Callable[[], Any]) -> SampledTree:

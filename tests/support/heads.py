@@ -17,7 +17,7 @@ from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters import HeadLane
-from emssd.drafters.heads import Head
+from emssd.drafters.heads.head import Head
 from emssd.drafting import Draft
 from emssd.plugins.registry import Registry
 

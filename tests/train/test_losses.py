@@ -24,8 +24,8 @@ import emssd_train.pard
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads import LAST_NORMED, TargetSizes
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model

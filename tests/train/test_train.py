@@ -19,14 +19,14 @@ from transformers import AutoTokenizer
 
 import emssd_train.texts
 from emssd import demo
+from emssd.cli.progress import Bar
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads import TargetSizes
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import TargetSizes
 from emssd.model import load_model
 from emssd.testing.models import tiny_model
 from emssd_train.cli import main
-from emssd_train.progress import Bar
 from tests.support.tiers import few, looped
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
@@ -157,12 +157,12 @@ def test_an_interrupted_training_goes_on_exactly(
     """Also in the middle of a pass over the texts: each has three steps."""
     trained = trained_by(kind)
 
-    def interrupt(bar: Any, done: int, total: int, loss: float | None) -> None:
-        if done > steps:
+    def interrupt(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
+        if total is not None and done > steps:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell_step", interrupt)
+        patch.setattr(Bar, "tell", interrupt)
         with pytest.raises(SystemExit) as leaving:
             train(tmp_path / "head", kind=kind)
     assert leaving.value.code == 130
@@ -183,7 +183,10 @@ def test_texts_that_are_there_are_not_made_again(
     folder = tmp_path / "head"
     told = list[int]()
 
-    def interrupt(bar: Any, done: int, said: str = "") -> None:
+    def tell(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
+        told.append(done)
+
+    def interrupt(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
         told.append(done)
         if done == 3:
             raise KeyboardInterrupt
@@ -196,7 +199,7 @@ def test_texts_that_are_there_are_not_made_again(
         out.write('{"prompt": [1], "outp')  # as a full disk leaves it
     told.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell", lambda bar, done, said="": told.append(done))
+        patch.setattr(Bar, "tell", tell)
         train(folder, "--resume")
     assert told[0] == 2
     assert [json.loads(line) for line in content(folder)[2].splitlines()] == [

@@ -18,8 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import HeadLane, PairedDrafter
-from emssd.drafters.heads import TargetSizes
 from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import TargetSizes
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference

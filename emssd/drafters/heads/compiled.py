@@ -88,7 +88,6 @@ class CompiledHead(ProvenProgram):
         return [("outputs", value, _WRONG.get(self._dtype, 0.2)) for value in got]
 
     def _causal(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Attention of one short sequence."""
         bias = additive_mask(torch.ones(1, len(query), len(query), dtype=torch.bool).tril(), query.dtype)
         return masked_attention(query[None], key[None], value[None], bias, self._head.specs[layer])[0].contiguous()
 
@@ -125,8 +124,6 @@ class CompiledHead(ProvenProgram):
 
 
 class _Traced(nn.Module):
-    """The module that is exported."""
-
     def __init__(self, head: Head) -> None:
         super().__init__()
         self.model = head

@@ -13,7 +13,7 @@ __all__ = ["CONTAINERS", "Container", "unwrapped"]
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """How one algorithm's drafters lie in a container.
+    """The layout of one algorithm's drafters in a container.
 
     Attributes:
         layers: model types that its layers may have; none for any.

@@ -92,7 +92,6 @@ def reading_config(path: str) -> Iterator[None]:
 
 
 def _source(path: str) -> Path:
-    """The file of weights, or the list of several."""
     local = model_path("eagle3") if path == _EMBEDDED else Path(path).expanduser()
     if local.is_file():
         if not local.name.endswith(_SUFFIXES):

@@ -1,4 +1,4 @@
-"""Which published format a trained head has, told by its config, its file names and the names of its tensors."""
+"""The published format of a trained head, told by its config, its file names and the names of its tensors."""
 
 from __future__ import annotations
 

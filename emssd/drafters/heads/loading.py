@@ -1,23 +1,28 @@
-"""`HeadFiles`: reads a published head for one target; `Loaded`, the head, and how it is to be used."""
+"""`HeadFiles`: reads a published head for the target of `Lent`; `Loaded`, the head, and how it is to be used."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 
+from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafters.heads.containers import unwrapped
-from emssd.drafters.heads.files import Checkpoint, cannot_load, read_checkpoint
+from emssd.drafters.heads.files import Checkpoint, cannot_load, read_checkpoint, reading_config
 from emssd.drafters.heads.formats import Format, expect
 from emssd.drafters.heads.target import TargetSizes
-from emssd.drafters.heads.weights import fill, made_empty, rename
+from emssd.drafters.heads.weights import drop_copies, fill, made_empty, rename
+from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
+from emssd.model import BorrowedTarget
 
-__all__ = ["HeadFiles", "Loaded"]
+__all__ = ["HeadFiles", "Lent", "Loaded"]
 
+AnyLoaded = TypeVar("AnyLoaded", bound="Loaded[Any]")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 logger = logging.getLogger("emssd")
@@ -37,10 +42,56 @@ class Loaded(Generic[Module]):
     layers: tuple[int, ...]
     described: tuple[str, ...]
 
-    def log(self, drafter: str) -> None:
-        """Log how the `drafter` of this name uses it."""
-        for line in self.described:
-            logger.info("drafter=%s: %s", drafter, line)
+
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """The parts that a drafter with a head of its own borrows, see `DrafterContext`.
+
+    Attributes:
+        target: whose embeddings and vocabulary projection the head may use.
+        sizes: of the target.
+        spec: what the target's KV cache has to hold.
+        make_cache: gives the head's KV cache.
+        compile: whether the target runs as a compiled program, and the head is to do so, too.
+        drafter: the name of the drafter.
+    """
+
+    target: BorrowedTarget
+    sizes: TargetSizes
+    spec: KVCacheSpec
+    make_cache: Callable[[KVCacheSpec], AttentionBackend]
+    compile: bool = False
+    drafter: str = ""
+
+    @classmethod
+    def by(cls, context: DrafterContext, drafter: str) -> Lent:
+        """The parts that `context` lends to the `drafter` of this name.
+
+        Raises:
+            ConfigError: there is no model to borrow of.
+        """
+        target, spec, make_cache = context.target, context.cache_spec, context.make_cache
+        if target is None or spec is None or make_cache is None:
+            raise ConfigError(
+                f"drafter={drafter} reads hidden states of the target, and there is no model to take them of"
+            )
+        sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers, target.dtype, target.device)
+        return cls(target, sizes, spec, make_cache, target.is_compiled, drafter)
+
+    def loaded(self, path: str | None, load: Callable[[str, TargetSizes], AnyLoaded]) -> AnyLoaded:
+        """The head at `path` that `load` gives for the target; how it is used is logged.
+
+        Raises:
+            ConfigError: the option ``path`` is not given.
+        """
+        if path is None:
+            raise ConfigError(
+                f"drafter={self.drafter} drafts with a trained head: give drafter.path=FOLDER, or a hub id"
+            )
+        loaded = load(path, self.sizes)
+        for line in loaded.described:
+            logger.info("drafter=%s: %s", self.drafter, line)
+        return loaded
 
 
 @dataclass(slots=True)
@@ -71,7 +122,8 @@ class HeadFiles:
             path: folder, file of weights or hub id.
             target: that the head is to draft for.
             formats: of which the head is one.
-            new_name: as `rename` takes it; ``None`` keeps the names of the files.
+            new_name: gives the module's name for a tensor, ``None`` for one that nobody needs. By default, the names
+                are those of the files.
 
         Raises:
             ConfigError: they cannot be read, or hold something else.
@@ -89,6 +141,18 @@ class HeadFiles:
     def cannot(self, why: str) -> ConfigError:
         """The error for this head, for the reason `why`."""
         return cannot_load(self.checkpoint.path, why)
+
+    def reading_config(self) -> AbstractContextManager[None]:
+        """For what reads its ``config.json``. Raises ConfigError: a value is of another type than the body takes."""
+        return reading_config(self.checkpoint.path)
+
+    def renamed(self, new_name: Callable[[str], str | None]) -> dict[str, str]:
+        """`names` by other names of the module's parameters; `new_name` is as in `read`."""
+        return rename(self.checkpoint, new_name)
+
+    def drop_copies(self, model: Any) -> None:
+        """Forget tables of embeddings and logits that are copies of those of `model`, the target."""
+        drop_copies(self.names, self.checkpoint, model)
 
     def check_sizes(self, hidden_size: object, vocab_size: object) -> None:
         """Refuse a head for another target; ``None`` is a size that its config does not say.

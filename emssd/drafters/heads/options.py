@@ -14,7 +14,7 @@ from emssd.drafters.heads.trees import PublishedShape, StaticTree, read_trees
 from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
 from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["TreeKind", "TreeOptions", "head_path", "shape_of", "static_tree"]
+__all__ = ["TreeKind", "TreeOptions", "shape_of", "static_tree"]
 
 
 class TreeKind(str, Enum):
@@ -50,17 +50,6 @@ class TreeOptions:
     depth: int = 5
     top_k: int = 4
     static_tree: str = "mc_sim_7b_63"
-
-
-def head_path(path: str | None, drafter: str) -> str:
-    """Where the heads of the `drafter` of this name are.
-
-    Raises:
-        ConfigError: its option does not say.
-    """
-    if path is None:
-        raise ConfigError(f"drafter={drafter} drafts with a trained head: give drafter.path=FOLDER, or a hub id")
-    return path
 
 
 class Options(Protocol):

@@ -57,7 +57,7 @@ class StaticTree:
         return StaticTree.of_paths(way for way in self._ways() if len(way) <= depth)
 
     def children(self) -> dict[Way, tuple[int, ...]]:
-        """Which choices of a node are its children, the first choice first, by the way to it; ``()`` is the root."""
+        """The choices of a node that are its children, the first choice first, by the way to it; ``()`` is the root."""
         found: dict[Way, list[int]] = {}
         for *way, rank in self._ways():
             found.setdefault(tuple(way), []).append(rank)

@@ -181,7 +181,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Where the other shards of a model are.
+    """The place of a shard among those of its model.
 
     Attributes:
         group: the processes that have them.

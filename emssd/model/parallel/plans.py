@@ -1,4 +1,4 @@
-"""Which models can be spread over processes, and how: Transformers' own plans, and those that it lacks."""
+"""Plans by which models are spread over processes: Transformers' own, and those that it lacks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def distributed_options(config: Any) -> Any:
 
 
 def mend(model: Any, size: int) -> None:
-    """Where a model's attention counts its heads by its config, let it count those of this process."""
+    """Let a model's attention count the heads of this process, where it counts those of its config."""
     own = _OWN.get(model.config.model_type)
     if own is None:
         return

@@ -20,7 +20,6 @@ _Figures = Mapping[str, Mapping[int, float]]  # by name, and batch size or place
 
 
 def _acceptance(section: Section, rows: list[Row]) -> None:
-    """The acceptance length figure, and acceptance by place in the draft."""
     if not (found := grids(row for row in rows if row.speculate)):
         return
     mark, by_name = marks_of(found), {name: grid.rows[0] for name, grid in zip(short_names(found), found, strict=True)}

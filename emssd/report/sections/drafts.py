@@ -85,7 +85,6 @@ TREES = About(
 
 
 def _counts(cell: Cell, histogram: str) -> Counter[int]:
-    """The histogram of all repeats."""
     counts = Counter[int]()
     for row in cell.rows:
         counts.update({int(number): count for number, count in row.metrics[histogram].items()})

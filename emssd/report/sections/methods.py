@@ -153,7 +153,6 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
 
 
 def _dashed(theirs: _Theirs) -> list[Curve]:
-    """The paper's speed-ups."""
     return [
         Curve(f"paper: {Line(method).label}", by_size, colour(method), "paper") for method, by_size in theirs.items()
     ]
@@ -164,7 +163,6 @@ def _data(grid: Grid) -> str:
 
 
 def _datasets(section: Section, found: Seq[Grid]) -> None:
-    """All datasets at batch size 8, or the largest that all have, and the paper's beside."""
     common = set.intersection(*({cell.batch_size for cell in grid.cells} for grid in found))
     if not common:
         return

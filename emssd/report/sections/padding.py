@@ -23,7 +23,6 @@ _PANELS = {
 
 
 def _padding_ratio(section: Section, rows: list[Row]) -> None:
-    """The padding ratio figure."""
     if not (found := grids(row for row in rows if row.method == "vanilla")):
         return
     section.say(

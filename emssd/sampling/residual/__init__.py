@@ -15,14 +15,13 @@ All functions are pure: randomness is an argument. They use only what tensors ha
 fractions, so the tests run this same code on rational numbers, and prove its law exactly.
 """
 
-from emssd.sampling.residual.drafts import Beam, SampledTree, add_children, extend_beam
+from emssd.sampling.residual.drafts import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.rules import Verdict, verify_deterministic, verify_traversal
 
 __all__ = [
     "Beam",
     "SampledTree",
     "Verdict",
-    "add_children",
     "extend_beam",
     "verify_deterministic",
     "verify_traversal",

@@ -1,20 +1,16 @@
 """Trees drawn from a draft's distributions without replacement, level by level (Jeon et al. 2024, arXiv 2402.14160).
 
-A level is extended for all rows after one call of the draft model, whose distributions `add_children` (RSD-C) and
-`extend_beam` (RSD-S) take.
+A level is extended for all rows after one call of the draft model, whose distributions `extend_beam` takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import torch
 
-from emssd.sampling.residual.distributions import Uniform, choose, number, without
-
-__all__ = ["Beam", "SampledTree", "add_children", "extend_beam"]
+__all__ = ["Beam", "SampledTree", "extend_beam"]
 
 
 @dataclass(slots=True)
@@ -39,25 +35,6 @@ class SampledTree:
         self.parents.append(parent)
         self.draft.append(torch.empty(0))
         return len(self.token_ids) - 1
-
-
-def add_children(
-    tree: SampledTree, node: int, q: torch.Tensor, num_children: int, uniform: Callable[[], Uniform]
-) -> list[int]:
-    """Draw children of `node` from ``q [vocab]``, no token twice; fewer where `q` has not as many tokens.
-
-    Args:
-        node: which of its nodes, -1 for the origin.
-        uniform: gives independent numbers in [0, 1), others than those of verification and those of other steps.
-    """
-    drawable, children = q, list[int]()
-    for _ in range(num_children):
-        if not number(drawable.sum()) > 0:
-            break
-        token = choose(drawable, uniform())
-        children.append(tree.add(node, token, q))
-        drawable = without(drawable, token)
-    return children
 
 
 @dataclass(frozen=True, slots=True)

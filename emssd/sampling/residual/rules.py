@@ -103,7 +103,6 @@ def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> 
 
 
 def _children(parents: Seq[int]) -> list[list[int]]:
-    """``[1 + n]`` the children of the origin, then those of each node."""
     children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
     for node, parent in enumerate(parents):
         children[parent + 1].append(node)

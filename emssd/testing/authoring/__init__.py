@@ -23,17 +23,15 @@ def main(arguments: Seq[str] | None = None) -> None:
     What loads plugins runs in a process of its own, unless `arguments` are given: who calls it from Python has one.
     Exits with 1 if a plugin failed to load, or broke a rule, and with 2 for an error of the user's.
     """
-    from emssd.errors import exit_on_error
     from emssd.testing.authoring.watched import Notes, run_watched
 
     notes, status = Notes.of_process(), 2
     try:
-        with exit_on_error("emssd-plugins"):
-            given = make_parser().parse_args(arguments)
-            if arguments is None and given.command != "new" and not notes.is_watched:
-                status = run_watched(sys.argv[1:])
-            else:
-                status = _run(given, notes)
+        given = make_parser().parse_args(arguments)
+        if arguments is None and given.command != "new" and not notes.is_watched:
+            status = run_watched(sys.argv[1:])
+        else:
+            status = _run(given, notes)
     finally:
         notes.done(status)
     if status:

@@ -177,8 +177,6 @@ def _run_pytest(source: str, num_examples: int | None, model: str | None, result
 
 
 class _Results:
-    """Collects what the tests say of each rule; a plugin object of pytest."""
-
     def __init__(self, kind: str, begin: Callable[[str], None]) -> None:
         self._begin = begin
         self._rules = rules_of(kind)
@@ -190,12 +188,10 @@ class _Results:
         self._costs: list[str] = []
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Called by pytest before each test."""
         rules = [name for marker in item.iter_markers("emssd_rule") for name in marker.args]
         self._begin(f"{', '.join(rules) or 'the cost'} ({item.name})")
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Called by pytest for each phase of each test."""
         notes = {name: str(value) for name, value in report.user_properties}
         names = notes.get("emssd_rules", "").split()
         if report.failed and "emssd_broken" in notes:
@@ -212,12 +208,10 @@ class _Results:
             self._costs += [notes["emssd_cost"]] if "emssd_cost" in notes else []
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Called by pytest for each file."""
         if report.failed:
             self._errors.append(report.longreprtext)
 
     def print_and_judge(self, status: int, owner: str) -> int:
-        """Print a line for each rule, and more for a broken one. Returns the exit status."""
         for rule in self._rules:
             state, more = self._state(rule.name)
             print(f"{state:<8} {rule.name:<22} {rule.demand}")

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from emssd.drafting import BudgetPolicy
 from emssd.sequences import Request, Row
-from emssd.testing.conformance.policy_watch import Decided, WatchedPolicy
-from emssd.testing.conformance.policy_world import DRAFTS, Drafts, PolicyWorld
+from emssd.testing.conformance.policy_world import DRAFTS, Decided, Drafts, PolicyWorld, WatchedPolicy
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives

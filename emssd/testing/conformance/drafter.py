@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.hidden import checked_layers
+from emssd.drafting.draft import checked_layers
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
@@ -19,8 +19,7 @@ from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
 from emssd.testing.conformance.suite import Suite
-from emssd.testing.conformance.watch import WatchedDrafter
-from emssd.testing.conformance.world import World, live
+from emssd.testing.conformance.watch import WatchedDrafter, World, live
 from emssd.testing.oracle import DenseBackend
 
 __all__ = ["DrafterConformance"]

@@ -17,8 +17,7 @@ from emssd.sequences import Request, Row
 from emssd.testing.conformance.machine import WatchedBackend
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.machines import check_plan, moved
-from emssd.testing.strategies import trees
-from emssd.testing.waves import Waves
+from emssd.testing.strategies import Waves, trees
 
 __all__ = ["Move", "Play", "Turn", "check_same", "histories", "play"]
 
@@ -33,7 +32,7 @@ class Move:
         prompt: tokens of its prompt, if it begins here.
         sick: if it begins here, whether its keys and values are no numbers where a play says so.
         tree: the parents of its drafted tokens.
-        accepted: those of them that are, ascending.
+        accepted: the indices of accepted ones, ascending.
         failed: the parents of what is drafted in an attempt at this step that fails, where a play says so.
         leaves: whether it is released after the step.
     """
@@ -145,7 +144,6 @@ class _Player:
                     del self._rows[move.row]
 
     def _fail(self, turn: Turn) -> None:
-        """Attempt the step with other drafts; nothing is committed."""
         assert turn.fails_after is not None
         shapes = [move.failed for move in turn.moves]
         draft = self._draft(shapes, [[next(self._other_ids) for _ in tree] for tree in shapes])

@@ -1,4 +1,4 @@
-"""A backend under observation: every call is held to the rules of the interface, and a failure names its rule."""
+"""A backend under observation: the rules of the interface are tested in every call; a failure names one."""
 
 from __future__ import annotations
 

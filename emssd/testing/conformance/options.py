@@ -48,7 +48,6 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
 
 
 def _required(config: type) -> list[str]:
-    """Fields that have no default."""
     if not dataclasses.is_dataclass(config):
         return []
     return [

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision
-from emssd.testing.conformance.watch import shown
-from emssd.testing.conformance.world import World, live
+from emssd.testing.conformance.watch import World, live, shown
 
 __all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
 
@@ -68,7 +67,6 @@ class Probes:
                     live(self._make_world, [Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
 
     def _few_steps(self, *scripts: list[Decision]) -> None:
-        """Some steps of rows that are far from their ends."""
         world = self._make_world()
         rows = [Row(Request(f"r{i}", (3, 1, 2) * (i + 2), 50)) for i in range(len(scripts))]
         for step in range(3):

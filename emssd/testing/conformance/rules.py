@@ -29,7 +29,7 @@ class Rule:
 
     @property
     def page(self) -> str:
-        """Where the rule is explained."""
+        """The page that explains the rule."""
         return f"docs/reference/{self.kind}_rules.md#{self.name.replace('.', '-').replace('_', '-')}"
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
 from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
-from emssd.metrics.timing import StepTimer
 from emssd.model import BorrowedTarget, ModelOutput
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Row
@@ -144,8 +144,6 @@ class ScriptedEngine(Engine):
 
 
 class _ToldScheduler(Scheduler):
-    """Schedules what it is told."""
-
     def __init__(self) -> None:
         super().__init__(batch_size=1)
         self.schedule: Schedule | None = None

@@ -143,7 +143,6 @@ def _registry() -> Registry:
 
 
 def _tokenizer(vocab_size: int) -> Any:
-    """One word per token: ``w0``, ``w1``, …"""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit

@@ -140,5 +140,4 @@ class Suite:
 
 @cache
 def _registry(suite: str) -> Registry:
-    """The registry of installed plugins, made once for each test class."""
     return Registry()

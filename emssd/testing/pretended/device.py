@@ -38,12 +38,12 @@ class PretendedCuda:
 
     @property
     def waits(self) -> list[Note]:
-        """Where the host waited for the device; may be emptied."""
+        """The places where the host waited for the device; the list may be emptied."""
         return self._journal.waits
 
     @property
     def illegal(self) -> list[Note]:
-        """What was done while a graph was recorded, and cannot be."""
+        """The operations that a graph cannot record, and that ran while one was recorded."""
         return self._journal.illegal
 
     @property
@@ -60,7 +60,7 @@ class PretendedCuda:
         return lambda *args: self._journal.unnoted(function, *args)
 
     def inner(self, value: Any) -> Any:
-        """What a tensor of the device holds, without a note."""
+        """The values of a tensor of the device, without a note."""
         return value.on_host if isinstance(value, OnDevice) else value
 
     def __enter__(self) -> Self:

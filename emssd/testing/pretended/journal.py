@@ -36,7 +36,7 @@ class Note(NamedTuple):
 
 
 class Journal:
-    """What happened on a device.
+    """The record of a device.
 
     Attributes:
         waits: of the host for the device.

@@ -1,4 +1,4 @@
-"""How likely the next drafted tokens of each row are accepted, learnt from what was accepted before."""
+"""The chance that the next drafted tokens of each row are accepted, learnt from what was accepted before."""
 
 from __future__ import annotations
 

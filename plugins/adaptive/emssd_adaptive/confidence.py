@@ -16,7 +16,7 @@ __all__ = ["Calibration"]
 
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 _NUM_BINS = 2 * (len(_EDGES) + 1)
-_PRIOR_WEIGHT = 4.0  # trials that are imagined in each bin
+_PRIOR_WEIGHT = 2.0  # trials that are imagined in each bin
 _FADE = 0.99  # a step
 
 

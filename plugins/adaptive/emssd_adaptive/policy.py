@@ -116,7 +116,7 @@ class AdaptiveBudget(BudgetPolicy):
         self._num_drafting = self._num_drafting + 1 if has_drafts and not is_probing else 0
         if self._is_control:
             self._control_after = min(2 * self._control_after, MAX_BACKOFF * self._probe_interval)
-        elif any(record.num_idle for record in self._stages):
+        elif all(record.num_idle for record in self._stages):
             self._control_after = self._first_control
 
     def release(self, request_ids: Iterable[str]) -> None:

@@ -8,10 +8,10 @@ from itertools import accumulate
 
 __all__ = ["Profile"]
 
-_MEMORY = 64.0  # drafts that the mean looks back on
+_MEMORY = 32.0  # drafts that the mean looks back on
 _MEMORY_OF_PROBES = 2.0  # in a probe, as those before it are long ago
 _BEYOND = 0.9  # of the worth of the node before, where no draft was as long
-_AGE = 0.02  # a step with drafts, for places that none of them reached
+_AGE = 0.05  # a step with drafts, for places that none of them reached
 _ROW_FADE = 0.8  # a draft: how fast a row's own ratio forgets
 _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing
 _MOST = 4.0  # times the mean, at which a row's single draft is counted

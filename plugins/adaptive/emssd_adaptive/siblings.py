@@ -1,4 +1,4 @@
-"""How likely a child is the right one, by its depth and its rank among its siblings; and what a tree's nodes are worth.
+"""The chance of a child to be the right one, by its depth and its rank, and the worth of a tree's nodes.
 
 Siblings exclude each other. So what is learnt is the chance of a child *given that none of its earlier siblings is
 right*; the chances of all children of a node then never add up to more than 1.

@@ -34,8 +34,15 @@ class StepTime:
     def observe(self, num_tokens: int, num_kv_tokens: int, seconds: float) -> None:
         """Learn from a step that computed `num_tokens` over `num_kv_tokens` of KV; `seconds` without drafting."""
         hinges = [max(0, num_tokens - knot) / _TOKENS for knot in _KNOTS]
-        if self._verify.observe([1.0, *hinges, num_kv_tokens / _CONTEXT], seconds):
-            self._rises = [rise / _TOKENS for rise in accumulate(self._verify.coefficients[1:-1])]
+        if not self._verify.observe([1.0, *hinges, num_kv_tokens / _CONTEXT], seconds):
+            return
+        total, self._rises = self._verify.coefficients[0], []
+        for knot, after, rise in zip(
+            _KNOTS, (*_KNOTS[1:], inf), accumulate(self._verify.coefficients[1:-1]), strict=True
+        ):
+            # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
+            self._rises.append(min(rise / _TOKENS, total / max(knot, 1)))
+            total += self._rises[-1] * (after - knot)
 
     def seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
         """Expected seconds of a step of `num_tokens` tokens."""

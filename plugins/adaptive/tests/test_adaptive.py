@@ -74,7 +74,7 @@ def test_step_time_is_convex_in_tokens_and_never_falls(stream: list[tuple[int, i
 
 def test_step_time_learns_a_curve_of_that_form() -> None:
     def truth(tokens: float, context: float) -> float:
-        return 0.01 + 0.002 * max(0, tokens - 64) + 1e-6 * context
+        return 0.01 + 0.00015 * max(0, tokens - 64) + 1e-6 * context
 
     time, random = StepTime(), np.random.default_rng(0)
     for _ in range(400):
@@ -82,6 +82,17 @@ def test_step_time_learns_a_curve_of_that_form() -> None:
         time.observe(tokens, context, truth(tokens, context))
     for tokens, context in product([1, 30, 64, 100, 190], [200, 4000, 7900]):
         assert time.seconds(tokens, context) == pytest.approx(truth(tokens, context), rel=0.1)
+
+
+def test_one_slow_step_of_a_rare_size_does_not_make_such_sizes_dear() -> None:
+    time = StepTime()
+    for tokens in [1, 4, 8, 16] * 20:
+        time.observe(tokens, 100, 0.03)
+    time.observe(17, 100, 0.09)
+    for tokens in [1, 4, 8, 16] * 20:
+        time.observe(tokens, 100, 0.03)
+    assert time.seconds(20, 100) < 0.04, "four more tokens at the mean of the sixteen before them"
+    assert time.rises(16, 4) == pytest.approx([0.03 / 16] * 4, rel=0.1)
 
 
 HISTORY = st.lists(

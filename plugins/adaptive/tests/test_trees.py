@@ -209,7 +209,7 @@ def test_a_confidence_that_nothing_is_known_of_lies_between_what_it_says_and_the
 def test_a_profile_tells_places_and_rows_apart_and_goes_on_beyond_what_was_drafted() -> None:
     profile = Profile()
     assert not profile.is_known
-    for _ in range(30):
+    for _ in range(16):
         profile.observe(["good", "bad", "none"], [[0.8, 0.6, 0.4], [0.2, 0.15, 0.1], []])
     good, bad, new = profile.worths(["good", "bad", "new"], [4, 2, 5])
     assert new == pytest.approx([0.5, 0.375, 0.25, 0.225, 0.2025])

@@ -10,7 +10,7 @@ from emssd_anpd.drafter import ANPDDrafter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emssd.drafting.ngrams import NGramCounts
+from emssd.drafting.lookup import NGramCounts
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 

@@ -64,11 +64,8 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
             ConfigError: an option cannot work, or there is no such head for this target.
             OutOfMemoryError: the target's device has no room for it.
         """
-        if config.path is None:
-            raise ConfigError("drafter=dflash drafts with a trained head: give drafter.path=FOLDER, or a hub id")
         lent = Lent.by(context, "dflash")
-        loaded = load_dflash(config.path, lent.sizes, lent.target.model)
-        loaded.log("dflash")
+        loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
         most = loaded.head.variant.num_drafts
         wanted = most if config.num_speculative_tokens is None else config.num_speculative_tokens
         check_at_least_one(num_speculative_tokens=wanted)

@@ -89,7 +89,7 @@ class BlockLane(Lane):
     def _places(
         self, rows: Seq[BlockRow], lengths: Seq[int], device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where in the step are ``[c + m]`` all features and blocks, ``[m]`` the latter, and ``[m]`` what sees all."""
+        """The places of features and blocks ``[c + m]``, of the latter ``[m]``, and of what sees all ``[m]``."""
         firsts = [0, *accumulate(lengths)]
         features, blocks = list[int](), list[int]()
         for first, row in zip(firsts, rows, strict=False):

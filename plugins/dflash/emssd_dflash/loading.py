@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from emssd.drafters import Checkpoint, Format, HeadFiles, Loaded, TargetSizes, drop_copies
+from emssd.drafters import Format, HeadFiles, Loaded, TargetSizes
 from emssd_dflash.head import BlockHead
 from emssd_dflash.variant import Variant, variant_of
 
@@ -19,12 +19,12 @@ def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]
         OutOfMemoryError: the device has no room for it.
     """
     files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
-    drop_copies(files.names, files.checkpoint, model)
-    variant = variant_of(files.checkpoint, files.names, target)
+    files.drop_copies(model)
+    variant = variant_of(files)
     placed = {name: old for name, old in files.names.items() if name not in ("d2t", "t2d")}
     head = files.filled(lambda: BlockHead(variant, files.names, target), placed)
     head.target_ids = files.drafted_ids(variant.draft_vocab_size)
-    return Loaded(head, variant.layers, _described(files.checkpoint, variant))
+    return Loaded(head, variant.layers, _described(files, variant))
 
 
 def _sees(variant: Variant) -> str:
@@ -34,10 +34,10 @@ def _sees(variant: Variant) -> str:
     return "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
 
 
-def _described(checkpoint: Checkpoint, variant: Variant) -> tuple[str, ...]:
+def _described(files: HeadFiles, variant: Variant) -> tuple[str, ...]:
     slots = "the token behind it" if variant.from_anchor else "its own token"
     return (
-        f"{variant.kind} drafter, read from {checkpoint.source.name}",
+        f"{variant.kind} drafter, read from {files.checkpoint.source.name}",
         f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
         f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
         f"{_sees(variant)}; a slot is for {slots}",

@@ -1,4 +1,4 @@
-"""What the tokens of a block add to each other's logits: tables, selectors and networks behind the layers of a head.
+"""The logits that tokens of a block add to each other's: tables, selectors and networks behind a head's layers.
 
 A `Markov` head is DSpark's (arXiv 2607.05147), a `Selector` DFlash2's (github.com/z-lab/dflash), a `Refiner` XPress's
 (the library ``speculators`` 0.9).
@@ -20,13 +20,12 @@ Sizes = Mapping[str, torch.Size]
 
 
 def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
-    """A layer whose weight has this size."""
     out_features, in_features = size
     return nn.Linear(in_features, out_features, bias=bias)
 
 
 class Markov(nn.Module):
-    """What the token before adds to a slot's logits, by a table of low rank.
+    """The logits that the token before adds to a slot's, by a table of low rank.
 
     Args:
         sizes: of its tensors. Which are there tells the kind: one with a gate reads the slot's hidden state, and a

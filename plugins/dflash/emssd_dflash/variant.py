@@ -1,4 +1,4 @@
-"""What differs between block drafters: the values of their configs, in one place."""
+"""The differences between block drafters: the values of their configs, in one place."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from emssd.drafters import Checkpoint, DecoderConfig, TargetSizes, cannot_load, reading_config
+from emssd.drafters import DecoderConfig, HeadFiles
 
 __all__ = ["Variant", "variant_of"]
 
@@ -65,38 +65,27 @@ class Variant:
         return self.block_size if self.from_anchor else self.block_size - 1
 
 
-def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> Variant:
+def variant_of(files: HeadFiles) -> Variant:
     """Read the values, in the config's ``dflash_config`` or at its top, and check them against the target.
-
-    Args:
-        checkpoint: a DFlash or DSpark drafter.
-        names: of its tensors, by those of the module.
-        target: that it is to draft for.
 
     Raises:
         ConfigError: it was trained for another target, or is of a kind that is not supported.
     """
-    path, config = checkpoint.path, checkpoint.config
-    inner = config.get("dflash_config") or {}
+    inner = files.config.get("dflash_config") or {}
     if not isinstance(inner, Mapping):
-        raise cannot_load(path, "its dflash_config is no object of JSON")
-    both = {**config} | {name: value for name, value in inner.items() if value is not None}
-    decoder = DecoderConfig.read(config, path)
-    with reading_config(path):
-        variant = _read(checkpoint, names, both, decoder, target)
-    _check(checkpoint, variant, both, target)
+        raise files.cannot("its dflash_config is no object of JSON")
+    both = {**files.config} | {name: value for name, value in inner.items() if value is not None}
+    decoder = DecoderConfig.read(files.config, files.checkpoint.path)
+    with files.reading_config():
+        variant = _read(files, both, decoder)
+    _check(files, variant, both)
     return variant
 
 
-def _read(
-    checkpoint: Checkpoint,
-    names: Mapping[str, str],
-    values: Mapping[str, Any],
-    decoder: DecoderConfig,
-    target: TargetSizes,
-) -> Variant:
+def _read(files: HeadFiles, values: Mapping[str, Any], decoder: DecoderConfig) -> Variant:
     if missing := [name for name in ("block_size", "mask_token_id") if values.get(name) is None]:
-        raise cannot_load(checkpoint.path, f"its config.json has no {', '.join(missing)}")
+        raise files.cannot(f"its config.json has no {', '.join(missing)}")
+    names, target = files.names, files.target
     ids = values.get("target_layer_ids") or _spread(decoder.num_layers, target.num_layers)
 
     kinds = {"candidate_selector": "DFlash2", "refiner_head": "XPress", "markov_head": "DSpark", "confidence": "DSpark"}
@@ -109,7 +98,7 @@ def _read(
         from_anchor=bool(values.get("sample_from_anchor", _is_dspark(values))),
         embedding_scale=float(values.get("input_embedding_scale", 1.0)),
         draft_vocab_size=int(values.get("draft_vocab_size") or target.vocab_size),
-        shapes={name: checkpoint.tensors[old].shape for name, old in names.items()},
+        shapes={name: files.checkpoint.tensors[old].shape for name, old in names.items()},
         kind=next((kinds[part] for part in kinds if any(name.startswith(part) for name in names)), "DFlash"),
         top_k=int(values.get("selector_top_k", 16)),
         num_passes=int(values.get("num_jacobi_passes", 6)),
@@ -117,7 +106,7 @@ def _read(
 
 
 def _causal(values: Mapping[str, Any], decoder: DecoderConfig) -> tuple[bool, ...]:
-    """Where the config does not say, layers with sliding windows are, and others are not."""
+    """Return whether a layer is causal. By default, layers with sliding windows are, and others are not."""
     told = values.get("is_causal", values.get("causal"))
     return tuple(window is not None if told is None else bool(told) for window in decoder.windows)
 
@@ -129,7 +118,7 @@ def _is_dspark(values: Mapping[str, Any]) -> bool:
 
 
 def _spread(num_own: int, num_layers: int) -> list[int]:
-    """Those of the target's layers that are read where the config names none."""
+    """The layers of the target that are read where the config names none."""
     if num_own == 1:
         return [num_layers // 2]
     return [round(1 + own * (num_layers - 4) / (num_own - 1)) for own in range(num_own)]
@@ -147,7 +136,6 @@ _PARTS = {
 
 
 def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
-    """Tensors of parts of which the checkpoint has others."""
     more = {"gated": ("gate_proj.weight",), "rnn": ("joint_proj.weight",)}.get(markov_kind or "", ())
     parts = _PARTS | {"markov_head.": (*_PARTS["markov_head."], *more)}
     for layer in range(variant.decoder.num_layers):
@@ -158,14 +146,15 @@ def _lacking(variant: Variant, markov_kind: str | None) -> list[str]:
 
 
 def _scaled(variant: Variant, values: Mapping[str, Any]) -> str | None:
-    """What is done to logits that matters: the likeliest token alone is the same with any factor and any cap."""
+    """The scale and the cap of logits, where they matter: the likeliest token is the same with any of them."""
     factor, cap = (values.get(name) for name in ("output_multiplier", "final_logit_softcapping"))
     given = {"output_multiplier": factor not in (None, 1) and factor, "final_logit_softcapping": cap}
     said = ", ".join(f"{name} {value}" for name, value in given.items() if value)
     return said if variant.kind != "DFlash" or (factor or 1) < 0 else None
 
 
-def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], target: TargetSizes) -> None:
+def _check(files: HeadFiles, variant: Variant, values: Mapping[str, Any]) -> None:
+    target = files.target
     size, vocab_size, num_layers = (values.get(name) for name in ("hidden_size", "vocab_size", "num_target_layers"))
     read = ", ".join(str(layer - 1) for layer in variant.layers)
     if vocab_size is not None and vocab_size != target.vocab_size:
@@ -194,4 +183,4 @@ def _check(checkpoint: Checkpoint, variant: Variant, values: Mapping[str, Any], 
         why = f"it scales its logits by {scaled}, and what its other parts add to them is of another scale"
     else:
         return
-    raise cannot_load(checkpoint.path, why)
+    raise files.cannot(why)

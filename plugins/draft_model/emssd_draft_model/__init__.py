@@ -15,7 +15,7 @@ __all__ = ["DraftModelConfig", "TreeKind", "Vocabulary", "emssd_drafters"]
 
 
 class TreeKind(str, Enum):
-    """What a row's draft looks like."""
+    """The shape of a row's draft."""
 
     chain = "chain"
     static = "static"
@@ -26,7 +26,7 @@ class TreeKind(str, Enum):
 
 
 class Vocabulary(str, Enum):
-    """How a draft model of another tokenizer is asked."""
+    """The way in which a draft model of another tokenizer drafts."""
 
     same = "same"
     auto = "auto"

@@ -92,7 +92,7 @@ class SequoiaShape(Shape):
 
     @property
     def acceptance(self) -> Table:
-        """What the present trees are planned for."""
+        """The acceptance that the present trees are planned for."""
         return self._table
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
@@ -121,7 +121,6 @@ class SequoiaShape(Shape):
         self._next_plan = max(_TRIALS_BEFORE_REPLAN, self._measured.num_trials * 5 // 4)
 
     def _children(self, num_nodes: int, depth: int) -> Mapping[tuple[int, ...], Seq[int]]:
-        """The ranks of the children of each node that has any, by its way."""
         plan = self._plans.get((num_nodes, depth))
         if plan is None:
             plan = self._plans[num_nodes, depth] = {}

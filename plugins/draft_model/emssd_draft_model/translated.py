@@ -147,7 +147,6 @@ class TranslatedDrafter(DraftModelDrafter):
         return True
 
     def _shadow(self, row: Row) -> Row:
-        """The row in the draft model's tokens."""
         text = self._texts[row.request_id] or [0]
         return Row(Request(row.request_id, (text[0],), 1), text, len(text) + row.num_remaining)
 

@@ -11,7 +11,6 @@ from emssd.drafters import (
     Loaded,
     PairedDrafter,
     TargetSizes,
-    head_path,
     shape_of,
 )
 from emssd.drafting import DrafterContext
@@ -26,9 +25,8 @@ def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
     target; or OutOfMemoryError: the target's device has no room for it.
     """
     shape = shape_of(config, "emssd.drafters.heads", top_k=config.top_k)
-    path, lent = head_path(config.path, "eagle"), Lent.by(context, "eagle")
-    loaded = load_eagle(path, lent.sizes)
-    loaded.log("eagle")
+    lent = Lent.by(context, "eagle")
+    loaded = lent.loaded(config.path, load_eagle)
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 

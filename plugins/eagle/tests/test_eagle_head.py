@@ -12,7 +12,8 @@ import torch
 from emssd_eagle.drafter import load_eagle
 from emssd_eagle.head import EagleHead
 
-from emssd.drafters.heads import Loaded, TargetSizes
+from emssd.drafters.heads.loading import Loaded
+from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from tests.support.heads import (
     Weights,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from emssd.drafters import Lent, PairedDrafter, chosen, head_path, shape_of
+from functools import partial
+
+from emssd.drafters import Lent, PairedDrafter, chosen, shape_of
 from emssd.drafting import DrafterContext
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_eagle3.loading import load_eagle3
@@ -18,9 +20,8 @@ def load_drafter(config: Eagle3Config, context: DrafterContext) -> PairedDrafter
     """
     shape = shape_of(config, "emssd.drafters.heads", top_k=config.top_k)
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
-    path, lent = head_path(config.path, "eagle3"), Lent.by(context, "eagle3")
-    loaded = load_eagle3(path, lent.sizes, layer_ids)
-    loaded.log("eagle3")
+    lent = Lent.by(context, "eagle3")
+    loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
     head, is_parallel = loaded.head, loaded.head.mask_token_id is not None
     if loaded.other_layers is None:
         drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)

@@ -1,4 +1,4 @@
-"""Which hidden states of the target an EAGLE-3 head reads. Trainers number layers in two ways, and files do not say."""
+"""The hidden states that an EAGLE-3 head reads. Trainers number layers in two ways, and files do not say which."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from emssd.drafters import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes, reading_config
+from emssd.drafters import LAST_NORMED, Format, HeadFiles, Loaded, TargetSizes
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
 from emssd_eagle3.variant import Variant, variant_of
@@ -40,11 +40,11 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
         OutOfMemoryError: the device has no room for it.
     """
     files = HeadFiles.read(path, target, Format.eagle3, Format.peagle, new_name=_new_name)
-    checkpoint, names = files.checkpoint, files.names
-    if tied := _tied_head(checkpoint, names):
+    names = files.names
+    if tied := _tied_head(files):
         names["lm_head.weight"] = tied
-    with reading_config(path):
-        variant = variant_of(checkpoint, names, target)
+    with files.reading_config():
+        variant = variant_of(files)
     layers = aux_layers(
         variant.layer_ids,
         variant.num_features,
@@ -57,7 +57,7 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
     placed = {new: name for new, name in names.items() if new not in unused}
     head = files.filled(lambda: Eagle3Head(variant, names, target), placed)
     head.target_ids = files.drafted_ids(variant.draft_vocab_size)
-    return LoadedEagle3(head, layers.layers, _described(checkpoint, variant, layers, head), layers.other)
+    return LoadedEagle3(head, layers.layers, _described(files, variant, layers, head), layers.other)
 
 
 def _new_name(name: str) -> str:
@@ -70,14 +70,14 @@ def _new_name(name: str) -> str:
     return _OLD_NORMS.get(name, name)
 
 
-def _tied_head(checkpoint: Checkpoint, names: dict[str, str]) -> str | None:
+def _tied_head(files: HeadFiles) -> str | None:
     """The embeddings, if they are the head's own and its vocabulary projection too."""
-    is_tied = checkpoint.config.get("tie_word_embeddings") and "lm_head.weight" not in names
-    return names.get("embed_tokens.weight") if is_tied and "d2t" not in names else None
+    is_tied = files.config.get("tie_word_embeddings") and "lm_head.weight" not in files.names
+    return files.names.get("embed_tokens.weight") if is_tied and "d2t" not in files.names else None
 
 
-def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:
-    version = checkpoint.config.get("speculators_version", "of an unknown version")
+def _described(files: HeadFiles, variant: Variant, layers: AuxLayers, head: Eagle3Head) -> tuple[str, ...]:
+    version = files.config.get("speculators_version", "of an unknown version")
     container = f"in a container of speculators {version}" if variant.container else "in a folder of its own"
     flags = [
         name for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output") if getattr(variant, name)
@@ -87,7 +87,7 @@ def _described(checkpoint: Checkpoint, variant: Variant, layers: AuxLayers, head
         states = "the target's last hidden state, behind its final norm"
     kind = "EAGLE-3 head" if head.mask_token_id is None else "EAGLE-3 head that drafts in parallel (P-EAGLE),"
     return (
-        f"{kind} {container}, read from {checkpoint.source.name}",
+        f"{kind} {container}, read from {files.checkpoint.source.name}",
         f"reads {states} ({layers.why})",
         f"options {', '.join(flags) or 'none'}",
         variant.decoder.described,

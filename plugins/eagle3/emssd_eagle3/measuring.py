@@ -100,7 +100,7 @@ class MeasuringDrafter(PairedDrafter):
         )
 
     def _num_foreseen(self, texts: Seq[_Text], place: int) -> int:
-        """How many of the tokens are the head's first choice, with the reading at `place`."""
+        """The number of tokens that are the head's first choice, with the reading at `place`."""
         names, lengths = [name for name, *_ in texts], [len(features) for *_, features in texts]
         starts, ends = list[int](), list[int]()
         for (_, tokens, _), length in zip(texts, lengths, strict=True):

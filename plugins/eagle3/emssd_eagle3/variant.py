@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from emssd.drafters import Checkpoint, DecoderConfig, TargetSizes, cannot_load
+from emssd.drafters import DecoderConfig, HeadFiles
 
 __all__ = ["Variant", "variant_of"]
 
@@ -43,18 +42,13 @@ class Variant:
     mask_token_id: int | None = None
 
 
-def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> Variant:
+def variant_of(files: HeadFiles) -> Variant:
     """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target.
-
-    Args:
-        checkpoint: an EAGLE-3 head.
-        names: of its tensors, by those of the module.
-        target: that it is to draft for.
 
     Raises:
         ConfigError: it was trained for another target, or is of a kind that is not supported.
     """
-    path, config = checkpoint.path, checkpoint.config
+    names, target, config = files.names, files.target, files.config
     container = config.get("speculators_model_type") is not None
     is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
     inner = config.get("eagle_config") or {}
@@ -63,11 +57,11 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         return next((each[name] for each in (config, inner) if each.get(name) is not None), default)
 
     uses_aux = bool(flag("use_aux_hidden_state", True))
-    decoder = DecoderConfig.read(config, path)
+    decoder = DecoderConfig.read(config, files.checkpoint.path)
     ids = flag("eagle_aux_hidden_state_layer_ids")
     variant = Variant(
         decoder=decoder,
-        num_features=_num_features(checkpoint, names, target) if uses_aux else 0,
+        num_features=_num_features(files) if uses_aux else 0,
         draft_vocab_size=int(flag("draft_vocab_size", 32000 if container else None) or target.vocab_size),
         norm_before_residual=bool(flag("norm_before_residual", container and not is_parallel)),
         norm_before_fc=bool(flag("norm_before_fc", "input_norm.weight" in names)),
@@ -77,45 +71,38 @@ def variant_of(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetS
         layer_ids=tuple(map(int, ids)) if ids else None,
         nested_ids=not config.get("eagle_aux_hidden_state_layer_ids"),
         container=container,
-        mask_token_id=_mask_token_id(path, flag("mask_token_id", flag("pard_token")), target) if is_parallel else None,
+        mask_token_id=_mask_token_id(files, flag("mask_token_id", flag("pard_token"))) if is_parallel else None,
     )
-    _check(checkpoint, variant, names, target, flag("num_aux_hidden_states"))
+    _check(files, variant, flag("num_aux_hidden_states"))
     return variant
 
 
-def _mask_token_id(path: str, token: Any, target: TargetSizes) -> int:
-    if type(token) is not int or not 0 <= token < target.vocab_size:
-        raise cannot_load(
-            path,
+def _mask_token_id(files: HeadFiles, token: Any) -> int:
+    if type(token) is not int or not 0 <= token < files.target.vocab_size:
+        raise files.cannot(
             f"it drafts in parallel, and its mask_token_id is {token}; that must be a token of the target's, below "
-            f"{target.vocab_size}",
+            f"{files.target.vocab_size}"
         )
     return token
 
 
-def _num_features(checkpoint: Checkpoint, names: Mapping[str, str], target: TargetSizes) -> int:
-    if "fc.weight" not in names:
+def _num_features(files: HeadFiles) -> int:
+    if "fc.weight" not in files.names:
         return 3  # that fc is missing is said with all that is
-    width = checkpoint.tensors[names["fc.weight"]].shape[-1]
-    if width % target.hidden_size:
-        raise cannot_load(
-            checkpoint.path,
-            f"its fc reads {width} numbers, which is no multiple of the target's hidden size {target.hidden_size}; it "
-            f"was trained for another target",
+    width, size = files.checkpoint.tensors[files.names["fc.weight"]].shape[-1], files.target.hidden_size
+    if width % size:
+        raise files.cannot(
+            f"its fc reads {width} numbers, which is no multiple of the target's hidden size {size}; it was trained "
+            f"for another target"
         )
-    return width // target.hidden_size
+    return width // size
 
 
-def _check(
-    checkpoint: Checkpoint,
-    variant: Variant,
-    names: Mapping[str, str],
-    target: TargetSizes,
-    num_states: int | None,
-) -> None:
-    size, vocab_size = variant.decoder.hidden_size, checkpoint.config.get("vocab_size")
+def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
+    names, target = files.names, files.target
+    size, vocab_size = variant.decoder.hidden_size, files.config.get("vocab_size")
     borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in names]
-    others = checkpoint.config.get("target_hidden_size")
+    others = files.config.get("target_hidden_size")
     if vocab_size is not None and vocab_size != target.vocab_size:
         why = f"its vocabulary has {vocab_size} tokens, and the target's has {target.vocab_size}"
     elif others is not None and others != target.hidden_size:
@@ -131,4 +118,4 @@ def _check(
         why = f"it drafts {variant.draft_vocab_size} tokens of {target.vocab_size}, and no d2t says which"
     else:
         return
-    raise cannot_load(checkpoint.path, why)
+    raise files.cannot(why)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 
-from emssd.drafters.heads import LAST_NORMED, TargetSizes
 from emssd.drafters.heads.compiled import CompiledHead
+from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.errors import CompileError
 from emssd.model import proven, tracing
 from emssd.model.program import Program

@@ -12,7 +12,7 @@ import torch
 from emssd_eagle3.layers import LayerIds, aux_layers
 from emssd_eagle3.loading import load_eagle3
 
-from emssd.drafters.heads import TargetSizes
+from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from tests.support.heads import Weights, layer_weights, random_weights, write_head
 from tests.support.tiers import looped

@@ -1,4 +1,4 @@
-"""Whether FlashInfer's kernels can run on this machine. The cheap questions come first; each answer is a sentence."""
+"""Finds out whether FlashInfer's kernels can run on this machine. The cheap questions come first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULES = ("flashinfer", "tvm_ffi", "pynvml", "requests", "packaging", "tqdm") 
 
 
 def reason() -> str | None:
-    """Why the kernels cannot run here, without a full stop; ``None`` if they can.
+    """The reason why the kernels cannot run here, without a full stop; ``None`` if they can.
 
     Only the last question starts CUDA, and none imports FlashInfer.
     """
@@ -57,7 +57,7 @@ def _package() -> str | None:
 
 
 def _compiler() -> str | None:
-    """What is missing to compile kernels when they are first used. FlashInfer searches the same places."""
+    """The tool that is missing to compile kernels when they are first used. FlashInfer searches the same places."""
     if find_spec("flashinfer_jit_cache") is not None:
         return None  # the kernels are compiled already
     if shutil.which("ninja") is None:
@@ -103,7 +103,7 @@ def _toolkit() -> Path | None:
 
 
 def _wheel_folders() -> list[Path]:
-    """Where NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
+    """The folders in which NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
     spec = find_spec("nvidia")
     places = [] if spec is None else spec.submodule_search_locations or []
     return [folder for place in places for folder in sorted(Path(place).glob("cu[0-9]*"), reverse=True)]

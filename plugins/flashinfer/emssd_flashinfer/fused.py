@@ -73,7 +73,7 @@ class Fusing:
         self._weights: dict[tuple[int, ...], torch.Tensor] = {}
 
     def prepare(self, device: torch.device, dtype: torch.dtype) -> None:
-        """What passes compute on, and in. Kernels that cannot be made there are not used."""
+        """Take the device and the dtype of passes. Kernels that cannot be made there are not used."""
         try:
             if self._kernels is not None:
                 self._kernels.prove(device, dtype)
@@ -86,7 +86,7 @@ class Fusing:
         self._weights.clear()
 
     def __call__(self, compute: Compute) -> Compute:
-        """What does the same as `compute` with fewer launches; `compute` itself where nothing does."""
+        """A function that does the same as `compute` with fewer launches, or `compute` itself."""
         self.trace = trace = Trace()
         try:
             with trace:

@@ -59,7 +59,7 @@ class CudaGraphCapture:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """What a collection frees while a graph is recorded, for example another graph, can break the recording."""
+    """Within, no garbage is collected: to free another graph, say, can break the recording of one."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

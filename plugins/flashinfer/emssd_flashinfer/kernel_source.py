@@ -61,7 +61,7 @@ def can_be_fused(op: Op, inexact: frozenset[Any]) -> bool:
 
 
 def _template(op: Op) -> str | None:
-    """How the result is written, with the operands in braces; ``None`` if it is not known to round like this."""
+    """The formula of the result, with the operands in braces; ``None`` if it is not known to round like this."""
     if op.function not in _POINTWISE:
         return None
     numbers, kwargs, dtype = [each for each in op.args if not isinstance(each, Value)], op.kwargs, op.made[0].dtype
@@ -103,7 +103,7 @@ _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def _stretches(outputs: Seq[Value], stores: Seq[Op]) -> dict[_Layout, list[Value | Op]]:
-    """What is stored, by shape and strides."""
+    """The stretches that are stored, by shape and strides."""
     found: dict[_Layout, list[Value | Op]] = {}
     every: list[Value | Op] = [*outputs, *stores]
     for each in every:
@@ -198,7 +198,7 @@ class _Writer:
 
 
 def _before_view(op: Op, value: Value, at: tuple[str, ...]) -> tuple[str, ...]:
-    """Where that is, in what the view looks at, which the view has at `at`."""
+    """The place, in the tensor that the view looks at, of what the view has at `at`."""
     source, rest, found = op.args[0].shape, list[Any](op.args[1:]), [*at]
     if op.function in (_A.transpose.int, _A.t.default):
         one, other = (place % len(source) for place in (rest or range(len(source))))

@@ -58,7 +58,7 @@ class PagedAttention(Protocol):
 
 @dataclass(slots=True)
 class PlannedStep:
-    """What `PlannedKernels.forward` reads.
+    """The inputs of `PlannedKernels.forward`.
 
     Attributes:
         slots: ``[n]`` int64, where the new KV goes.
@@ -219,7 +219,7 @@ class PlannedKernels(PagedKernels):
         return self._static[size]
 
     def _shape(self, size: int) -> FixedShape:
-        """What a recording of `size` tokens must hold."""
+        """The shape of a recording of `size` tokens."""
         num_rows, page_size = self.num_rows(size), self._pool.page_size
         largest = num_rows + (size - num_rows) // page_size  # pages of `largest_metadata`
         max_kv_len = self._spec.max_model_len + self._ladder[-1]

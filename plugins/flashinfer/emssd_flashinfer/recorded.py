@@ -42,7 +42,7 @@ def rung(sizes: tuple[int, ...], num_tokens: int) -> int | None:
 
 
 class StepTables(NamedTuple, Generic[T]):
-    """What a recorded pass reads, on the device or as written on the host.
+    """The inputs of a recorded pass, on the device or as written on the host.
 
     Attributes:
         input_ids, position_ids, slots, logit_rows: ``[num_tokens]`` int64.
@@ -86,7 +86,7 @@ class Staging:
         self._turn = 0
 
     def next(self) -> int:
-        """Which buffer to write: the other one. The host waits until nobody reads it any more."""
+        """Return the buffer to write, the other one. The host waits until nobody reads it any more."""
         self._turn = 1 - self._turn
         if self._read and not self._read[self._turn].query():
             self._read[self._turn].synchronize()
@@ -97,7 +97,7 @@ class Staging:
         self.memory[:num_bytes].copy_(self.buffers[self._turn][:num_bytes], non_blocking=True)
 
     def done(self) -> None:
-        """What is launched from here on does not read the buffer that was written."""
+        """Note that later launches do not read the buffer that was written."""
         if self._read:
             self._read[self._turn].record()
 
@@ -162,7 +162,7 @@ class StaticInputs:
         )
 
     def done(self) -> None:
-        """What is launched from here on reads no table of the host."""
+        """Note that later launches read no table of the host."""
         self._staging.done()
 
 
@@ -170,7 +170,7 @@ _INT32, _ALIGNMENT = 4, 64  # bytes
 
 
 def _sections(shape: FixedShape) -> list[tuple[int, int, torch.dtype]]:
-    """Where each of the `StepTables` begins and ends, in bytes, and its type. The pages come last, as few are used."""
+    """The first byte and the last of each of the `StepTables`, and its type. The pages come last, as few are used."""
     tokens, rows = (shape.num_tokens, torch.int64), (shape.num_rows + 1, torch.int32)
     each = [*[tokens] * 5, rows, rows, (shape.num_rows, torch.int32), (shape.num_pages, torch.int32)]
     sections, begin = [], 0

@@ -9,7 +9,7 @@ _BLOCKS_PER_SM = 2
 
 
 def query_tile(packed_q_len: int, head_dim: int) -> int:
-    """How many queries, counted for each head of a group, a block of the kernel takes (``FA2DetermineCtaTileQ``).
+    """The number of queries, counted for each head of a group, of a block of the kernel (``FA2DetermineCtaTileQ``).
 
     Args:
         packed_q_len: queries of a row times heads of a group. An eager plan takes the mean over its rows, a recorded

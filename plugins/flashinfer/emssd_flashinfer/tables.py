@@ -1,4 +1,4 @@
-"""What a paged attention kernel reads in one step: page tables and tree masks, computed from host integers."""
+"""The inputs of a paged attention kernel in one step: page tables and tree masks, computed from host integers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _int32(values: NDArray[np.int64]) -> torch.Tensor:
 
 
 def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> torch.Tensor:
-    """Which tokens each token sees: those before the tree, its ancestors and itself, or all up to itself in a chain.
+    """The tokens that each token sees: those before the tree, its ancestors and itself, or all up to itself in a chain.
 
     Args:
         packed: a step.

@@ -66,7 +66,7 @@ def _launch(kernel: Callable[..., None], sizes: tuple[int, ...], *tensors: torch
 def inexact_functions(
     kernels: Callable[[Group], Callable[..., None]], device: torch.device, dtype: torch.dtype, last: int = _INFINITY
 ) -> frozenset[Any]:
-    """Those of `FUNCTIONS` that have other bits in a kernel.
+    """The `FUNCTIONS` that have other bits in a kernel.
 
     Args:
         kernels: makes kernels.

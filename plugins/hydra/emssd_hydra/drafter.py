@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -18,7 +19,6 @@ from emssd.drafters import (
     Level,
     Shape,
     StatesDrafter,
-    head_path,
     keep_bytes,
     nodes_of,
     pack_nodes,
@@ -61,10 +61,9 @@ class HydraDrafter(StatesDrafter):
         target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_hydra", top_k=config.top_k)
-        path, lent = head_path(config.path, "hydra"), Lent.by(context, "hydra")
+        lent = Lent.by(context, "hydra")
         target, spec = lent.target, lent.spec
-        loaded = load_hydra(path, lent.sizes, target.config)
-        loaded.log("hydra")
+        loaded = lent.loaded(config.path, partial(load_hydra, target_config=target.config))
         if lent.compile:
             keep_bytes(loaded.head)
         shape, lane = shape_of(config, "emssd_hydra", len(loaded.head.projections), top_k=config.top_k), None

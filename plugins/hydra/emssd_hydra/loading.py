@@ -9,14 +9,12 @@ from typing import Any
 
 from emssd.drafters import (
     LAST_NORMED,
-    Checkpoint,
     DecoderConfig,
     Format,
     HeadFiles,
     LayerHead,
     Loaded,
     TargetSizes,
-    rename,
 )
 from emssd_hydra.heads import HydraHeads
 
@@ -52,7 +50,7 @@ def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any])
     """
     files = HeadFiles.read(path, target, Format.hydra)
     layer = _layer(files)
-    names = _names(files.checkpoint)
+    names = _names(files)
     own = {new: name for new, name in names.items() if not new.startswith(_PREFIX)}
     num_heads, num_layers = _counted(files, own)
     heads = files.filled(lambda: HydraHeads(num_heads, num_layers, target.hidden_size, target.vocab_size, own), own)
@@ -73,7 +71,7 @@ def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any])
 
 
 def _layer(files: HeadFiles) -> int:
-    """Which hidden state is read."""
+    """The hidden state that is read."""
     config, num_layers = files.config, files.target.num_layers
     kind = config.get("hydra_head_arch", "mlp")
     if kind not in ("mlp", "prefix-mlp"):
@@ -86,10 +84,10 @@ def _layer(files: HeadFiles) -> int:
     return num_layers - offset if offset else LAST_NORMED
 
 
-def _names(checkpoint: Checkpoint) -> dict[str, str]:
+def _names(files: HeadFiles) -> dict[str, str]:
     """The tensors of the heads. Some layers have modules without weights between them, so that numbers have gaps."""
     numbers: dict[str, set[int]] = {}
-    for name in checkpoint.tensors:
+    for name in files.checkpoint.tensors:
         if layer := _MLP.match(name):
             numbers.setdefault(layer[1], set()).add(int(layer[2]))
 
@@ -101,11 +99,11 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
             return f"projections.{projection[1]}.{projection[2]}"
         return None if name == f"{_PREFIX}embed_tokens.weight" else name  # hidden states take the place of embeddings
 
-    return rename(checkpoint, new_name)
+    return files.renamed(new_name)
 
 
 def _counted(files: HeadFiles, names: Mapping[str, str]) -> tuple[int, int]:
-    """How many heads there are, and how many layers each has."""
+    """The number of heads, and of the layers of each."""
     layers = [name.split(".")[1:3] for name in names if name.startswith("mlp.")]
     if not layers:
         raise files.cannot("none of its weights is a layer of a head")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from emssd.drafters import (
     DecoderConfig,
     DynamicShape,
@@ -17,7 +19,6 @@ from emssd.drafters import (
     shallow_runner,
 )
 from emssd.drafting import Drafter, DrafterContext
-from emssd.errors import ConfigError
 from emssd_kangaroo import KangarooConfig
 from emssd_kangaroo.runner import KangarooRunner
 
@@ -32,11 +33,8 @@ def build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     check_at_least_one(num_speculative_tokens=config.num_speculative_tokens)
     length = config.num_speculative_tokens
     shape = DynamicShape(length, length, 1, min_confidence=config.min_confidence)
-    if config.path is None:
-        raise ConfigError("drafter=kangaroo drafts with a trained adapter: give drafter.path=FOLDER, or a hub id")
     lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
-    loaded = load_adapter(config.path, lent.sizes, config.num_layers)
-    loaded.log("kangaroo")
+    loaded = lent.loaded(config.path, partial(load_adapter, num_layers=config.num_layers))
     spec = loaded.head.kv_cache_spec(lent.spec)
     adapter = HeadLane(loaded.head, lent.make_cache(spec), compile=lent.compile)
     runner = KangarooRunner(shallow, config.num_layers, adapter, spec.max_model_len, lent.target)

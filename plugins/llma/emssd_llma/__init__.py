@@ -12,7 +12,7 @@ __all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
 
 
 class Search(str, Enum):
-    """Where matches are looked for."""
+    """The texts in which matches are looked for."""
 
     prompt = "prompt"
     prompt_and_output = "prompt_and_output"

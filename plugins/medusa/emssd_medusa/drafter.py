@@ -17,7 +17,6 @@ from emssd.drafters import (
     Shape,
     SlotDrafter,
     StatesDrafter,
-    head_path,
     keep_bytes,
     shape_of,
 )
@@ -53,9 +52,8 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
         target; or OutOfMemoryError: the target's device has no room for them.
         """
         shape_of(config, "emssd_medusa", top_k=config.num_nodes)
-        path, lent = head_path(config.path, "medusa"), Lent.by(context, "medusa")
-        loaded = load_medusa(path, lent.sizes)
-        loaded.log("medusa")
+        lent = Lent.by(context, "medusa")
+        loaded = lent.loaded(config.path, load_medusa)
         if lent.compile:
             keep_bytes(loaded.head)
         shape = shape_of(config, "emssd_medusa", len(loaded.head.heads), top_k=config.num_nodes)

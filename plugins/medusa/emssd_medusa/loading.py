@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from emssd.drafters import LAST_NORMED, Checkpoint, Format, HeadFiles, Loaded, TargetSizes, rename
+from emssd.drafters import LAST_NORMED, Format, HeadFiles, Loaded, TargetSizes
 from emssd_medusa.heads import MedusaHeads
 
 __all__ = ["load_medusa"]
@@ -23,7 +23,7 @@ def load_medusa(path: str, target: TargetSizes) -> Loaded[MedusaHeads]:
     files = HeadFiles.read(path, target, Format.medusa)
     if files.config.get("original_lm_head"):
         raise files.cannot("its heads share one vocabulary projection (original_lm_head), which is not supported")
-    names = files.names = _names(files.checkpoint)
+    names = files.names = _names(files)
     num_heads, num_layers = _counted(files)
     ids, num_tokens = None, target.vocab_size
     if (token_map := names.pop("token_map", None)) is not None:
@@ -31,12 +31,12 @@ def load_medusa(path: str, target: TargetSizes) -> Loaded[MedusaHeads]:
         num_tokens = len(ids)
     heads = files.filled(lambda: MedusaHeads(num_heads, num_layers, target.hidden_size, num_tokens, names))
     heads.target_ids = ids
-    return Loaded(heads, (LAST_NORMED,), _described(files.checkpoint, heads, num_layers))
+    return Loaded(heads, (LAST_NORMED,), _described(files, heads, num_layers))
 
 
-def _names(checkpoint: Checkpoint) -> dict[str, str]:
+def _names(files: HeadFiles) -> dict[str, str]:
     """The tensors of the heads; a whole model's others are left alone."""
-    within_model = any(_PREFIX.match(name) for name in checkpoint.tensors)
+    within_model = any(_PREFIX.match(name) for name in files.checkpoint.tensors)
 
     def new_name(name: str) -> str | None:
         if within_model:
@@ -49,7 +49,7 @@ def _names(checkpoint: Checkpoint) -> dict[str, str]:
             return f"heads.{projection[1]}.projection"
         return f"heads.{name}" if re.match(r"\d+\.", name) else name
 
-    names = rename(checkpoint, new_name)
+    names = files.renamed(new_name)
     layers = _places(names, linear=True)
     behind = 1 + max((layer for _, layer in layers), default=-1)  # in a head, its projection follows its layers
     return {
@@ -65,20 +65,19 @@ def _places(names: Iterable[str], *, linear: bool) -> set[tuple[int, int]]:
 
 
 def _counted(files: HeadFiles) -> tuple[int, int]:
-    """How many heads there are, and how many layers each has before its projection."""
+    """The number of heads, and of the layers of each before its projection."""
     projections = _places(files.names, linear=False)
     if not projections:
         raise files.cannot("none of its weights is the vocabulary projection of a head")
     return 1 + max(head for head, _ in projections), max(layer for _, layer in projections)
 
 
-def _described(checkpoint: Checkpoint, heads: MedusaHeads, num_layers: int) -> tuple[str, ...]:
-    config = checkpoint.config
-    said = config.get("medusa_num_heads", config.get("num_heads"))
+def _described(files: HeadFiles, heads: MedusaHeads, num_layers: int) -> tuple[str, ...]:
+    said = files.config.get("medusa_num_heads", files.config.get("num_heads"))
     other = f" (its config says {said})" if said not in (None, len(heads.heads)) else ""
     mapped = "" if heads.target_ids is None else f", which draft {len(heads.target_ids)} tokens"
     return (
         f"{len(heads.heads)} Medusa heads{other} of {num_layers} residual layers{mapped}, read from "
-        f"{checkpoint.source.name}",
+        f"{files.checkpoint.source.name}",
         "reads the target's last hidden state, behind its final norm, of the token that its next token was chosen from",
     )

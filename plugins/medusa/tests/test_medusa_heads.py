@@ -11,7 +11,9 @@ import torch
 from emssd_medusa.heads import MedusaHeads
 from emssd_medusa.loading import load_medusa
 
-from emssd.drafters.heads import Loaded, TargetSizes, read_trees
+from emssd.drafters.heads.loading import Loaded
+from emssd.drafters.heads.target import TargetSizes
+from emssd.drafters.heads.trees import read_trees
 from emssd.errors import ConfigError
 from tests.support.heads import Weights, random_weights, write_head
 

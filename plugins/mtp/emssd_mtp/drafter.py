@@ -22,6 +22,5 @@ def load_drafter(config: MtpConfig, context: DrafterContext) -> PairedDrafter:
             "drafter=mtp drafts with a layer of the target's checkpoint, and this target was read from none: give "
             "drafter.path=FOLDER, or a hub id"
         )
-    loaded = load_mtp(path, lent)
-    loaded.log("mtp")
+    loaded = lent.loaded(path, lambda path, _: load_mtp(path, lent))
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)

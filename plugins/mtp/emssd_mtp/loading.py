@@ -9,17 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from emssd.drafters import (
-    LAST_NORMED,
-    Checkpoint,
-    Format,
-    HeadFiles,
-    Lent,
-    Loaded,
-    drop_copies,
-    made_empty,
-    reading_config,
-)
+from emssd.drafters import LAST_NORMED, Format, HeadFiles, Lent, Loaded
 from emssd.errors import EmssdError
 from emssd_mtp.head import MtpHead
 
@@ -52,15 +42,15 @@ def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
     """
     target, num_layers = lent.target, lent.sizes.num_layers
     files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _place(name, num_layers))
-    with reading_config(path):
+    with files.reading_config():
         _check(files, lent)
     tensors, names = files.checkpoint.tensors, files.names
     if odd := next((name for name in names.values() if tensors[name].dtype not in _WHOLE), None):
         raise files.cannot(f"its weights are quantized ({odd}), which drafter=mtp does not read")
-    drop_copies(names, files.checkpoint, target.model)
-    with _running_code(files, lent):
-        wanted = made_empty(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size)).state_dict()
-    files.checkpoint, files.names = _with_experts_fused(files, wanted)
+    files.drop_copies(target.model)
+    with _running_code(files, lent), torch.device("meta"):
+        wanted = MtpHead(target.model, target.dtype, names, target.vocab_size).state_dict()
+    _fuse_experts(files, wanted)
     head = files.filled(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
     for name, buffer in head.named_buffers():
         if name.endswith(_EXACT):
@@ -128,8 +118,8 @@ def _place(name: str, num_layers: int) -> str | None:
     return _OF_MODULE.get(found[2], "block." + found[2])
 
 
-def _with_experts_fused(files: HeadFiles, wanted: Mapping[str, torch.Tensor]) -> tuple[Checkpoint, dict[str, str]]:
-    """Weights of all experts in one tensor, where the target's code wants them so and files have one for each."""
+def _fuse_experts(files: HeadFiles, wanted: Mapping[str, torch.Tensor]) -> None:
+    """Put weights of all experts into one tensor, where the target's code wants them so and files have one for each."""
     checkpoint, names = files.checkpoint, files.names
     found: dict[str, dict[str, dict[int, str]]] = {}
     for name in names:
@@ -154,4 +144,4 @@ def _with_experts_fused(files: HeadFiles, wanted: Mapping[str, torch.Tensor]) ->
         for name, group in (("gate_up_proj", gate_up), ("down_proj", old["down_proj"])):
             left[f"{place}.{name}"] = f"{place}.{name}"
             tensors[f"{place}.{name}"] = torch.stack(group)
-    return replace(checkpoint, tensors=tensors), left
+    files.checkpoint, files.names = replace(checkpoint, tensors=tensors), left

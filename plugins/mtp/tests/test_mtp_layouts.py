@@ -15,8 +15,8 @@ from emssd_mtp.loading import load_mtp
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from emssd.drafters.heads import TargetSizes
-from emssd.drafters.heads.lent import Lent
+from emssd.drafters.heads.loading import Lent
+from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
 from tests.support.heads import Weights, dense_rms, run_ragged

@@ -188,7 +188,7 @@ class PaddedBackend(AttentionBackend):
         return -(-num_slots // _ALIGNMENT) * _ALIGNMENT if self._watched else num_slots
 
     def _hidden(self, packed: PackedInputs, longest: int, width: int) -> torch.Tensor | None:
-        """Which slots each query must not see, as they hold branches of its tree that are not its own."""
+        """The slots that each query must not see, as they hold branches of its tree that are not its own."""
         if packed.trees is None:
             return None
         branches = [
@@ -213,7 +213,6 @@ class PaddedBackend(AttentionBackend):
                 slab[row, target] = slab[row, source]
 
     def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
-        """Turn the slots of each row behind its first `kv_lens` tokens into holes."""
         rows: list[int] = []
         slots: list[int] = []
         for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):

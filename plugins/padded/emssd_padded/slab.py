@@ -1,4 +1,4 @@
-"""Which slot of a rectangular KV slab holds which token, as integers."""
+"""The slots of a rectangular KV slab by token, as integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which token a PARD draft model was trained to fill in."""
+"""The token that a PARD draft model was trained to fill in."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def why_not_fused(spec: KVCacheSpec, page_size: int) -> str | None:
-    """Why the kernel cannot serve this cache, in words; ``None`` if it can. To answer, it may build the kernel."""
+    """The reason why the kernel cannot serve this cache; ``None`` if it can. To answer, it may build the kernel."""
     if spec.device.type != "cpu":
         return f"the fused kernel is for CPUs, and the model is on {spec.device}"
     if spec.dtype not in _DTYPES:

@@ -17,8 +17,8 @@ from emssd import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.sequences import Batch, Request, Row
+from emssd.simulate.trace_drafter import TreeLaw
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
-from emssd.simulate.tree_law import TreeLaw
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import track
 
-from emssd.errors import ConfigError, exit_on_error
+from emssd.errors import ConfigError
 from emssd.errors.terminal import steady
 
 __all__ = ["main", "make_parser"]
@@ -49,16 +48,11 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-@steady("emssd-rest")
+@steady("emssd-rest", if_interrupted="no store was made")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
-    try:
-        with exit_on_error("emssd-rest"):
-            parsed = make_parser().parse_args(arguments)
-            parsed.action(parsed)
-    except KeyboardInterrupt:
-        print("emssd-rest: interrupted; no store was made", file=sys.stderr)
-        raise SystemExit(130) from None
+    parsed = make_parser().parse_args(arguments)
+    parsed.action(parsed)
 
 
 def _build(arguments: argparse.Namespace) -> None:

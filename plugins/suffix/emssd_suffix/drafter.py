@@ -153,7 +153,7 @@ class SuffixDrafter(Drafter):
         return Tree([], [], [])
 
     def _matches(self, row: Row) -> list[Match]:
-        """Where the end of the row's text stands, in the order of preference."""
+        """The places where the end of the row's text stands, in the order of preference."""
         own = self._rows.get(row.request_id)
         if own is None:
             own = self._rows[row.request_id] = SuffixAutomaton(self._config.max_tree_depth)

@@ -1,4 +1,4 @@
-"""What a row's drafts are made from: its own text, or remembered outputs of others, matched with the row's end."""
+"""The texts that a row's drafts are made from: its own, or remembered outputs of others, matched with the row's end."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class UnionDrafter(Drafter):
     """Merges the drafts of several drafters into one tree per row.
 
     Ids that a drafter leaves on a device are brought to the host, as merging compares them: the host waits for that
-    drafter. Each drafter hears what became of its own draft, as if that alone had been verified: the beginning of it
+    drafter. Each drafter observes the outcome of its own draft, as if that alone had been verified: the beginning of it
     that was left in the tree, the accepted nodes among these, and the target's choice behind each.
 
     Args:
@@ -77,7 +77,6 @@ class UnionDrafter(Drafter):
 
 
 def _asked(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> _Proposed:
-    """The draft of `drafter`, within its own limits."""
     most = drafter.num_speculative_tokens
     limits = [min(limit, most) for limit in budget]
     if not drafter.drafts_trees:  # a chain ends before the row does
@@ -92,7 +91,6 @@ def _asked(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> _Proposed
 
 
 def _rows(draft: Draft, ids: Seq[int]) -> list[RowDraft]:
-    """`draft` row by row, its ``ids [num_draft]`` on the host."""
     sure, bounds = draft.confidence, zip(draft.indptr, draft.indptr[1:], strict=False)
     return [
         RowDraft(ids[start:stop], draft.tree(row), None if sure is None else sure[start:stop])

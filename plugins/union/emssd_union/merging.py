@@ -61,7 +61,6 @@ def merge(drafts: Seq[RowDraft], num_nodes: int) -> RowDraft:
 
 
 def _turns(drafts: Seq[RowDraft]) -> Iterator[tuple[int, int]]:
-    """Draft and node, in the order of merging."""
     sure = all(draft.confidence is not None for draft in drafts)
     turns = []
     for which, draft in enumerate(drafts):
@@ -85,7 +84,7 @@ def children_of(tree: RowDraft) -> dict[tuple[int, int], int]:
 
 
 def places(draft: RowDraft, children: Mapping[tuple[int, int], int]) -> list[int]:
-    """Where the first nodes of `draft` are in a merged tree; it ends before the first that was cut away."""
+    """The places of the first nodes of `draft` in a merged tree; it ends before the first that was cut away."""
     found: list[int] = []
     for token, parent in zip(draft.token_ids, draft.parents, strict=True):
         place = children.get((found[parent] if parent >= 0 else -1, token))

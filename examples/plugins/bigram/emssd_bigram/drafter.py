@@ -16,7 +16,7 @@ __all__ = ["BigramDrafter"]
 
 
 class _Followers:
-    """How often each token followed each other one in a text; of what is new, so that no step reads all of it again."""
+    """The counts of each token after each other one in a text. A step counts what is new, and reads nothing again."""
 
     def __init__(self) -> None:
         self._counts: defaultdict[int, Counter[int]] = defaultdict(Counter)
