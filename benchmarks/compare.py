@@ -40,8 +40,8 @@ from emssd.sequences import Request
 
 SLICE = 0.1  # seconds that an engine has to itself before the next one goes on
 COLUMNS = (
-    "× plain", "spread", "× decoding", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use", "steps",
-    "equal rows",
+    "× plain", "spread", "× decoding", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use",
+    "steps", "equal rows",
 )  # fmt: skip
 
 
