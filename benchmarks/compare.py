@@ -7,15 +7,9 @@ Options are those of `python -m emssd`; one with several values is swept. Each `
 label before them. The first cell, *plain*, has the options of `--plain`.
 
 In each repeat, all engines decode the same prompts in turns of a tenth of a second, so that a machine that becomes
-<<<<<<< HEAD
-slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to
-end, and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens
-per row and step, and equal rows are those with the tokens of *plain*.
-=======
 slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to end,
 and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens per row
 and step, and equal rows are those with the tokens of *plain*.
->>>>>>> main
 """
 
 from __future__ import annotations
@@ -46,13 +40,8 @@ from emssd.sequences import Request
 
 SLICE = 0.1  # seconds that an engine has to itself before the next one goes on
 COLUMNS = (
-<<<<<<< HEAD
-    "× plain", "spread", "× decoding", "spread", "tokens/s", "τ", "drafted", "draft", "forward", "batch in use",
-    "steps", "equal rows",
-=======
     "× plain", "spread", "× decoding", "spread",
     "tokens/s", "τ", "drafted", "draft", "forward", "batch in use", "steps", "equal rows",
->>>>>>> main
 )  # fmt: skip
 
 
