@@ -9,16 +9,19 @@ label before them. The first cell, *plain*, has the options of `--plain`.
 In each repeat, all engines decode the same prompts in turns of a tenth of a second, so that a machine that becomes
 slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to end,
 and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens per row
-and step, and equal rows are those with the tokens of *plain*.
+and step, and equal rows are those with the tokens of *plain*. With `--markdown`, the files that earlier calls wrote
+become one Markdown table.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 import statistics
 import time
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -137,13 +140,32 @@ def line_of(name: str, cell: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+def markdown(files: Seq[str]) -> str:
+    """The × plain of each cell, with τ in brackets: a column for each setting, of which it shows what others lack."""
+    rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
+    shared = set.intersection(*(set(row["options"]) for row in rows)) if len(rows) > 1 else set()
+    titles = [", ".join(word for word in row["options"] if word not in shared) for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row["cells"]))
+    lines = [["", *titles], ["---"] * (1 + len(rows))]
+    for name in names:
+        cells = [row["cells"].get(name) for row in rows]
+        lines.append([name, *(f"{cell['ratio']:.2f} ({cell['tau']:.2f})" if cell else "" for cell in cells)])
+    equal = [[cell["equal_rows"] for cell in row["cells"].values()] for row in rows]
+    wrong = sum(each < max(row) for row in equal for each in row)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nCells with rows unlike plain: {wrong}"
+
+
 def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("options", nargs="*", help="of `python -m emssd`; values with commas between are swept")
-    parser.add_argument("--cell", action="append", required=True, help="[LABEL: ]OPTIONS of one engine")
+    parser.add_argument("--cell", action="append", default=[], help="[LABEL: ]OPTIONS of one engine")
     parser.add_argument("--plain", default="drafter=none budget=fixed", help="options of the cell compared with")
     parser.add_argument("--prompts-per-row", type=int, help="in place of data.limit: as many for each row, at least 8")
+    parser.add_argument("--markdown", nargs="+", metavar="FILE", help="of `--out`; decodes nothing")
     given = parser.parse_intermixed_args()
+    if given.markdown:
+        print(markdown(given.markdown))
+        return
     registry, models, rows = Registry(), ModelCache(), list[dict[str, Any]]()
     register_configs(registry)
     for setting in settings_of(["prefix_caching=false", *given.options]):

@@ -1,7 +1,8 @@
-"""A short GRPO training with TRL, sampled by Transformers and by emssd: tokens per second, and what is learned.
+"""A short GRPO training with TRL, in which every rollout is decoded in several ways in turn, from the same noise.
 
 The data is a local JSONL file of questions and answers as in GSM8K; a completion is rewarded for the answer's last
-number, and for its end. Drafts must change neither rewards nor losses: that is checked. Transformers draws other noise.
+number, and for its end. The trainer learns from the first way that is emssd's. Drafts must change no text: that is
+checked. Transformers draws other noise.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import argparse
 import json
 import os
 import re
+import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +35,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--learning-rate", type=float, default=1e-5)
-    parser.add_argument("--cache-tokens", type=int, default=100_000, help="of earlier rollouts that suffix remembers")
-    parser.add_argument("--only", nargs="+", help="words of the rollouts to train with, such as memory; all by default")
+    parser.add_argument("--lora", action="store_true", help="train an adapter of rank 8")
+    parser.add_argument("--only", nargs="+", help="words of the ways to decode, such as group; all by default")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--compile", action="store_true", help="decode with a compiled program")
     parser.add_argument("--cpu-time", action="store_true", help="count CPU time, where other programs run beside it")
-    parser.add_argument("--budget", default="adaptive", help="of the cells with suffix")
-    parser.add_argument(
-        "--suffix", nargs="+", default=[], metavar="NAME=NUMBER", help="options of suffix, in all its cells"
-    )
+    parser.add_argument("--budget", default="adaptive")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
+    parser.add_argument("--repeats", type=int, default=1, help="trainings, each with a seed of its own")
     return parser
 
 
@@ -58,8 +60,50 @@ def reward(completions: list[str], completion_ids: list[list[int]], answer: list
     ]
 
 
-def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, Any]:
-    """One training, and the seconds that its rollouts took."""
+class InTurn:
+    """A ``rollout_func`` that decodes each rollout in all `ways`, from the same noise, and measures them.
+
+    Attributes:
+        rows: by way, of each rollout the seconds, tokens, steps, and the tokens that all steps computed.
+    """
+
+    def __init__(self, ways: Mapping[str, Any], clock: Callable[[], float]) -> None:
+        self.ways, self.clock, self.same, self.number = ways, clock, True, 0
+        self.rows: dict[str, list[tuple[float, int, int, int]]] = {name: [] for name in ways}
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> Any:
+        import torch
+
+        state, found, names = torch.get_rng_state(), dict[str, Any](), list(self.ways)
+        first = self.number % len(names)  # none has the same place in all rollouts
+        self.number += 1
+        for name in [*names[first:], *names[:first]]:
+            torch.set_rng_state(state)
+            rollouts, start = self.ways[name], self.clock()
+            texts = by_transformers(prompts, trainer) if rollouts is None else rollouts(prompts, trainer)
+            seconds, steps, computed = self.clock() - start, max(map(len, texts["completion_ids"])), 0
+            if rollouts is not None:
+                found[name], steps, computed = texts, rollouts.report.num_steps, rollouts.report.num_tokens
+            self.rows[name].append((seconds, sum(map(len, texts["completion_ids"])), steps, computed))
+        own = list(found.values())
+        self.same &= all(each["completion_ids"] == own[0]["completion_ids"] for each in own)
+        return own[0]
+
+
+def by_transformers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
+    import torch
+
+    tokenizer, model = trainer.processing_class, trainer.accelerator.unwrap_model(trainer.model)
+    inputs = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
+    model.eval()
+    with torch.no_grad():
+        ids = model.generate(**inputs, generation_config=trainer.generation_config)[:, inputs["input_ids"].shape[1] :]
+    model.train()
+    return {"completion_ids": [[token for token in row if token != tokenizer.pad_token_id] for row in ids.tolist()]}
+
+
+def train(rollouts: InTurn, seed: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """One training. Returns its losses and rewards."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
@@ -68,12 +112,17 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
     records = [json.loads(line) for line in lines]
     data = [{"prompt": arguments.template.format(**each), "answer": each["answer"]} for each in records]
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
+    if arguments.lora:
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_dropout=0.0))
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
             report_to=[],
             use_cpu=True,
             bf16=False,
+            gradient_checkpointing=False,
             per_device_train_batch_size=arguments.questions_per_step * arguments.generations,
             num_generations=arguments.generations,
             num_train_epochs=arguments.epochs,
@@ -83,7 +132,7 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
             logging_steps=1,
             save_strategy="no",
             disable_tqdm=True,
-            seed=arguments.seed,
+            seed=seed,
         )
         trainer = GRPOTrainer(
             model=model,
@@ -93,86 +142,70 @@ def train(name: str, rollouts: Any, arguments: argparse.Namespace) -> dict[str, 
             processing_class=AutoTokenizer.from_pretrained(arguments.model),
             rollout_func=rollouts,
         )
-        generate, seconds, tokens, steps = trainer._generate, list[float](), list[int](), list[int]()
-        texts, clock = list[list[list[int]]](), time.process_time if arguments.cpu_time else time.perf_counter
-
-        def timed(prompts: list[Any]) -> Any:
-            start = clock()
-            found = generate(prompts)
-            seconds.append(clock() - start)
-            tokens.append(sum(map(len, found[1])))
-            texts.append([list(ids) for ids in found[1]])
-            steps.append(max(map(len, found[1])) if rollouts is None else rollouts.report.num_steps)
-            return found
-
-        trainer._generate = timed
-        start = time.perf_counter()
         trainer.train()
-        whole = time.perf_counter() - start
-    losses = [each["loss"] for each in trainer.state.log_history if "loss" in each]
-    rewards = [each["reward"] for each in trainer.state.log_history if "loss" in each]
-    return {
-        "name": name,
-        "seconds": seconds,
-        "tokens": tokens,
-        "steps": steps,
-        "texts": texts,
-        "whole": whole,
-        "losses": losses,
-        "rewards": rewards,
-    }
+    logged = [each for each in trainer.state.log_history if "loss" in each]
+    return {"losses": [each["loss"] for each in logged], "rewards": [each["reward"] for each in logged]}
 
 
-def speed(row: dict[str, Any], epoch: int, epochs: int) -> float:
-    """Tokens per second of the rollouts of one epoch."""
-    size = len(row["tokens"]) // epochs
-    part = slice(epoch * size, (epoch + 1) * size)
-    return float(sum(row["tokens"][part]) / sum(row["seconds"][part]))
-
-
-def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
-    from emssd_suffix import SuffixConfig
+def ways_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    from emssd_anpd import ANPDConfig
 
     from emssd.integrations.trl import Rollouts
 
+    def ours(drafter: Any) -> Any:
+        return Rollouts(drafter=drafter, budget=arguments.budget, compile=arguments.compile)
+
+    ways = {
+        "emssd, no drafts": ours("none"),
+        "emssd, `suffix`": ours("suffix"),
+        "emssd, `anpd`": ours("anpd"),
+        "emssd, `anpd` with group memory": ours(ANPDConfig(group_tokens=1_000_000)),
+        "`generate` of Transformers": None,
+    }
+    words = arguments.only or [""]
+    return {name: each for name, each in ways.items() if any(word in name for word in words)}
+
+
+def speeds(rows: list[tuple[float, int, int, int]], epochs: int) -> list[float]:
+    """Tokens per second in each epoch."""
+    size = len(rows) // epochs
+    parts = [rows[epoch * size : (epoch + 1) * size] for epoch in range(epochs)]
+    return [sum(row[1] for row in part) / sum(row[0] for row in part) for part in parts]
+
+
+def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     arguments = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore", module="trl")
-    remembers: dict[str, Any] = {"cache_tokens": arguments.cache_tokens}
-    group = remembers | {"per_prompt": True, "cache_bias": 0}
-    given = {name: json.loads(value) for name, value in (option.split("=") for option in arguments.suffix)}
-
-    def suffix(**options: Any) -> Rollouts:
-        return Rollouts(drafter=SuffixConfig(**options, **given), budget=arguments.budget)
-
-    choices = {
-        "`generate` of Transformers": None,
-        "emssd, `drafter=none`": Rollouts(drafter="none"),
-        "emssd, `drafter=suffix`": suffix(),
-        "emssd, `suffix` that remembers": suffix(**remembers),
-        "emssd, `suffix` with group memory": suffix(**group),
-    }
-    if arguments.only:
-        choices = {name: each for name, each in choices.items() if any(word in name for word in arguments.only)}
-    rows = [train(name, rollouts, arguments) for name, rollouts in choices.items()]
-    plain, epochs = rows[0], range(arguments.epochs)
-    print(
-        "| rollouts by | "
-        + " | ".join(f"tokens/s, epoch {epoch + 1}" for epoch in epochs)
-        + " | steps | times as fast |"
-    )
-    print("|---|" + "---|" * (arguments.epochs + 2))
-    for row in rows:
-        speeds = " | ".join(f"{speed(row, epoch, arguments.epochs):.0f}" for epoch in epochs)
-        times = sum(row["tokens"]) / sum(row["seconds"]) / (sum(plain["tokens"]) / sum(plain["seconds"]))
-        print(f"| {row['name']} | {speeds} | {sum(row['steps'])} | {times:.2f} |")
-    ours = [row for row in rows if "emssd" in row["name"]]
-    same = all(row[what] == ours[0][what] for row in ours for what in ("losses", "rewards", "texts"))
-    print(f"texts, losses and rewards are {'the same' if same else 'NOT the same'} with and without drafts")
+    runs = list[dict[str, Any]]()
+    for seed in range(arguments.seed, arguments.seed + arguments.repeats):
+        rollouts = InTurn(ways_of(arguments), time.process_time if arguments.cpu_time else time.perf_counter)
+        learned = train(rollouts, seed, arguments)
+        runs.append({"rows": rollouts.rows, "same": rollouts.same} | learned)
+    show(runs, arguments.epochs)
     if arguments.out:
-        for row in rows:
-            del row["texts"]
-        arguments.out.write_text(json.dumps({"arguments": vars(arguments), "rows": rows}, default=str, indent=1) + "\n")
-    return rows
+        arguments.out.write_text(json.dumps({"arguments": vars(arguments), "runs": runs}, default=str, indent=1) + "\n")
+    return runs
+
+
+def show(runs: list[dict[str, Any]], epochs: int) -> None:
+    """Medians over the trainings, and in brackets the least and the largest ratio."""
+    columns = " | ".join(f"tokens/s, epoch {epoch + 1}" for epoch in range(epochs))
+    print(f"| rollouts by | {columns} | steps | tokens computed | × the first |")
+    print("|---|" + "---|" * (epochs + 3))
+    names = list(runs[0]["rows"])
+    for name in names:
+        by_epoch = zip(*(speeds(run["rows"][name], epochs) for run in runs), strict=True)
+        ratios = [total(run["rows"][name]) / total(run["rows"][names[0]]) for run in runs]
+        steps, computed = (statistics.median(sum(row[k] for row in run["rows"][name]) for run in runs) for k in (2, 3))
+        line = " | ".join(f"{statistics.median(each):.0f}" for each in by_epoch)
+        ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
+        print(f"| {name} | {line} | {steps:.0f} | {computed:.0f} | {ratio} |")
+    print(f"texts are {'the same' if all(run['same'] for run in runs) else 'NOT the same'} with and without drafts")
+
+
+def total(rows: list[tuple[float, int, int, int]]) -> float:
+    """Tokens per second of a training."""
+    return sum(row[1] for row in rows) / sum(row[0] for row in rows)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from emssd.drafting.context import DrafterContext
 from emssd.drafting.draft import Draft, HiddenStates, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
-from emssd.drafting.lookup import LookupDrafter, NGramCounts, Occurrence
+from emssd.drafting.lookup import LookupDrafter, Occurrence
+from emssd.drafting.ngrams import NGramCounts, NGramDrafter
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "HiddenStates",
     "LookupDrafter",
     "NGramCounts",
+    "NGramDrafter",
     "Occurrence",
     "Outcome",
     "StageStats",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
@@ -11,7 +11,7 @@ from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.sequences import Batch, Row
 
-__all__ = ["LookupDrafter", "NGramCounts", "NGramIndex", "Occurrence"]
+__all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
 
 
 class Occurrence(str, Enum):
@@ -155,37 +155,3 @@ class LookupDrafter(Drafter):
         for index in indexes:
             index.extend(row.tokens, end)
         return indexes
-
-
-_NONE: Mapping[int, int] = {}
-
-
-class NGramCounts:
-    """Counts what follows the n-grams of one text.
-
-    Args:
-        max_size: the longest n-grams that are counted, in tokens; at least 1.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self._max_size, self._num_read = max_size, 1
-        self._counts: dict[tuple[int, ...], dict[int, int]] = {}
-
-    def extend(self, tokens: Seq[int]) -> None:
-        """Count what is new in `tokens`, which begin with those of the call before."""
-        for place in range(self._num_read, len(tokens)):
-            token = tokens[place]
-            for size in range(1, min(self._max_size, place) + 1):
-                following = self._counts.setdefault(tuple(tokens[place - size : place]), {})
-                following[token] = following.pop(token, 0) + 1  # the latest stands last
-        self._num_read = max(self._num_read, len(tokens))
-
-    def after(self, tokens: Seq[int], min_size: int = 1) -> Mapping[int, int]:
-        """The counts of the tokens behind the longest known n-gram that ends `tokens`, the latest last.
-
-        Empty where none of at least `min_size` tokens was.
-        """
-        for size in range(min(self._max_size, len(tokens)), min_size - 1, -1):
-            if found := self._counts.get(tuple(tokens[-size:])):
-                return found
-        return _NONE

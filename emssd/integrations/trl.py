@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts"]
 
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
-_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant"]
+_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant", "compile"]
 
 
 class Rollouts:
@@ -47,7 +48,8 @@ class Rollouts:
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
         options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
-            Also ``batch_invariant``, see `emssd.model.load_model`.
+            Also ``batch_invariant`` and ``compile``, see `emssd.model.load_model`. Each rollout copies the weights anew
+            into its compiled program.
 
     Attributes:
         report: of the last rollout; ``None`` before the first.
@@ -62,8 +64,6 @@ class Rollouts:
     ) -> None:
         check_installed("trl")
         for name in options:
-            if name == "compile":
-                raise ConfigError("a compiled program has copies of weights that training changes; leave compile out")
             if name not in _OPTIONS:
                 guess = did_you_mean(name, _OPTIONS) or "."
                 raise ConfigError(f"unknown option {name!r}{guess} Rollouts takes {', '.join(_OPTIONS)}")
@@ -160,7 +160,7 @@ class Rollouts:
         """The generations of `requests`, in their order. Raises ConfigError: a row that may grow longer than the model
         takes.
         """
-        with training_flags_kept(model), _without_autocast(model):
+        with training_flags_kept(model), _without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
             longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
             if longest > engine.target.max_model_len:
@@ -200,15 +200,25 @@ def _model_of(trainer: Any) -> Any:
 
 
 @contextmanager
-def _without_autocast(model: PreTrainedModel) -> Iterator[None]:
+def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
 
     For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
+    A program is compiled of the class's own, and of no other.
     """
     before = vars(model).get("_original_forward")
+    is_own = before is not None and before == MethodType(type(model).forward, model)
     plain = nullcontext() if before is None else replaced_forward(model, before)
-    with lock_of(model), torch.autocast(model.device.type, enabled=False), plain:
-        yield
+    with lock_of(model), torch.autocast(model.device.type, enabled=False):
+        if compiles and is_own:
+            given = {name: vars(model).pop(name) for name in ("forward", "_original_forward")}
+            try:
+                yield
+            finally:
+                vars(model).update(given)
+        else:
+            with plain:
+                yield
 
 
 def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:

@@ -120,6 +120,22 @@ def test_what_is_decoded_is_the_model_as_it_is_now(change: Callable[[Any], None]
     assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
 
 
+@pytest.mark.costly("compiles a model")
+@pytest.mark.filterwarnings("error:the model runs without")
+def test_a_compiled_rollout_copies_the_weights_as_they_are_now() -> None:
+    model = make_model()
+    model._original_forward, model.forward = model.forward, torch.autocast("cpu", torch.bfloat16)(model.forward)
+    wrapped = model.forward  # as Accelerate leaves it
+    rollouts, trainer = Rollouts(drafter=REMEMBERS, compile=True), stand_in(model, do_sample=False)
+    before = rollouts(PROMPTS, trainer)
+    step_in_place(model)
+    after = rollouts(PROMPTS, trainer)
+    assert model.forward is wrapped
+    del model.forward
+    assert after["completion_ids"] != before["completion_ids"]
+    assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
+
+
 def test_rows_are_samples_that_share_a_prompt_and_their_log_probabilities_are_those_of_what_was_drawn() -> None:
     model = make_model()
     rollouts, trainer = Rollouts(drafter=REMEMBERS), stand_in(model, temperature=0.7, top_k=5, repetition_penalty=1.2)
@@ -200,7 +216,6 @@ def test_within_generating_the_model_itself_decodes_so() -> None:
     ("options", "error", "sentence"),
     [
         ({"drafter": "sufix"}, PluginError, "did you mean 'suffix'"),
-        ({"compile": True}, ConfigError, "copies of weights that training changes"),
         ({"batch": 3}, ConfigError, "unknown option 'batch'.* takes batch_size"),
     ],
 )
@@ -351,9 +366,10 @@ def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     lines = [json.dumps({"question": f"{n} and {n} are", "answer": f"#### {2 * n}"}) for n in range(2)]
     (tmp_path / "questions.jsonl").write_text("\n".join(lines))
     small = ["--questions", "2", "--epochs", "1", "--generations", "2", "--max-new-tokens", "8"]
-    rows = main(["--model", str(save_model(tmp_path / "model")), "--data", "questions.jsonl", *small])
-    assert [len(row["losses"]) for row in rows] == [1] * 4
-    assert rows[1]["losses"] == rows[3]["losses"]
+    (run,) = main(["--model", str(save_model(tmp_path / "model")), "--data", "questions.jsonl", *small])
+    assert run["same"]
+    assert [len(rows) for rows in run["rows"].values()] == [1] * 5
+    assert len(run["losses"]) == 1
 
 
 @pytest.mark.filterwarnings("ignore")

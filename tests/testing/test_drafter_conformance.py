@@ -110,6 +110,7 @@ SUITES: dict[str, dict[str, Any]] = {
     "SuffixWithCache": LEARNS | {"plugin": "suffix", "options": {"cache_tokens": 200, "cache_bias": 0}},
     "Lookahead": {"plugin": "lookahead", "options": {"window": 3, "ngram": 3, "guesses": 2}},
     "ANPD": {"plugin": "anpd"},
+    "ANPDOfGroups": LEARNS | {"plugin": "anpd", "options": {"group_tokens": 200}},
     "NGrammys": LEARNS | {"plugin": "ngrammys", "options": {"num_candidates": 3, "num_nodes": 6}},
     "TokenRecycling": LEARNS | {"plugin": "token_recycling", "options": {"num_candidates": 3, "num_nodes": 6}},
     "Rest": built(lambda context: RestConfig(written.random_store(context.vocab_size), min_match=1), num_examples=None),

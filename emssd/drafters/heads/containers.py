@@ -16,18 +16,21 @@ class Container:
     """The layout of one algorithm's drafters in a container.
 
     Attributes:
+        format: name of the `Format` that it is read as.
         layers: model types that its layers may have; none for any.
         tensors: beginnings of tensor names, and what stands there in the authors' files; the first that fits counts.
         is_block: whether its config numbers residual streams, where the authors number outputs of layers.
     """
 
+    format: str
     layers: tuple[str, ...] = ("llama", "qwen3")
     tensors: tuple[tuple[str, str], ...] = ()
     is_block: bool = False
 
 
-_BLOCK = Container(is_block=True)
+_BLOCK = Container("dflash", is_block=True)
 _MTP = Container(
+    "mtp",
     layers=(),
     tensors=(
         ("mtp_layers.0.input_proj.", "mtp.fc."),
@@ -38,8 +41,8 @@ _MTP = Container(
     ),
 )
 CONTAINERS: Mapping[str, Container] = {
-    "eagle3": Container(),
-    "peagle": Container(),
+    "eagle3": Container("eagle3"),
+    "peagle": Container("peagle"),
     "dflash": _BLOCK,
     "dflash2": _BLOCK,
     "dspark": _BLOCK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from enum import Enum
 
+from emssd.drafters.heads.containers import CONTAINERS
 from emssd.drafters.heads.files import Checkpoint, cannot_load, reading_config
 
 __all__ = ["Format", "detect", "expect"]
@@ -26,15 +27,6 @@ class Format(Enum):
     causal_lm = "a language model"
 
 
-_SPECULATORS = {
-    "eagle3": Format.eagle3,
-    "peagle": Format.peagle,
-    "dflash": Format.dflash,
-    "dflash2": Format.dflash,
-    "dspark": Format.dflash,
-    "xpress": Format.dflash,
-    "mtp": Format.mtp,
-}
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
 _MTP = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$")  # of one more layer, behind the model's own
 
@@ -44,7 +36,7 @@ def detect(checkpoint: Checkpoint) -> Format:
     config, names = checkpoint.config, checkpoint.tensors
     container = config.get("speculators_model_type")
     if container is not None:
-        return _SPECULATORS.get(container, Format.speculators)
+        return Format[CONTAINERS[container].format] if container in CONTAINERS else Format.speculators
     if checkpoint.source.name.startswith("medusa_lm_head.") or any(_MEDUSA.match(name) for name in names):
         return Format.medusa
     if checkpoint.source.name.startswith("hydra_lm_head.") or any(name.startswith("hydra_") for name in names):

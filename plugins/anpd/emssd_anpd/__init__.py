@@ -21,11 +21,15 @@ class ANPDConfig:
             token these are the 5-grams of the paper).
         min_ngram_size: the shortest (1).
         num_speculative_tokens: the most tokens drafted per row and step.
+        group_tokens: the outputs of all rows with the same prompt are remembered, and counted together with a row's own
+            text, up to this many tokens in all: a rollout drafts from the other samples of its group, in this epoch and
+            in earlier ones (DAS, arXiv 2511.13841). A token takes about 0.4 kB.
     """
 
     max_ngram_size: int = 4
     min_ngram_size: int = 1
     num_speculative_tokens: int = 8
+    group_tokens: int = 0
 
 
 def _build(config: ANPDConfig, context: DrafterContext) -> Drafter:

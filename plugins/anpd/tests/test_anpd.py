@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import pytest
 from emssd_anpd import ANPDConfig
@@ -10,7 +11,7 @@ from emssd_anpd.drafter import ANPDDrafter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emssd.drafting.lookup import NGramCounts
+from emssd.drafting import Draft, NGramCounts, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 
@@ -53,7 +54,7 @@ def test_it_drafts_what_a_search_of_the_whole_text_finds(
         wanted = naive(list(row.tokens), config.max_ngram_size, shortest, min(budget, 5))
         assert dict(enumerate(drafted(drafter, row, budget))) == dict(enumerate(wanted))
     drafter.release(["a", "unknown"])
-    assert not drafter._counts
+    assert not drafter._texts
 
 
 def test_a_row_that_comes_again_begins_anew() -> None:
@@ -63,14 +64,75 @@ def test_a_row_that_comes_again_begins_anew() -> None:
     assert drafted(drafter, Row(Request("a", (3, 4, 1), 8, frozenset())), 2) == []
 
 
-def test_counts_know_the_longest_ngram_that_was_followed() -> None:
+def test_counts_know_what_followed_each_ngram_the_latest_last() -> None:
     counts = NGramCounts(2)
     counts.extend([1, 2, 3, 1, 2])
-    assert counts.after([9, 2]) == {3: 1}
-    assert counts.after([1, 2], min_size=2) == {3: 1}
-    assert counts.after([9, 2], min_size=2) == {}
-    counts.extend([1, 2, 3, 1, 2, 4, 2, 3])
-    assert list(counts.after([9, 2]).items()) == [(4, 1), (3, 2)]
+    assert counts.behind((2,)) == counts.behind((1, 2)) == {3: 1}
+    assert counts.behind((9, 2)) == {}
+    counts.extend([1, 2, 3, 1, 2, 4, 2, 3], 5)
+    assert list(counts.behind((2,)).items()) == [(4, 1), (3, 2)]
+    assert counts.num_tokens == 7
+
+
+GROUP = ANPDConfig(group_tokens=64)
+
+
+def row_of(prompt: list[int], output: Iterable[int], name: str) -> Row:
+    row = Row(Request(name, tuple(prompt), 64, frozenset()))
+    row.extend([*output])
+    return row
+
+
+def seen(drafter: ANPDDrafter, *rows: Row) -> None:
+    """A step was verified, in which `rows` grew to what they are."""
+    drafter.observe(Outcome(Batch(rows), Draft.empty(len(rows)), ((),) * len(rows), ()))
+
+
+def first(drafter: ANPDDrafter, row: Row) -> list[int]:
+    return [token for token, _ in drafted(drafter, row, 1)]
+
+
+def test_a_group_drafts_from_its_samples_while_they_grow_and_from_earlier_epochs_and_other_prompts_do_not() -> None:
+    drafter, ahead = ANPDDrafter(GROUP), row_of([1, 2], [5, 6, 7], "ahead")
+    seen(drafter, ahead)
+    assert first(drafter, row_of([1, 2], [5], "behind")) == [6]
+    assert first(drafter, row_of([3, 2], [5], "another prompt")) == []
+    assert first(drafter, row_of([1, 2], [6, 7], "at the end")) == []
+    ahead.extend([8])
+    seen(drafter, ahead)
+    assert first(drafter, row_of([1, 2], [6, 7], "later")) == [8]
+    drafter.release(["ahead"])
+    assert first(drafter, row_of([1, 2], [6, 7], "next epoch")) == [8]
+    drafter.reset()
+    assert first(drafter, row_of([1, 2], [6, 7], "anew")) == []
+
+
+def test_the_outputs_of_a_group_are_counted_with_a_rows_own_text() -> None:
+    drafter = ANPDDrafter(ANPDConfig(max_ngram_size=2, group_tokens=64))
+    seen(drafter, row_of([9], [1, 2, 3], "a"), row_of([9], [4, 2, 5], "b"), row_of([9], [6, 2, 5], "c"))
+    assert drafted(drafter, row_of([9], [1, 2], "d"), 1) == [(3, 1.0)]  # the longest n-gram decides
+    assert drafted(drafter, row_of([9], [2, 3, 7, 2], "e"), 1) == [(3, 1 / 2)]  # [2] before 3 twice, the latest
+
+
+def test_a_preempted_row_is_remembered_once_and_another_of_its_name_anew() -> None:
+    drafter, row = ANPDDrafter(GROUP), row_of([1], [5, 6], "a")
+    seen(drafter, row)
+    drafter.release(["a"])  # it lost its KV, and comes again
+    row.extend([7])
+    seen(drafter, row)
+    assert drafter._num_remembered == 3
+    assert drafter._groups[1,].counts.behind((5,)) == {6: 1}
+    drafter.release(["a"])  # it was given up
+    seen(drafter, row_of([1], [5], "a"))
+    assert drafter._num_remembered == 4
+
+
+def test_the_prompts_that_were_decoded_longest_ago_are_forgotten_first() -> None:
+    drafter = ANPDDrafter(GROUP)
+    for number, prompt in enumerate((1, 2, 1, 3)):
+        seen(drafter, row_of([prompt], range(10, 30), str(number)))
+        assert drafter._num_remembered == sum(each.counts.num_tokens for each in drafter._groups.values()) <= 64
+    assert [first(drafter, row_of([prompt], [10], f"new {prompt}")) for prompt in (1, 2, 3)] == [[11], [], [11]]
 
 
 @pytest.mark.parametrize("options", [{"max_ngram_size": 0}, {"min_ngram_size": 5}, {"num_speculative_tokens": 0}])

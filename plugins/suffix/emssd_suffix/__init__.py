@@ -31,9 +31,6 @@ class SuffixConfig:
         cache_tokens: outputs of finished requests are remembered, and drafted from, up to this many tokens in all; of
             these the older half is forgotten at a time (0: no cache, and no row knows of another). A token takes
             about half a kilobyte.
-        per_prompt: remember the outputs of each prompt by themselves, and while they grow: a rollout drafts from the
-            other samples of its prompt, in this epoch and in earlier ones. The prompts that ended longest ago are
-            forgotten first (DAS, arXiv 2511.13841).
         cache_bias: the cache is preferred where its match is longer than the row's own by more than this (5,
             ``len_bias`` of [B]); where the row's own text has nothing, it is asked in any case.
         branches: from the match that a chain would be made of, draft the tree of the likeliest continuations, by the
@@ -46,7 +43,6 @@ class SuffixConfig:
     min_token_prob: float = 0.1
     min_match_length: int = 1
     cache_tokens: int = 0
-    per_prompt: bool = False
     cache_bias: int = 5
     branches: int = 1
 

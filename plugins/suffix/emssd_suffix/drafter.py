@@ -17,7 +17,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
-from emssd_suffix.sources import Match, OutputMemory
+from emssd_suffix.sources import Match, OutputCache
 
 __all__ = ["Speculation", "SuffixDrafter", "speculate"]
 
@@ -111,6 +111,7 @@ class SuffixDrafter(Drafter):
         self._config = config
         self._max_match = depth - config.num_speculative_tokens
         self._rows: dict[str, SuffixAutomaton] = {}
+        self._cache: OutputCache | None = None
         self.reset()
         self.num_speculative_tokens = config.branches * config.num_speculative_tokens
         self.drafts_trees = config.branches > 1
@@ -122,20 +123,22 @@ class SuffixDrafter(Drafter):
         return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
 
     def observe(self, outcome: Outcome) -> None:
-        """Remember outputs, in row order."""
-        if self._memory is not None:
+        """Remember the outputs that are finished, in row order."""
+        if self._cache is not None:
             for row in outcome.batch:
-                self._memory.add(row)
+                if row.finish_reason is not None:
+                    self._cache.add(row.output_ids)
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
-            if self._memory is not None:
-                self._memory.release(request_id)
+            if self._cache is not None:
+                self._cache.release(request_id)
 
     def reset(self) -> None:
         config = self._config
-        self._memory = OutputMemory(config, self._max_match) if config.cache_tokens else None
+        if config.cache_tokens:
+            self._cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_match)
 
     def _draft(self, row: Row, budget: int) -> Tree:
         """From the longest match that gives something; the row's own text has a lead."""
@@ -159,10 +162,10 @@ class SuffixDrafter(Drafter):
             own = self._rows[row.request_id] = SuffixAutomaton(self._config.max_tree_depth)
         own.extend(row.tokens[own.num_tokens :])
         matches = [Match(own, *own.repeated(self._max_match))]
-        if self._memory is None:
+        if self._cache is None:
             return matches
         lead = matches[0].length + self._config.cache_bias
-        others = self._memory.matches(row)
+        others = self._cache.matches(row.request_id, row.tokens)
         longer = [match for match in others if match.length > lead]
         return [*_longest_first(longer), *matches, *_longest_first(m for m in others if m.length <= lead)]
 

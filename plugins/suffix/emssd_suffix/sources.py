@@ -7,13 +7,9 @@ from collections.abc import Sequence as Seq
 from collections.abc import Set
 from typing import NamedTuple
 
-from emssd.sequences import Row
-from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 
-__all__ = ["Match", "Matcher", "OutputCache", "OutputMemory"]
-
-_PIECE = 8  # tokens: outputs of a group are remembered in such pieces, each with as many before it
+__all__ = ["Match", "Matcher", "OutputCache"]
 
 
 class Match(NamedTuple):
@@ -130,51 +126,3 @@ class OutputCache:
         """Forget how a row that runs no longer is matched; what it put in stays."""
         for _, matchers in self._generations:
             matchers.pop(request_id, None)
-
-
-class OutputMemory:
-    """One `OutputCache` for all outputs, or one for those of each prompt.
-
-    Outputs are remembered when they end. Those of one prompt are remembered while they grow, too, so that the samples
-    of a group draft from each other.
-
-    Args:
-        config: `cache_tokens` are those of all prompts together.
-        max_length: of the longest match.
-    """
-
-    def __init__(self, config: SuffixConfig, max_length: int) -> None:
-        self._config, self._max_length = config, max_length
-        self._caches: dict[tuple[int, ...], OutputCache] = {}  # the latest last
-        self._num_known: dict[str, int] = {}  # of a row that runs, tokens up to the end of its latest piece
-        self._num_tokens = 0
-
-    def add(self, row: Row) -> None:
-        """Remember what is new of the output of `row`, if it has ended or is worth a piece."""
-        start, end, config = len(row.request.prompt_ids), len(row.tokens), self._config
-        known = self._num_known.get(row.request_id, start)
-        if row.finish_reason is None and (not config.per_prompt or end - known < _PIECE):
-            return
-        self._num_known[row.request_id] = end
-        if (cache := self._caches.pop(self._key(row), None)) is None:
-            cache = OutputCache(config.cache_tokens, config.max_tree_depth, self._max_length)
-        self._caches[self._key(row)] = cache
-        self._num_tokens -= cache.num_tokens
-        cache.add(row.tokens[max(start, known - _PIECE) :])
-        self._num_tokens += cache.num_tokens
-        while self._num_tokens > config.cache_tokens:
-            self._num_tokens -= self._caches.pop(next(iter(self._caches))).num_tokens
-
-    def matches(self, row: Row) -> list[Match]:
-        """The end of the row's text in what is remembered for it."""
-        cache = self._caches.get(self._key(row))
-        return [] if cache is None else cache.matches(row.request_id, row.tokens)
-
-    def release(self, request_id: str) -> None:
-        """Forget how a row that runs no longer is matched; what it put in stays."""
-        self._num_known.pop(request_id, None)
-        for cache in self._caches.values():
-            cache.release(request_id)
-
-    def _key(self, row: Row) -> tuple[int, ...]:
-        return row.request.prompt_ids if self._config.per_prompt else ()

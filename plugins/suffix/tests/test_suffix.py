@@ -200,35 +200,6 @@ def test_the_cache_knows_outputs_only_and_only_of_requests_that_finished() -> No
     assert drafted(drafter, sequence([4], name="c")) == [9]
 
 
-def test_samples_of_a_prompt_draft_from_each_other_and_from_earlier_epochs_and_other_prompts_do_not() -> None:
-    drafter = SuffixDrafter(SuffixConfig(cache_tokens=200, per_prompt=True))
-    finish(drafter, [1, 2], [5, 6, 7, 8])
-    assert drafted(drafter, sequence([1, 2], [5], "next epoch")) == [6]
-    assert drafted(drafter, sequence([3, 2], [5], "another prompt")) == []
-    ahead = sequence([3, 2], range(20, 27), "ahead")
-    for new in ([], [27], [28]):  # a piece of eight is worth remembering; what follows it is not yet
-        ahead.extend(new)
-        drafter.observe(Outcome(Batch((ahead,)), Draft.empty(1), (range(0),), ()))
-    assert drafted(drafter, sequence([3, 2], [20, 21], "behind")) == [22, 23]
-    assert drafted(drafter, sequence([3, 2], [26, 27], "behind too")) == []
-    ahead.extend(range(29, 36))
-    drafter.observe(Outcome(Batch((ahead,)), Draft.empty(1), (range(0),), ()))
-    assert drafted(drafter, sequence([3, 2], [26, 27], "third")) == [28, 29]  # across two pieces
-    assert drafted(drafter, sequence([1, 2], [26, 27], "other")) == []
-    drafter.reset()
-    assert drafted(drafter, sequence([1, 2], [5], "anew")) == []
-
-
-def test_the_prompts_that_ended_longest_ago_are_forgotten_first_and_the_memory_is_bounded() -> None:
-    drafter = SuffixDrafter(SuffixConfig(cache_tokens=128, per_prompt=True))
-    for prompt in (1, 2, 3, 1, 4):  # 32 tokens each, with the separator
-        finish(drafter, [prompt], [*range(100, 131)])
-        assert drafter._memory is not None
-        assert drafter._memory._num_tokens <= 128
-    assert [drafted(drafter, sequence([prompt], [100], str(prompt))) for prompt in (1, 3, 4)] == [[101]] * 3
-    assert drafted(drafter, sequence([2], [100], "2")) == []
-
-
 @looped(
     ("options", "sentence"),
     [
