@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import logging
 
-from . import kills, models
+from . import kills
 from .areas import AREAS, Case, cases
-from .histories import History
+from .histories import History, differing_fields
 from .judge import Account
 from .runner import safely
-from .shrink import differing_fields, shrunk
 from .worlds import World
 
 _MINUTES_TO_COMPILE = 5  # in less, compiling alone would take the time of all others
@@ -111,8 +110,7 @@ class Attack:
             case, world, history, what = min(found, key=lambda each: (len(each[2].asks), len(each[3])))
             print(f"\n{kind}: {len(found)} times, for instance in {world.name}\n  {what}")
             print(f"  again:    python -m tests.attack --case {case.name}")
-            smallest, what = shrunk(world, history, what)
-            print(f"  smallest: {differing_fields(smallest)}\n  {what}")
+            print(f"  smallest: {differing_fields(history)}")
         if len(self.found) > _MOST_SHOWN:
             print(
                 f"\nand of {len(self.found) - _MOST_SHOWN} further kinds: {', '.join(list(self.found)[_MOST_SHOWN:])}"
@@ -153,7 +151,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", help=f"some areas of {','.join(AREAS)}", type=lambda text: text.split(","))
     parser.add_argument("--case", help="run one case again, as a difference names it")
-    parser.add_argument("--models", action="store_true", help="then sweep over all model types, which takes minutes")
     parser.add_argument("--kills", type=int, default=0, help="then kill and resume a command so many times")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -171,8 +168,6 @@ def main() -> int:
     wrong = attack.close()
     if options.kills:
         wrong += kills.kill_and_resume(options.seed, options.kills)
-    if options.models:
-        wrong += models.sweep()
     return 1 if wrong else 0
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from emssd_padded import PaddedConfig
@@ -18,7 +18,7 @@ from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World
 
-__all__ = ["BACKENDS", "PLACES", "Fault", "History", "draw_history"]
+__all__ = ["BACKENDS", "PLACES", "Fault", "History", "differing_fields", "draw_history"]
 
 BACKENDS: dict[str, Any] = {
     "fused": RaggedConfig(kernels=Kernels.fused),
@@ -232,3 +232,10 @@ def draw_history(
     if sampled and history.drive == "generate":  # it takes one set of options for all
         history = replace(history, drive="run")
     return replace(history, sure=rng.random() < 0.3)
+
+
+def differing_fields(history: History) -> str:
+    """What of a history is not as it is by default."""
+    plain = History(history.asks)
+    given = [field.name for field in fields(History) if getattr(history, field.name) != getattr(plain, field.name)]
+    return ", ".join([f"asks={history.asks}", *(f"{name}={getattr(history, name)!r}" for name in given)])

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 
-from emssd.decoding import engine, packing
 from emssd.errors import UnsupportedModelError
-from emssd.model import TargetModel, invariant
+from emssd.model import TargetModel
 
-from .areas import cases, run_seeds
+from .areas import run_seeds
 from .histories import BACKENDS, PLACES, Fault, History
 from .judge import Account
 from .oracle import Ask, Oracle
@@ -22,7 +19,7 @@ from .plain import judged_by_plain
 from .runner import run_history
 from .shapes import SHAPES
 from .sins import ALL
-from .worlds import WatchedBackend, World, draw_world, spoil, twin
+from .worlds import World, draw_world, spoil
 from .zoo import draw_model
 
 ASKS = (Ask(0, 14), Ask(3, 9), Ask(4, 20, eos=(5,)), Ask(5, 6, arrives=3), Ask(1, 12, arrives=5))
@@ -75,12 +72,6 @@ def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
     assert account.num_drafted > account.num_texts
 
 
-def test_bits_that_depend_on_the_batch_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariant, "_product", torch.nn.functional.linear)
-    _, there, history = next(cases("bits", "8"))
-    assert any(what.startswith("logits of ") for what in run_history(there, history).differences)
-
-
 def test_rows_are_preempted() -> None:
     """What the attack is for needs rows that are computed again."""
     account, _ = run_seeds("histories", range(5, 6))
@@ -120,56 +111,11 @@ def test_every_backend_keeps_the_rules_of_attention_in_trees(backend: str) -> No
     assert together.num_moved > 20
 
 
-def _siblings_seen(watched: WatchedBackend, packed: Any) -> Any:
-    """A plan in which each node sees all nodes before it, at its own depth."""
-    watched.watch.packed = packed
-    return watched.inner.plan(replace(packed, trees=None))
-
-
-PLANTED: dict[str, tuple[Any, str, Any]] = {
-    "KV of a rejected sibling is kept": (engine, "_moved", lambda num_tokens, nodes: ()),
-    "the first of the moved KV is another's": (
-        engine,
-        "_moved",
-        lambda num_tokens, nodes: tuple(num_tokens + max(0, node - 1) for node in nodes),
-    ),
-    "positions go by index": (packing, "depths", lambda parents: range(1, len(parents) + 1)),
-    "siblings are seen": (WatchedBackend, "plan", _siblings_seen),
-}
-
-
-@pytest.mark.parametrize("backend", ["fused", "torch", "padded", "unpad_both"])
-@pytest.mark.parametrize("mistake", PLANTED)
-def test_the_judge_sees_a_mistake_with_trees(mistake: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the logits, where tokens may still be right by luck."""
-    there = of_rules("llama", torch.float64)
-    history = History(ASKS, backend=backend, moods=("right",), depth=9, shapes=("comb",), drive="step")
-    assert run_history(there, history).differences == []
-    monkeypatch.setattr(*PLANTED[mistake])
-    assert any(what.startswith("logits of ") for what in run_history(there, history).differences)
-
-
 @pytest.mark.parametrize("backend", ["fused", "torch", "padded"])
 def test_texts_longer_than_a_block_of_the_kernels(backend: str) -> None:
     there = of_rules("llama", torch.float64, 600)
     account = run_history(there, History((Ask(6, 6), Ask(1, 9)), backend=backend, depth=3, moods=("some",)))
     assert account.differences == []
-
-
-def test_equal_logits_are_the_exception_in_float64_and_transformers_has_it_as_well() -> None:
-    model = draw_model(random.Random(3), "llama", vocab_size=7, max_model_len=64)
-    twin(model)
-    oracle, theirs = Oracle(model, 64), 0
-    for prompt in PROMPTS[:2]:
-        mask = torch.ones(1, len(prompt), dtype=torch.int64)
-        ids = torch.tensor([[token % 7 for token in prompt]])
-        text = model.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)[0].tolist()
-        theirs += text != oracle.text(tuple(ids[0].tolist()), 20)
-    there = World("twins", model, TargetModel(model), oracle, [(1, 2, 3), (4,), (5, 6), (0, 2), (6, 6), (3,)])
-    account = run_history(there, History(ASKS))
-    assert account.differences == []  # else than ties
-    assert account.num_ties > 0
-    assert theirs > 0
 
 
 @pytest.mark.parametrize("sin", ALL)

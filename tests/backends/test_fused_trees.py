@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.pool import KVPool
-from emssd.attention.trees import ancestors, depths
+from emssd.attention.trees import ancestors
 from emssd.testing.oracle import DenseBackend
 from tests.backends.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
 
@@ -241,11 +241,3 @@ def test_tokens_move_as_in_a_plain_copy(
         tokens[targets] = tokens[sources]
         kernels.move(stored[0], sources, targets)
         assert torch.equal(stored[0].permute(token_major), right)
-
-
-def test_the_drawn_trees_have_branches() -> None:
-    """What the tests above are about: nodes whose parent is not the node before, at both parities."""
-    row = Row(5, (-1, -1, 0, 1), 0)
-    assert [row.way(token)[5:] for token in range(5, 9)] == [[5], [6], [5, 7], [6, 8]]
-    assert depths(row.tree) == [1, 1, 2, 2]
-    assert list(pairwise(row.tree)) == [(-1, -1), (-1, 0), (0, 1)]

@@ -101,13 +101,6 @@ def test_rows_beside_before_and_after_a_bad_one_and_drafts_of_it_change_no_token
     check_float64(architecture, bad, make)
 
 
-@looped("name", [name for name in BACKENDS if name.startswith(("ragged", "paged"))])
-def test_nor_where_rows_are_preempted_and_begin_anew_on_pages_of_others(name: str) -> None:
-    # Tokens that fit; where heads are padded, a page takes more.
-    room = {"ragged-page-16": 48, "ragged-fused": 80, "paged-page-4": 90, "paged-recorded": 90}
-    check_float64("llama", "nan", BACKENDS[name], room.get(name, 40))
-
-
 def with_overflow(dtype: torch.dtype, factor: float) -> Any:
     """A model in whose first layer the bad token's value is larger than float16 can tell, and its key is not."""
     model = with_embedding("llama", 0.0, dtype)

@@ -87,19 +87,6 @@ def test_held_memory_is_the_rectangle_in_use(pad_kv: bool, pad_inputs: bool) -> 
 
 
 @each_cell
-def test_positions_count_real_tokens_whatever_is_padded(pad_kv: bool, pad_inputs: bool) -> None:
-    backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
-    step(backend, rows, [3, 3], [3, 0])  # leaves holes in the second row, where KV is padded
-    plan = backend.plan(pack(rows, Draft.from_chains([[], [7, 8]])))
-    if pad_inputs:
-        assert plan.input_ids.tolist() == [[0, 0, 0], [0, 7, 8]]
-        assert plan.position_ids.tolist() == [[8, 8, 8], [2, 3, 4]]
-    else:
-        assert plan.input_ids.tolist() == [[0, 0, 7, 8]]
-        assert plan.position_ids.tolist() == [[8, 2, 3, 4]]
-
-
-@each_cell
 def test_a_row_that_moves_up_takes_its_positions_along(pad_kv: bool, pad_inputs: bool) -> None:
     backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
     step(backend, rows, [3, 3], [3, 0])
@@ -107,26 +94,6 @@ def test_a_row_that_moves_up_takes_its_positions_along(pad_kv: bool, pad_inputs:
     backend.release(["0"])
     (positions,) = backend.plan(pack(rows[1:], Draft.empty(1))).attention.mask.key_positions.tolist()
     assert [position for position in positions if position < SPEC.max_model_len] == [0, 1, 2, 3]
-
-
-@each_cell
-def test_holes_are_never_attended(pad_kv: bool, pad_inputs: bool) -> None:
-    backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
-
-    def attend(drafted: list[int], value: float) -> torch.Tensor:
-        """All keys are equal, so that a query's output is the mean of all values that it sees."""
-        plan = backend.plan(pack(rows, Draft.from_chains([[0] * length for length in drafted])))
-        zeros = torch.zeros(plan.input_ids.numel(), 1, 1, dtype=torch.float64)
-        return backend.forward(plan, 0, zeros, zeros, torch.full_like(zeros, value)).flatten()
-
-    attend([0, 0], 1.0)
-    for row in rows:
-        row.advance([0], None, num_drafted=0, num_accepted=0)
-    backend.commit(Kept(("0", "1"), (5, 2)))
-    attend([4, 4], 1e6)
-    backend.commit(Kept(("0", "1"), (5, 2)))  # nothing of this step stays
-    out = attend([2, 0], 1.0)
-    assert out.tolist() == [1.0] * len(out), "a query sees the values of a rolled-back step"
 
 
 @each_cell
@@ -153,16 +120,6 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
     assert plan.attention.mask.key_positions.tolist() == [[*range(5)]]
     ones = torch.ones(5, 1, 1, dtype=torch.float64)
     assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
-
-
-@each_cell
-def test_a_slab_with_rows_of_a_finished_batch_starts_the_next_one_clean(pad_kv: bool, pad_inputs: bool) -> None:
-    backend, rows = allocated(pad_kv, pad_inputs), sequences(30, 2)
-    step(backend, rows, [3, 3], [3, 0])
-    backend.release(["0", "1"])
-    rows = [Row(Request("next", (1, 2, 3), 9))]
-    plan = backend.plan(pack(rows, Draft.empty(1)))
-    assert plan.attention.mask.key_positions.tolist() == [[0, 1, 2]]
 
 
 @looped("window", [None, 1, 2, 3])

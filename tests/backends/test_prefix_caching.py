@@ -160,17 +160,6 @@ def test_rows_that_begin_alike_wait_for_the_first_of_them_and_others_do_not(
     assert engine.report.num_adopted_tokens == 32
 
 
-def test_a_row_goes_on_where_another_has_come_further(target: TargetModel, make: MakeBackend) -> None:
-    """A long prompt in pieces, and one that waits: it adopts what there is, and waits for no more than they share."""
-    engine = build(target, make, NoneDrafter())
-    engine.scheduler = ContinuousScheduler(4, 20)
-    long = (*HEADER, *HEADER, *HEADER)
-    check(engine, target, [long, (*HEADER, *HEADER[:17], 1, 2), long])
-    tokens, adopted = computed(engine)
-    assert adopted == 48 + 80
-    assert tokens == 96 + (51 - 48) + (96 - 80) + 3 * 7
-
-
 def test_static_batches_share_with_earlier_ones(target: TargetModel, make: MakeBackend) -> None:
     engine = build(target, make, NoneDrafter(), batch_size=2, static=True)
     check(engine, target, [(*HEADER, token) for token in range(4)])
@@ -190,17 +179,6 @@ def test_shared_pages_count_once_so_that_more_rows_run(target: TargetModel, make
         rows[caching] = max(step.num_rows for step in steps)
         assert engine.report.num_preempted == 0
     assert rows == [2, 4], "a row takes three pages, and with a shared header one of its own"
-
-
-def test_preempted_rows_find_their_own_pages_again(target: TargetModel, make: MakeBackend) -> None:
-    spec = target.kv_cache_spec(2)
-    num_pages = 9 * make().bytes_per_token(spec) * 16
-    engine = build(target, make, NoneDrafter(), batch_size=2, max_tokens=-(-num_pages // spec.bytes_per_token()))
-    engine.scheduler = ContinuousScheduler(2, 512, headroom=0)
-    other = tuple(reversed(HEADER))
-    check(engine, target, [HEADER[:24], (*other, *other[:10])], 60)
-    assert engine.report.num_preempted
-    assert engine.report.num_adopted_tokens >= 16
 
 
 @looped("drafter", [RandomDrafter(VOCAB, seed=1), TreeDrafter(VOCAB, seed=1)])

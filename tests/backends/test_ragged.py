@@ -159,16 +159,6 @@ def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None
     assert [tuple(group.mask.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
 
 
-def test_fed_tokens_are_those_packed_in_one_row() -> None:
-    backend, rows = allocated(4), sequences(3, 5)
-    packed = pack(rows, Draft.from_chains([[7, 8], []]))
-    plan = backend.plan(packed)
-    assert plan.input_ids.tolist() == [packed.input_ids.tolist()] == [[0, 1, 2, 7, 8, 0, 1, 2, 3, 4]]
-    assert plan.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2, 3, 4]]
-    assert plan.logits_to_keep.tolist() == [2, 3, 4, 9]
-    assert plan.logit_index is None
-
-
 @pytest.mark.parametrize("page_size", [0, -1])
 def test_page_size_below_one_is_refused(page_size: int) -> None:
     with pytest.raises(ConfigError, match=f"page_size is {page_size}; it must be at least 1"):

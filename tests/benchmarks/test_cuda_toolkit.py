@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.benchmarks.conftest import BENCHMARKS
 
 NOWHERE = Path("/nowhere")
@@ -30,16 +28,6 @@ def toolkit(folder: Path) -> Path:
     return folder
 
 
-def test_what_is_named_comes_first(load: Any, tmp_path: Path) -> None:
-    find = load("cuda_toolkit").cuda_home
-    named, usual = toolkit(tmp_path / "named"), toolkit(tmp_path / "usual")
-    assert find({"CUDA_HOME": str(named), "PATH": ""}, usual) == named
-    assert find({"CUDA_PATH": str(named), "PATH": ""}, usual) == named
-    assert find({"PATH": ""}, usual) == usual
-    assert find({"CUDA_HOME": str(tmp_path / "gone"), "PATH": ""}, usual) == usual
-    assert find({"PATH": ""}, NOWHERE) is None
-
-
 def test_nvcc_on_the_path_may_be_a_link_or_a_wrapper(load: Any, tmp_path: Path) -> None:
     find, real = load("cuda_toolkit").cuda_home, toolkit(tmp_path / "cuda-13")
     links, wrappers, broken = tmp_path / "links", tmp_path / "wrappers", tmp_path / "broken"
@@ -50,29 +38,6 @@ def test_nvcc_on_the_path_may_be_a_link_or_a_wrapper(load: Any, tmp_path: Path) 
     assert find({"PATH": f"{links}:/bin"}, NOWHERE) == real
     assert find({"PATH": f"{wrappers}:/bin"}, NOWHERE) == real
     assert find({"PATH": f"{broken}:/bin"}, NOWHERE) is None
-
-
-def test_a_driver_without_its_link_gets_one(load: Any, tmp_path: Path) -> None:
-    home, driver, links = toolkit(tmp_path / "cuda"), tmp_path / "driver", tmp_path / "links"
-    (home / "lib64").mkdir()
-    (home / "lib64" / "libcudart.so").touch()
-    driver.mkdir()
-    (driver / "libcuda.so.1").touch()
-    assert load("cuda_toolkit").prepare_links(links, home, [driver], [])
-    assert [link.name for link in links.iterdir()] == ["libcuda.so"]
-    assert (links / "libcuda.so").resolve() == driver / "libcuda.so.1"
-
-
-@pytest.mark.parametrize("where", ["lib64/stubs", "linker"])
-def test_nothing_is_made_where_the_linker_finds_all(load: Any, tmp_path: Path, where: str) -> None:
-    home = toolkit(tmp_path / "cuda")
-    for folder in (home / "lib64/stubs", tmp_path / "linker"):
-        folder.mkdir(parents=True)
-    has = tmp_path / "linker" if where == "linker" else home / where
-    for name in ("libcuda.so", "libcudart.so"):
-        (has / name).touch()
-    assert not load("cuda_toolkit").prepare_links(tmp_path / "links", home, [], [tmp_path / "linker"])
-    assert not (tmp_path / "links").exists()
 
 
 def test_a_runtime_that_came_as_a_wheel_is_linked_too(load: Any, tmp_path: Path) -> None:
@@ -104,18 +69,6 @@ def test_without_a_driver_one_can_link_for_another_machine(load: Any, tmp_path: 
     ]
     subprocess.run([*command, "-o", str(tmp_path / "a.so")], check=True)
     assert b"libcuda.so.1" in (tmp_path / "a.so").read_bytes()
-
-
-def test_flags_that_were_given_stay(load: Any, tmp_path: Path) -> None:
-    home, site, links = toolkit(tmp_path / "cuda"), tmp_path / "site", tmp_path / "links"
-    headers = site / "nvidia" / "cu13" / "include"
-    headers.mkdir(parents=True)
-    (headers / "curand_kernel.h").touch()
-    given = {"CUDA_HOME": str(home), "PATH": os.environ["PATH"], "FLASHINFER_EXTRA_CUDAFLAGS": "-lineinfo"}
-    set_to = load("cuda_toolkit").environment(links, given, [site])
-    assert set_to["CUDA_HOME"] == str(home)
-    assert set_to["FLASHINFER_EXTRA_CUDAFLAGS"] == f"-lineinfo -I{headers}"
-    assert load("cuda_toolkit").environment(links, given | set_to, [site]) == set_to
 
 
 def test_a_shell_can_evaluate_what_it_prints(tmp_path: Path) -> None:

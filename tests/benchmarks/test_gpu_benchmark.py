@@ -7,19 +7,14 @@ import itertools
 import json
 import sys
 import weakref
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from emssd_flashinfer import FlashInferConfig
-from omegaconf import OmegaConf
 
-from emssd.errors import PluginError
 from emssd.model import TargetModel
-from emssd.simulate.recording import logged_steps
 
 CPU = torch.device("cpu")
 
@@ -38,37 +33,11 @@ def tiny(load: Any) -> TargetModel:
     return TargetModel(models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64), max_model_len=64)
 
 
-def test_flashinfer_comes_first_and_what_compiles_last(load: Any) -> None:
-    found = names(load, only=["decode"])
-    assert found[0].startswith("decode opt-6.7b flashinfer greedy batch=8 ")
-    engines = [" ".join(name.split()[2:4]) for name in found]
-    at_each_size = ["flashinfer", "flashinfer-eager", "padded"]
-    pairs = [f"{engine} {kind}" for engine in at_each_size for kind in ("greedy", "replay=4.0")]
-    assert engines == [*pairs, "hf dynamic"] * 5 + ["hf static"] * 5
-    assert [name.split()[4] for name in found[-5:]] == [f"batch={size}" for size in (8, 2, 4, 16, 24)]
-
-
-def test_steps_are_profiled_for_each_query_tile_and_eager(load: Any) -> None:
-    found = names(load, only=["profile"])
-    for batch, tokens in ((8, 8), (16, 5)):
-        where = f"batch={batch} tokens={tokens} context=512"
-        recorded = {f"profile opt-6.7b flashinfer {where} tile={tile}" for tile in (128, 64, 16)}
-        assert recorded | {f"profile opt-6.7b flashinfer-eager {where}"} <= set(found)
-    assert len(found) == 8
-
-
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
     found = names(load, quick=False)
     assert len(found) == len(set(found))
     kinds = [names(load, quick=False, only=[kind]) for kind in ("step", "profile", "decode")]
     assert list(itertools.chain(*kinds)) == found
-
-
-def test_the_backend_takes_every_query_tile(load: Any) -> None:
-    if "query_tile" not in {field.name for field in fields(FlashInferConfig)}:
-        pytest.skip("backend=flashinfer has no option query_tile yet")
-    for tile in load("gpu").QUERY_TILES:
-        OmegaConf.merge(OmegaConf.structured(FlashInferConfig), {"query_tile": tile})
 
 
 def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,18 +52,6 @@ def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatc
     assert results["pieces"]["a"]["failed"] == "ValueError: no such kernel"
     assert results["pieces"]["b"]["seconds"] == 1.0
     assert saved == [["a"], ["a", "b"]]
-
-
-def test_what_failed_is_measured_again_only_when_asked(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = load("gpu")
-    todo = [("failed", lambda: {"seconds": 2.0}), ("measured", lambda: {"seconds": 2.0})]
-    monkeypatch.setattr(gpu, "pieces", lambda *_: iter(todo))
-    results: dict[str, Any] = {"pieces": {"failed": {"failed": "x"}, "measured": {"seconds": 1.0}}}
-    gpu.measure_shape("tiny", options(), results, lambda: None)
-    assert results["pieces"]["failed"] == {"failed": "x"}
-    gpu.measure_shape("tiny", options(again=True), results, lambda: None)
-    assert results["pieces"]["failed"]["seconds"] == 2.0
-    assert results["pieces"]["measured"] == {"seconds": 1.0}
 
 
 def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,19 +114,6 @@ def test_results_survive_an_interruption(load: Any, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_a_backend_that_cannot_serve_is_an_error_that_is_recorded(load: Any) -> None:
-    target = tiny(load)
-    target.kv_cache_spec = lambda batch: _with_dtype(TargetModel.kv_cache_spec(target, batch))  # type: ignore[method-assign]
-    with pytest.raises(PluginError, match="backend flashinfer: "):
-        load("gpu_measure").make_backend("flashinfer", target, 2)
-
-
-def _with_dtype(spec: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(spec, layers=tuple(replace(layer, key_dim=1000, value_dim=1000) for layer in spec.layers))
-
-
 def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
     second = 1e6
     found = load("gpu_profile").timeline(
@@ -181,15 +125,6 @@ def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
         {"name": "b", "per_step": 0.5, "seconds": 1.0},
     ]
     assert load("gpu_profile").timeline([], steps=1)["busy_seconds"] == 0
-
-
-def test_all_rows_of_a_measured_step_stand_behind_the_same_context(load: Any) -> None:
-    measure, target = load("gpu_measure"), tiny(load)
-    engine = measure.stepping(target, measure.make_backend("flashinfer", target, 4), 4, 2, 20)
-    with logged_steps(engine) as steps:
-        engine.step()
-    assert (steps[0].num_rows, steps[0].num_tokens) == (4, 4 * 2)
-    assert steps[0].num_kv_tokens == 4 * (20 + 1 + 2), "the prompts, the token of one step since, and those computed"
 
 
 def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -45,15 +44,6 @@ def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     assert all(step.limit > 3 * parts.GRACE for step in steps if step.command), "nothing is cut off as it starts"
     limits = re.findall(r"timeout (\d+)", (BENCHMARKS / "gpu_run.sh").read_text())
     assert parts.PREPARATION_SECONDS < sum(map(int, limits)) <= parts.PART_SECONDS / 2, "a cold machine takes longer"
-
-
-@looped("part", range(1, 6))
-def test_kernels_are_there_before_anything_uses_them(load: Any, part: int) -> None:
-    steps = load("gpu_parts").plan(Path("results"), Path("kernels"))[part]
-    assert steps[0].name == "kernels"
-    wanted = steps[0].command[steps[0].command.index("--variants") + 1 :]
-    assert wanted[0] == "fp16-128"
-    assert len(wanted) == (5 if part == 4 else 1)
 
 
 @pytest.mark.benchmark
@@ -99,13 +89,6 @@ def test_where_the_device_failed_the_step_goes_on_in_a_new_process(load: Any, tm
     assert count.read_text() == "x\n" * 3
 
 
-def test_what_is_left_of_a_part_is_all_that_a_step_gets(load: Any, tmp_path: Path) -> None:
-    parts = load("gpu_parts")
-    assert not parts.run_part("part9", [parts.Step("a", 60, ("touch", str(tmp_path / "a")))], tmp_path, 1)
-    assert json.loads((tmp_path / "part9.json").read_text())[0]["ended"] == "cut off"
-    assert not (tmp_path / "a").exists()
-
-
 def test_a_bundle_can_be_carried(load: Any, bundle: Path) -> None:
     made = load("gpu_bundle")
     total = made.check_size(bundle) + sum(WHEELS.values()) + 6 * KERNEL_BYTES
@@ -117,14 +100,6 @@ def test_a_bundle_can_be_carried(load: Any, bundle: Path) -> None:
     assert re.fullmatch(r"[0-9a-f]{40}(-dirty)?\n", (bundle / "COMMIT").read_text())
 
 
-def test_a_bundle_that_is_too_large_is_refused(load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = load("gpu_bundle")
-    (tmp_path / "large").write_bytes(b"x" * 11)
-    monkeypatch.setattr(made, "LIMIT", 10)
-    with pytest.raises(SystemExit, match="has 11 bytes, and 10 may be carried; the largest: large 11"):
-        made.check_size(tmp_path)
-
-
 def dry_run(root: Path, part: str, results: Path, work: Path) -> subprocess.CompletedProcess[str]:
     """`gpu_run.sh` on the CPU. The packages of the project must come from `root` itself."""
     variables = {"EMSSD_DRY_RUN": "1", "EMSSD_WORK": str(work), "PYTHON": sys.executable, "PYTHONPATH": ""}
@@ -132,14 +107,6 @@ def dry_run(root: Path, part: str, results: Path, work: Path) -> subprocess.Comp
     return subprocess.run(
         command, env=os.environ | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
-
-
-@pytest.mark.parametrize("part", ["", "0", "6", "all"])
-def test_there_are_five_parts(part: str, tmp_path: Path) -> None:
-    ended = dry_run(ROOT, part, tmp_path / "results", tmp_path / "work")
-    assert ended.returncode != 0
-    assert "usage: gpu_run.sh PART RESULTS [CARRIED]" in ended.stdout
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.benchmark
@@ -173,26 +140,3 @@ def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_pa
     assert pieces
     assert not [name for name, row in pieces.items() if "failed" in row]
     assert (bundle / "COMMIT").read_text() in (results / f"part{part}.log").read_text()
-
-
-@pytest.mark.benchmark
-def test_wheels_and_kernels_that_are_carried_are_used(tmp_path: Path) -> None:
-    project, carried = tmp_path / "nothing_much", tmp_path / "carried"
-    project.mkdir()
-    (project / "pyproject.toml").write_text("[project]\nname = 'nothing-much'\nversion = '1'\n")
-    (project / "nothing_much.py").touch()
-    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(carried)]
-    if subprocess.run([*build, str(project)]).returncode:
-        pytest.skip("no setuptools to build a wheel with")
-    (carried / "kernels" / "0.6").mkdir(parents=True)
-    (carried / "kernels" / "0.6" / "a.so").touch()
-    work = tmp_path / "work"
-    command = ["bash", str(BENCHMARKS / "gpu_run.sh"), "1", str(tmp_path / "results"), str(carried)]
-    variables = {"EMSSD_WORK": str(work), "PYTHON": sys.executable, "EMSSD_DRY_RUN": ""}
-    subprocess.run(command, env=os.environ | variables, capture_output=True)  # ends where there is no GPU
-    assert (work / "site" / "nothing_much.py").exists()
-    assert (work / "kernels" / "0.6" / "a.so").exists()
-    shutil.rmtree(work / "kernels")
-    (work / "site" / "nothing_much.py").unlink()
-    subprocess.run(command, env=os.environ | variables, capture_output=True)
-    assert not (work / "site" / "nothing_much.py").exists(), "what is installed is not installed again"

@@ -67,21 +67,6 @@ def test_a_kept_module_is_not_built_again(load: Any, tmp_path: Path) -> None:
     assert not elsewhere.built
 
 
-def test_a_kept_module_that_does_not_load_is_built_anew(load: Any, tmp_path: Path) -> None:
-    (tmp_path / "keep").mkdir()
-    (tmp_path / "keep" / "a.so").write_bytes(b"other")  # as long as the right one
-    spec = Spec("a", tmp_path / "one")
-    assert build(load, tmp_path / "keep", spec) == {"a": "built in 0 s"}
-    assert (tmp_path / "keep" / "a.so").read_bytes() == b"built"
-    assert spec.aot_path.read_bytes() == b"built"
-
-
-def test_without_a_gpu_nothing_is_loaded(load: Any, tmp_path: Path) -> None:
-    spec = Spec("a", tmp_path / "one", loadable=())
-    assert build(load, tmp_path / "keep", spec, check=False) == {"a": "built in 0 s"}
-    assert (tmp_path / "keep" / "a.so").is_file()
-
-
 def test_one_that_fails_stops_no_other(load: Any, tmp_path: Path) -> None:
     specs = [Spec("a", tmp_path, fails=True), Spec("b", tmp_path), Spec("c", tmp_path, loadable=())]
     found = build(load, tmp_path / "keep", *specs)

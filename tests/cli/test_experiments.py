@@ -210,20 +210,6 @@ def test_runs_of_other_options_are_not_repeats_of_each_other(swept: list[str], e
     assert {f"{name}={choice}" for choice in values.split(",")} & {cells[i][0].lower().split(" · ")[-1] for i in (0, 2)}
 
 
-def test_two_cascades_are_two_drafters(emssd: Callable) -> None:
-    swept = ("drafter=cascade", "drafter.drafters=[llma,pld],[pld]", "drafter.options={},{pld:{max_ngram_size:4}}")
-    result = little(emssd, "drafters", *swept, "task=toy")
-    assert result.status == 0, result.err
-    labels = [row["drafter_options"] for row in rows_of(result.folder)]
-    assert labels == [
-        "cascade(drafters=['llma', 'pld'])",
-        "cascade(drafters=['llma', 'pld'], options={'pld': {'max_ngram_size': 4}})",
-        "cascade(drafters=['pld'])",
-        "cascade(drafters=['pld'], options={'pld': {'max_ngram_size': 4}})",
-    ]
-    assert [count for _, _, count in cells_of(result.folder)] == [1] * 4
-
-
 MORTAL = drafter(
     "self.steps = getattr(self, 'steps', 0) + 1\n"
     "        if self.steps > 3:\n"
@@ -245,16 +231,6 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
         "there, and goes on with resume=true. Leave on_drafter_error= out"
     )
     assert toy(emssd, "drafters", "drafter=llma", *short, "overwrite=true", "on_drafter_error=fail").status == 0
-
-
-@looped("seed, noted", [("int = 7", {"drafter": 7}), ("str | None = None", {})])
-def test_a_seed_of_a_plugin_is_noted_if_it_is_a_whole_number(
-    seed: str, noted: dict[str, int], emssd: Callable, install: Callable
-) -> None:
-    install("seeded", drafter(name="mortal", options=f"seed: {seed}"))
-    (row,) = rows_of(little(emssd, "drafters", "drafter=mortal", "task=toy", "overwrite=true").folder)
-    assert {name: value for name, value in row["provenance"]["seed"].items() if name == "drafter"} == noted
-    assert row["replay"] is None
 
 
 @pytest.mark.costly("a right run and a wrong one")
@@ -323,14 +299,3 @@ def test_an_experiment_is_alone_in_its_folder(emssd: Callable, work: Path) -> No
             "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
         )
     assert little(emssd, "fig1", "method=greedy").status == 0
-
-
-def test_a_prompt_with_a_line_separator_of_unicode(emssd: Callable, work: Path) -> None:
-    (work / "prompts.jsonl").write_text('{"prompt": "The for statement"}\n')
-    own = ("data=jsonl", "data.path=prompts.jsonl", "data.template='{prompt}\u2028is'", "method=greedy")
-    folder = little(emssd, "fig1", *own).folder
-    (row,) = read_rows(folder / "rows.jsonl")
-    assert isinstance(row, Row)
-    assert "data.template={prompt}\u2028is" in row.options
-    assert little(emssd, "fig1", *own, "resume=true").status == 0
-    assert len(rows_of(folder)) == 1

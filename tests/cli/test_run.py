@@ -84,24 +84,6 @@ def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str],
         assert metrics["num_accepted_tokens"] > 0  # else the comparison would say little
 
 
-@pytest.mark.parametrize("backend", ["ragged", "unpad_inputs"])
-@pytest.mark.parametrize("drafter", ["draft_model", "llma"])
-def test_every_way_to_decode_with_trees_gives_the_tokens_of_plain_greedy(
-    drafter: str, backend: str, decode: Callable, model: str
-) -> None:
-    """The draft model is the target itself, so that ways of several nodes are accepted, and their KV moves."""
-    trees = {
-        "draft_model": ("drafter.tree=static", f"drafter.path={model}", "drafter.expansion=[2,2,1]"),
-        "llma": (*RETRIEVE[1:], "drafter.branches=3", "drafter.require_full_copy=false"),
-    }
-    choice = (f"drafter={drafter}", *trees[drafter], f"backend={backend}", "budget=fixed")
-    metrics = decode(*choice, "check=greedy").metrics
-    assert metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
-    assert metrics["num_accepted_tokens"] > 0
-    depths = sum(int(depth) * count for depth, count in metrics["draft_depth_histogram"].items())
-    assert depths < metrics["num_drafted_tokens"], "all drafts were chains"
-
-
 def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     from emssd.decoding import engine
 

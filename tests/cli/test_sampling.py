@@ -9,28 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiers import few, looped
+from tests.support.tiers import looped
 
 SAMPLED = ("sampling=sampled", "sampling.temperature=0.8", "sampling.seed=7", "max_new_tokens=16")
 
 
 def texts(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {row["id"]: (row["text"], row["token_ids"], row.get("seed")) for row in rows}
-
-
-@pytest.mark.parametrize("drafters", few([["suffix", "lookahead"], ["llma", "pld"]], ci=1), ids=", ".join)
-def test_text_and_tokens_are_the_same_with_any_drafter_and_batch_size(drafters: list[str], decode: Callable) -> None:
-    first = decode(*SAMPLED, "drafter=none", "batch_size=1")
-    expected = texts(first.rows)
-    assert {seed for _, _, seed in expected.values()} == {7}
-    for drafter in drafters:
-        result = decode(*SAMPLED, f"drafter={drafter}", "batch_size=4", "check=plain")
-        assert texts(result.rows) == expected
-        assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}
-        assert "check=plain: 5 exact, 0 numerical ties, 0 true differences" in result.out
-    greedy = decode("max_new_tokens=16")
-    assert {row["id"]: row["token_ids"] for row in greedy.rows} != {name: ids for name, (_, ids, _) in expected.items()}
-    assert all("seed" not in row for row in greedy.rows)
 
 
 def test_residual_rows_are_tested_for_their_law_and_others_compared(
@@ -61,24 +46,6 @@ def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, mo
     result = decode(*SAMPLED, "sampling.method=residual", "sampling.temperature=5", "check=plain")
     assert not result.metrics["check"]["law"]["right"]
     assert "tokens DO NOT have the law of plain decoding" in result.out
-
-
-@pytest.mark.nightly
-def test_the_demos_text_is_the_same_bytes_in_any_setting(emssd: Callable) -> None:
-    """The embedded models in float32, with the settings that differ most."""
-    options = (*SAMPLED, "data.limit=5", "output_dir=out", "overwrite=true", "progress=false", "check=plain")
-    files = []
-    for setting in (
-        ("drafter=none", "batch_size=1", "backend.kernels=torch"),
-        ("drafter=draft_model_dynamic", "batch_size=4"),
-        ("drafter=union", "backend=unpad_kv", "batch_size=3"),
-        ("drafter=lookahead", "backend=padded", "batch_size=8", "batching=static"),
-    ):
-        result = emssd(*options, *setting)
-        assert result.metrics["check"] == {"exact": 5, "ties": 0, "differences": 0, "details": []}, setting
-        fields = [{name: row[name] for name in ("id", "text", "token_ids", "seed")} for row in result.rows]
-        files.append(json.dumps(sorted(fields, key=lambda row: row["id"])).encode())
-    assert set(files) == {files[0]}
 
 
 @looped("name", ["greedy", "plain"])
@@ -146,15 +113,3 @@ def test_options_of_a_prompt_that_cannot_be_are_refused(
 ) -> None:
     result = emssd(f"model.path={model}", "data=jsonl", f"data.path={records(how)}", "data.sampling_field=how")
     assert message in result.sentence
-
-
-def test_a_job_goes_on_with_the_same_text_and_not_with_another_seed(
-    decode: Callable, emssd: Callable, model: str, prompts: Path
-) -> None:
-    short = (*SAMPLED, "max_new_tokens=8")
-    expected = texts(decode(*short).rows)
-    first = decode(*short, "data.limit=2")
-    assert len(first.rows) == 2
-    again = (f"model.path={model}", "data=text", f"data.path={prompts}", *short, "output_dir=out", "resume=true")
-    assert "were made with another value of sampling.seed" in emssd(*again, "sampling.seed=8").sentence
-    assert texts(emssd(*again, "drafter=none").rows) == expected

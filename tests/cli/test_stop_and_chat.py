@@ -68,57 +68,6 @@ def test_prompts_go_through_the_chat_template(
     assert row["prompt"] == ("Q: hi" if "Q" in text else prompt)
 
 
-def test_text_files_can_be_questions_too(emssd: Callable, chat_model: str, prompts: Path) -> None:
-    options = ["data=text", f"data.path={prompts}", "max_new_tokens=2", "output_dir=out", "data.limit=2"]
-    result = emssd(f"model.path={chat_model}", *options, "data.chat=true")
-    lengths = {row["prompt"]: row["num_prompt_tokens"] for row in result.rows}
-    assert lengths == {text: 1 + len(f"[u]{text}[a]") for text in ("hello hello hello", "abc abcd abc")}
-
-
-@looped(
-    "record, arguments, sentence",
-    [
-        ({"prompt": ""}, [], "prompt f.jsonl:1 is empty; there is nothing to continue"),
-        ({"prompt": []}, [], "prompt f.jsonl:1 is no list of messages"),
-        (
-            {"prompt": [ASK, {"role": "user"}]},
-            [],
-            'prompt f.jsonl:1: message 2 has no text \'content\'; a message is {"role": "user", "content": "…"}',
-        ),
-        (
-            {"prompt": ["hi"]},
-            [],
-            'prompt f.jsonl:1: message 1 has no text \'role\'; a message is {"role": "user", "content": "…"}',
-        ),
-        (
-            {"prompt": [{"role": "robot", "content": "x"}]},
-            [],
-            "prompt f.jsonl:1: the tokenizer's chat template refuses the conversation: no role robot",
-        ),
-        (
-            {"prompt": [ASK]},
-            ["data.chat=false"],
-            "f.jsonl:1: field 'prompt' holds a value of type list, not text; choose another with data.field, or make "
-            "text of it with \"data.template='{prompt}'\"; data.chat=true takes a list of messages",
-        ),
-        (
-            {"prompt": "x"},
-            ["data.chat=false", "data.system=x"],
-            "data.system is a message of a conversation; add data.chat=true, or leave it out",
-        ),
-        (
-            {"prompt": "x"},
-            ["data.truncate=left"],
-            "data.truncate=left would cut the chat template of data.chat=true; leave it out, and let on_error=skip "
-            "pass over conversations that are too long",
-        ),
-    ],
-    at_a_time=4,
-)
-def test_what_is_no_conversation(record: Any, arguments: list[str], sentence: str, chat: Callable) -> None:
-    assert chat([record], *arguments).sentence == sentence
-
-
 def test_a_tokenizer_without_a_chat_template(chat: Callable, model: str) -> None:
     assert chat([{"prompt": "x"}], f"model.path={model}").sentence == (
         "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "

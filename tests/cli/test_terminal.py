@@ -7,7 +7,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from emssd_rest.cli import main as rest
@@ -87,12 +86,6 @@ def test_a_run_prints_what_an_encoding_has(
     assert len(result.rows) == 5
 
 
-def test_half_a_surrogate_pair_can_be_printed(narrow: Callable[[str], io.BytesIO]) -> None:
-    raw = narrow("utf-8")
-    plain_console().print("a\ud800b")  # also without `steady`, as in the processes of a launcher
-    assert raw.getvalue() == b"a?b\n"
-
-
 @looped("columns", ["0", "1", "2", "7"], at_a_time=2)
 def test_no_terminal_is_too_narrow(columns: str, decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", columns)
@@ -147,14 +140,6 @@ def test_help_that_cannot_be_printed_is_a_failure(
         plugins(["--help"])
     assert stop.value.code == 2
     assert capsys.readouterr().err.startswith("emssd-plugins: error: cannot print to stdout: No space left on device")
-
-
-def test_streams_that_are_closed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    with steady("program"):
-        print("something")
-        plain_console(stderr=True).print("something")
 
 
 @pytest.fixture
@@ -231,13 +216,6 @@ def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     assert ended == [INTERRUPTED, INTERRUPTED]
 
 
-def test_a_command_that_is_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    with steady("program"):
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -246,14 +224,3 @@ def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
             os.kill(os.getpid(), signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def test_the_command_and_its_module_begin_with_what_ends_quietly() -> None:
-    """Both import nothing heavy before Ctrl-C is dealt with."""
-    import subprocess
-
-    code = "import sys, emssd.__main__; print(*{'hydra', 'rich', 'torch', 'psutil'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "\n"
-    scripts = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text()
-    assert '\nemssd = "emssd.__main__:main"\n' in scripts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
@@ -35,10 +34,6 @@ BATCH = Batch(tuple(Row(Request(name, (1,), 9)) for name in "abc"))
 )
 def test_a_fixed_budget_is_the_same_for_all_within_their_limits(num_tokens: int | None, expected: list[int]) -> None:
     assert list(FixedBudget(num_tokens).allot(BudgetStep(BATCH, (7, 0, 3), 5))) == expected
-
-
-def test_nothing_is_trimmed_by_default() -> None:
-    assert list(FixedBudget(1).trim(BudgetStep(BATCH, (2, 2, 2)), Draft.from_chains([[1, 2], [], [3]]))) == [2, 0, 1]
 
 
 @pytest.mark.parametrize("name", ["num_tokens", "depth"])
@@ -93,15 +88,6 @@ def test_a_fixed_budget_limits_nodes_and_depth_of_a_tree(
     assert stages.stats[0].drafted == (len(tokens),) * 3
 
 
-def test_a_fixed_depth_cuts_chains_too() -> None:
-    class Chain(Tree):
-        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            return Draft.from_chains([[1, 2, 3, 4]] * len(batch))
-
-    stages = DraftStages([CheckedDrafter(Chain(), None, 9)], FixedBudget(depth=2))
-    assert stages.propose(BATCH, [7, 7, 7], 0).lengths == [2, 2, 2]
-
-
 def test_a_policy_that_is_held_sees_what_was_drafted_and_is_not_heeded() -> None:
     class Sees(ScriptedBudget):
         def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
@@ -149,30 +135,6 @@ def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     assert done.num_accepted == done.num_drafted == 12 - num_steps
     observed = [drafted for ((_, drafted, _),) in drafter.trace]
     assert max(observed) <= min(script[0]), "a drafter hears of what was verified, not of what it drafted"
-
-
-class Ordered(FixedBudget):
-    """Remembers whom it was asked to forget, and whether it heard of them later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.released: list[str] = []
-        self.late: list[str] = []
-
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        self.late += set(outcome.batch.request_ids) & set(self.released)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.released += request_ids
-
-
-def test_a_policy_hears_nothing_of_a_request_after_it_was_told_to_forget_it(
-    oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    policy = Ordered()
-    build(oracle, make_ragged, PerfectDrafter(11, 3), budget=policy, batch_size=2).generate(prompts, [1, 2, 3, 4, 5])
-    assert sorted(policy.released) == ["0", "1", "2", "3", "4"]
-    assert policy.late == [], "what it remembers of these stays for ever, and is taken for the next request of that id"
 
 
 def nodes(draft: Draft) -> list[list[int]]:

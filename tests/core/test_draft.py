@@ -17,9 +17,7 @@ from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
-from tests.support.strategies import drafts
 from tests.support.tiers import looped
-from tests.support.trees import Tree, drawn_trees
 
 BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))))
 
@@ -33,33 +31,6 @@ def test_chains_come_back_row_by_row(chains: list[list[int]]) -> None:
     assert [draft.token_ids[a:b].tolist() for a, b in zip(draft.indptr, draft.indptr[1:], strict=False)] == chains
     assert draft.token_ids.dtype == torch.int64
     assert draft.is_chain
-
-
-@given(st.integers(0, 6))
-def test_empty_drafts_nothing_for_every_row(num_rows: int) -> None:
-    draft = Draft.empty(num_rows)
-    assert (draft.num_rows, draft.lengths, draft.token_ids.tolist()) == (num_rows, [0] * num_rows, [])
-
-
-@given(st.lists(st.integers(0, 5), min_size=2, max_size=2), st.data())
-def test_every_draft_within_the_budget_passes(budget: list[int], data: st.DataObject) -> None:
-    check_draft(data.draw(drafts(budget, 10)), BATCH, budget, 10)
-
-
-@looped(
-    ("parents", "is_chain"),
-    [
-        (None, True),
-        ((-1, 0, -1, 0, 1), True),
-        ((-1, -1, -1, 0, 1), False),
-        ((-1, 0, -1, 0, 0), False),
-        ((-1, 0, 1, 2, 3), False),
-    ],
-)
-def test_parents_count_within_the_row_and_tell_chains_from_trees(
-    parents: tuple[int, ...] | None, is_chain: bool
-) -> None:
-    assert Draft(torch.arange(5), (0, 2, 5), parents).is_chain is is_chain
 
 
 @looped(
@@ -124,20 +95,11 @@ def test_a_tree_of_a_drafter_that_announces_none_is_told_in_words() -> None:
         check_draft(tree(-1, 0, second=(-1, -1)), BATCH, [12, 9], 10)
 
 
-@given(st.lists(drawn_trees(12, 10), min_size=2, max_size=2))
-def test_every_tree_within_budget_and_depth_passes(forest: list[Tree]) -> None:
-    check_draft(Draft.from_trees(forest).shallow([8, 8]), BATCH, [12, 12], 10, trees=True)
-
-
 def test_a_row_that_may_generate_one_more_token_drafts_nothing() -> None:
     last = Batch((Row(Request("last", (1,), 1)),))
     check_draft(Draft.empty(1), last, [4], 10, trees=True)
     with pytest.raises(DraftError, match="has depth 1, and the row may still generate 1 tokens"):
         check_draft(Draft.from_trees([[(1, -1)]]), last, [4], 10, trees=True)
-
-
-def test_a_chain_with_parents_is_no_tree_that_had_to_be_announced() -> None:
-    check_draft(tree(-1, 0, 1, second=(-1, 0)), BATCH, [12, 9], 10)
 
 
 def test_a_backend_without_trees_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from emssd import Engine
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.sequences import Batch, Request, Row
+from emssd.sequences import Batch, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
@@ -272,30 +272,6 @@ def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.Mo
     engine = Engine.from_model(tiny_model(), drafter="llma", on_drafter_error="fail")
     with pytest.raises(PluginError, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose"):
         engine.generate([[3, 4]], 5)
-
-
-def test_it_passes_everything_on() -> None:
-    inner = Faulty("none")
-    checked = CheckedDrafter(inner, None, 11)
-    assert checked.name == "Faulty"
-    assert checked.num_speculative_tokens == 4
-    batch = Batch((Row(Request("a", (1, 2), 9)), Row(Request("b", (1,), 9))))
-    draft = checked.propose(batch, [4, 1])
-    assert draft.lengths == [2, 1]
-    assert inner.budget == (4, 1), "which it cannot raise"
-    checked.observe(Outcome(batch, draft, (range(0), range(1)), ()))
-    assert inner.num_observed == 1
-    checked.release(iter(["a"]))
-    assert inner.released == ["a"]
-
-
-def test_it_is_not_asked_for_batches_without_rows() -> None:
-    inner = Faulty("propose", due=1)
-    checked = CheckedDrafter(inner, None, 11)
-    draft = checked.propose(Batch(()), [])
-    checked.observe(Outcome(Batch(()), draft, (), ()))
-    assert draft.lengths == []
-    assert inner.num_proposed == inner.num_observed == 0
 
 
 def test_an_unknown_option_is_refused() -> None:

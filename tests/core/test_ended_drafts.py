@@ -23,7 +23,8 @@ from emssd.sampling import SamplingParams
 from emssd.simulate.recording import StepLog
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.ending import EndsByTurns
-from tests.support.paired import HEADS, PROMPTS, decode, make_engine, target
+from tests.support.right_drafters import decode, target, trial
+from tests.support.right_drafts import PROMPTS
 
 SAMPLED: list[SamplingParams | None] = [
     None,
@@ -47,10 +48,10 @@ def test_of_a_draft_model(tree: str) -> None:
 
 
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
-@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("head", ["eagle", "eagle3", "mtp", "hydra"])
 def test_of_a_head(head: str, tree: str) -> None:
     policy = EndsByTurns()
-    engine = make_engine(head, {"tree": tree})
+    engine = trial(head).make_engine({"tree": tree})
     engine.drafting.policy = policy
     decode(engine, SAMPLED)
     policy.check()
@@ -109,7 +110,7 @@ def test_a_policy_that_does_not_mind_is_not_asked(policy: BudgetPolicy, monkeypa
     at_once = list[bool]()
     monkeypatch.setattr(DraftModelDrafter, "_chains", tells(DraftModelDrafter._chains, at_once))
     monkeypatch.setattr(PairedDrafter, "grow_chains", tells(PairedDrafter.grow_chains, at_once))
-    for engine in (with_draft_model("chain", EndsByTurns()), make_engine("eagle3", {"tree": "chain"})):
+    for engine in (with_draft_model("chain", EndsByTurns()), trial("eagle3").make_engine({"tree": "chain"})):
         engine.drafting.policy = policy
         drafter: Any = engine.drafting.drafters[0].drafter
         decode(engine)

@@ -21,7 +21,7 @@ from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError, DraftError, OutOfMemoryError, PluginError, PromptError
 from emssd.sequences import Batch, FinishReason, Generation, Request
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter
+from emssd.testing.drafters import RandomDrafter
 from tests.support.strategies import drafters_with_eos, prompt_batches
 from tests.support.tiers import looped
 
@@ -80,19 +80,6 @@ def _check_accounting(engine: Engine, done: list[Generation]) -> None:
     assert sum(report.acceptance_histogram.values()) == report.num_row_steps
     assert sum(k * v for k, v in report.acceptance_histogram.items()) == report.num_accepted + report.num_row_steps
     assert report.num_steps >= max(generation.num_steps for generation in done)
-
-
-@looped("length", [1, 30, 62, 63])
-def test_generation_ends_at_the_models_length(
-    length: int, oracle: Any, make_backend: MakeBackend, build: Any, spy: Any
-) -> None:
-    prompts = [[i % 11 for i in range(length)], [1, 2]]
-    references = {str(i): oracle.reference(prompt, 64 - len(prompt)) for i, prompt in enumerate(prompts)}
-    drafter = spy(PerfectDrafter(11, 5, references))
-    done = build(oracle, make_backend, drafter).generate(prompts, 1000)
-    assert [generation.token_ids for generation in done] == list(references.values())
-    assert {generation.finish_reason for generation in done} == {FinishReason.LENGTH}
-    assert max(max(lengths.values()) for lengths in drafter.proposed) == 63, "KV of the newest token is never needed"
 
 
 def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
@@ -273,33 +260,6 @@ def test_finished_and_abandoned_requests_are_released_once_each(
     assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
 
 
-def test_steps_that_compute_a_prompt_are_told_from_decoding_steps(
-    oracle: Any, make_ragged: MakeBackend, build: Any
-) -> None:
-    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
-    engine.generate([[1, 2, 3], [4]], 5)
-    assert engine.report.decode_tokens == 2 * 4
-    engine.generate([[1], [4]], 5)  # prompts of one token are decoding steps from the beginning
-    assert engine.report.decode_tokens == 2 * 5
-
-
-def test_the_model_works_as_before_beside_an_engine(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
-) -> None:
-    model, ids = oracle.target.model, torch.tensor([prompts[0]])
-    before = model(input_ids=ids, use_cache=False).logits
-    stream = build(oracle, make_ragged, NoneDrafter(), batch_size=1).stream(prompts, 3)
-    next(stream)
-    between = model(input_ids=ids, use_cache=False).logits
-    stream.close()
-    assert torch.equal(between, before)
-    assert int(between[0, -1].argmax()) == oracle.reference(prompts[0], 1)[0]
-
-
-def test_no_prompts_give_no_generations(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    assert build(oracle, make_ragged, NoneDrafter()).generate([]) == []
-
-
 def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
     oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
@@ -339,13 +299,6 @@ def test_an_engine_serves_one_iterator_at_a_time(oracle: Any, make_ragged: MakeB
     with pytest.raises(ConfigError, match="still decoding"):
         next(second)
     assert next(first).prompt_ids == (2,)
-
-
-def test_requests_with_the_same_id_are_refused(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    engine = build(oracle, make_ragged, NoneDrafter())
-    with pytest.raises(ConfigError, match="same request_id"):
-        next(engine.run([Request("a", (1,), 2), Request("a", (2,), 2)]))
-    assert not engine.scheduler.has_work
 
 
 class _Faulty(Drafter):

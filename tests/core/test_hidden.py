@@ -99,14 +99,6 @@ def test_so_do_chains(name: str) -> None:
     hold_all(listener)
 
 
-def test_steps_of_pieces_alone_are_heard_of() -> None:
-    listener = Listener(RandomDrafter(VOCAB_SIZE, 3, references()))
-    decode(BACKENDS["ragged-page-3"](), listener, prompts=[tuple(range(10)) * 3], max_step_tokens=7)
-    assert listener.num_without_batch >= 3
-    assert listener.deliveries["r0"][:4] == [7, 7, 7, 7]
-    hold_all(listener, 1)
-
-
 def test_a_preempted_row_begins_anew() -> None:
     listener = Listener(TreeDrafter(VOCAB_SIZE, 6, references(), right=0.7))
     engine = decode(ragged_backend(page_size=1, kernels="torch"), listener, max_tokens=40)
@@ -204,17 +196,6 @@ def test_each_drafter_of_several_hears_of_its_own_layers_for_all_rows() -> None:
     hold_all(second)
 
 
-def test_drafters_within_a_union_do_too() -> None:
-    inner = [Listener(RandomDrafter(VOCAB_SIZE, 3, references()), layers) for layers in [(1,), (-1, 0)]]
-    deaf = Deaf(VOCAB_SIZE, 3)
-    checked = [CheckedDrafter(each, None, VOCAB_SIZE, on_error="fail") for each in (*inner, deaf)]
-    union = UnionDrafter(checked)
-    assert union.hidden_layers == (-1, 0, 1)
-    decode(BACKENDS["ragged-page-3"](), union)
-    for each in inner:
-        hold_all(each)
-
-
 class Never(ChainDrafter):
     def chain(self, row: Any, limit: int) -> list[int]:
         return []
@@ -269,15 +250,6 @@ def test_layers_that_are_no_indices_are_refused_in_a_sentence(layers: Any) -> No
     )
 
 
-def test_layers_are_given_once_and_read_once() -> None:
-    with pytest.raises(DraftError, match=r"its hidden_layers are \(1, 1\); give each once"):
-        CheckedDrafter(Asks((1, 1)), None, VOCAB_SIZE)
-    drafter = Asks([2, 0])
-    checked = CheckedDrafter(drafter, None, VOCAB_SIZE)
-    drafter.hidden_layers = ()
-    assert checked.hidden_layers == (2, 0)
-
-
 def test_a_layer_that_the_target_has_not_is_refused_in_a_sentence() -> None:
     sentence = (
         r"^a drafter asks for hidden states 3, and OPTForCausalLM has 2 layers; choose 0 \(what the first layer gets\) "
@@ -321,3 +293,12 @@ def test_a_union_hears_of_pieces_before_it_ever_drafted() -> None:
     decode(BACKENDS["ragged-page-3"](), union, prompts=[tuple(range(10)) * 3], max_step_tokens=7)
     assert inner.num_without_batch >= 3
     hold_all(inner, 1)
+
+
+def test_layers_are_given_once_and_read_once() -> None:
+    with pytest.raises(DraftError, match=r"its hidden_layers are \(1, 1\); give each once"):
+        CheckedDrafter(Asks((1, 1)), None, VOCAB_SIZE)
+    drafter = Asks([2, 0])
+    checked = CheckedDrafter(drafter, None, VOCAB_SIZE)
+    drafter.hidden_layers = ()
+    assert checked.hidden_layers == (2, 0)

@@ -5,7 +5,6 @@ Oracle of outputs: `greedy_reference`, float64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -18,13 +17,9 @@ from emssd_pld.drafter import PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft, Drafter
-from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Row
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
-from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+from emssd.sequences import Row
+from tests.support.tree_drafts import paths_of, row_of, tree_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 OPTIONS: dict[str, Any] = {
@@ -123,44 +118,3 @@ def test_no_branch_is_a_config_error(branches: int) -> None:
     for config in (LLMAConfig(branches=branches), PLDConfig(branches=branches)):
         with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1"):
             make(config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        LLMAConfig(1, 3, Search.prompt_and_output, require_full_copy=False, branches=3),
-        PLDConfig(2, num_speculative_tokens=3, require_full_copy=False, branches=4),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_outputs_are_greedy_and_siblings_of_the_first_choice_are_accepted(config: LLMAConfig | PLDConfig) -> None:
-    prompts = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
-    trees, chains = (decode_with_trees(make(each), prompts) for each in (config, replace(config, branches=1)))
-    assert trees.report.num_accepted > chains.report.num_accepted > 0
-    assert trees.report.num_steps < chains.report.num_steps
-
-
-class Checked(LLMADrafter):
-    """Drafts what a drafter without a past drafts."""
-
-    def __init__(self, config: LLMAConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        check_draft(draft, batch, budget, 11, trees=self.drafts_trees)
-        for row, (sequence, limit) in enumerate(zip(batch, budget, strict=True)):
-            alone = LLMADrafter(self.config).propose(Batch((sequence,)), [limit])
-            assert paths_of(draft, row) == paths_of(alone)
-        return draft
-
-
-class LookupMachine(EngineMachine):
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return LLMA.map(Checked)
-
-
-@pytest.mark.hypothesis
-def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
-    run_with_preemption(LookupMachine, share=8, num_steps=12)

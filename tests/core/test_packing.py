@@ -12,8 +12,6 @@ from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from tests.support.strategies import drafts, prompt_batches
 
-CPU = torch.device("cpu")
-
 
 @st.composite
 def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Row], Draft]:
@@ -64,12 +62,6 @@ def test_packing_changes_nothing_it_is_given(case: tuple[list[Row], Draft]) -> N
     pack(rows, draft)
     assert [(row.tokens, row.num_cached) for row in rows] == before[0]
     assert torch.equal(draft.token_ids, before[1])
-
-
-def test_indices_are_int64_and_indptr_has_a_leading_zero() -> None:
-    packed = pack([Row(Request("a", (4, 5), 3))], Draft.from_chains([[6]]))
-    assert packed.qo_indptr == (0, 3)
-    assert {packed.input_ids.dtype, packed.position_ids.dtype, packed.logit_rows.dtype} == {torch.int64}
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 90)), min_size=1, max_size=6))

@@ -9,14 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec, PackedInputs
-from emssd.attention.packed import on_device, to_host
 from emssd.attention.pages import PageTable
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from tests.support.reference_kernels import ReferenceKernels, seen_of
-
-CPU = torch.device("cpu")
 
 
 @st.composite
@@ -134,20 +131,6 @@ def seen_in(mask: TreeMask, packed: PackedInputs) -> list[bool]:
     return [bool(each) for row, (q_len, kv_len) in rows for each in seen_of(mask, row, q_len, kv_len).flatten()]
 
 
-@given(forest=trees(), window=st.none() | st.integers(1, 6))
-def test_without_parents_the_mask_is_causal(forest: tuple[list[Row], Draft], window: int | None) -> None:
-    rows, draft = forest
-    chain = Draft(draft.token_ids, draft.indptr)
-    packed = pack(rows, chain)
-    causal = [
-        key <= query and (window is None or key > query - window)
-        for q_len, kv_len in zip(packed.lengths, packed.kv_lens, strict=True)
-        for query in range(kv_len - q_len, kv_len)
-        for key in range(kv_len)
-    ]
-    assert seen_in(tree_mask(packed, window), packed) == causal
-
-
 @pytest.mark.parametrize("window", [None, 3])
 def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None) -> None:
     table, generator = PageTable(3), torch.Generator().manual_seed(0)
@@ -169,9 +152,3 @@ def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None)
         attention.plan(metadata, tree_mask(packed, window) if masked else None)
         attention.run(query, keys, values, out)
     torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
-
-
-def test_integers_reach_a_device_and_come_back() -> None:
-    assert to_host(on_device([3, 1, 2], CPU)) == [3, 1, 2]
-    assert on_device(torch.tensor([3, 1]), CPU, torch.int32).dtype == torch.int32
-    assert on_device([], CPU).dtype == torch.int64

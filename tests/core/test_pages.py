@@ -70,16 +70,3 @@ TestPageTable = PageTableMachine.TestCase
 TestPageTable.settings = settings(
     settings.default, max_examples=settings.default.max_examples * 4, stateful_step_count=25
 )
-
-
-def test_unknown_sequence_has_no_pages() -> None:
-    assert PageTable(4).pages("a") == []
-
-
-def test_slots_follow_the_pages_and_not_the_order_of_reservation() -> None:
-    table = PageTable(2)
-    table.reserve("a", 2)
-    table.reserve("b", 2)
-    table.reserve("a", 5)
-    assert table.pages("a") == [0, 2, 3]
-    assert table.slots("a", range(1, 5)) == [1, 4, 5, 6]

@@ -115,14 +115,6 @@ def test_limits_leave_room_for_the_targets_own_token(
     assert scheduler.select(no_limit, num_speculative_tokens).limits == (limit,)
 
 
-@pytest.mark.parametrize("make", [StaticScheduler, ContinuousScheduler])
-def test_limits_are_each_rows_own(make: type[Scheduler]) -> None:
-    scheduler = make(3)
-    for limit in (1, 3, 9):
-        scheduler.add(row(str(limit), 1, limit))
-    assert scheduler.select(no_limit, 5).limits == (0, 2, 5)
-
-
 def test_rows_draft_less_where_the_cache_is_nearly_full() -> None:
     scheduler = ContinuousScheduler(2, headroom=0)
     for name in "ab":
@@ -259,42 +251,6 @@ def check_tokens(schedule: Schedule, options: Options, running: list[Row], uncac
                 assert shares[shorter] == uncached[shorter], "a prompt waits for a longer one"
 
 
-def test_a_long_prompt_holds_up_neither_decoding_rows_nor_short_prompts() -> None:
-    scheduler = ContinuousScheduler(8, max_step_tokens=40)
-    scheduler.add(row("decoding"))
-    advance(scheduler.select(no_limit, 3))
-    for name, length in (("long", 100), ("longer", 200), ("short", 7), ("middle", 9)):
-        scheduler.add(row(name, length))
-    schedule = scheduler.select(no_limit, 3)
-    assert names(schedule) == ["decoding", "short", "middle"]
-    assert schedule.limits == (3, 3, 3)
-    assert pieces(schedule) == {"long": (40 - 4) // 2, "longer": (40 - 4) // 2 - 7 - 9}
-    advance(schedule)
-    schedule = scheduler.select(no_limit, 3)
-    assert pieces(schedule) == {"long": (40 - 3 * 4) // 2, "longer": (40 - 3 * 4) // 2}
-
-
-def test_prompts_get_a_quarter_of_a_step_that_decoding_rows_fill() -> None:
-    scheduler = ContinuousScheduler(5, max_step_tokens=16)
-    for name in "abcd":
-        scheduler.add(row(name))
-    advance(scheduler.select(no_limit, 7))
-    scheduler.add(row("long", 100))
-    schedule = scheduler.select(no_limit, 7)
-    assert names(schedule) == list("abcd")
-    assert pieces(schedule) == {"long": 4}
-
-
-@looped("max_step_tokens", [1, 2, 3, 4, 5])
-def test_the_first_prompt_advances_however_few_tokens_a_step_has_and_however_many_come(max_step_tokens: int) -> None:
-    scheduler = ContinuousScheduler(3, max_step_tokens)
-    scheduler.add(first := row("first", 12))
-    for step in range(12):
-        scheduler.add(row(str(step), 2, 1))
-        scheduler.retire(advance(scheduler.select(no_limit, 2)))
-        assert first.num_cached > min(step, 11)
-
-
 def test_preempted_rows_come_back_first_and_in_order() -> None:
     scheduler = ContinuousScheduler(4, headroom=0)
     rows = [row(name, 4, 6) for name in "abcde"]
@@ -315,13 +271,6 @@ def test_preempted_rows_come_back_first_and_in_order() -> None:
     assert [len(sequence.tokens) for sequence in schedule.batch] == [7, 6, 6, 5], "it begins anew with what it has"
     scheduler.retire(rows[1:2])
     assert names(scheduler.select(no_limit, 0)) == ["a", "c", "d", "e"]
-
-
-def test_a_row_alone_runs_even_where_its_headroom_does_not_fit() -> None:
-    scheduler = ContinuousScheduler(4)
-    scheduler.add(row("a", 3, 10))
-    scheduler.add(row("b", 3, 10))
-    assert names(scheduler.select(at_most(13), 4)) == ["a"]
 
 
 def test_clear_gives_back_everything_that_was_there() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.sequences import Batch, FinishReason, Request, Row
+from emssd.sequences import FinishReason, Request, Row
 from tests.support.tiers import looped
 
 
@@ -47,33 +47,3 @@ def test_growing_in_pieces_equals_growing_at_once(pieces: list[list[int]], limit
     assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
     assert len(whole.output_ids) <= limit
     assert 2 not in whole.output_ids[:-1]
-
-
-def test_eos_in_the_prompt_ends_nothing() -> None:
-    row = sequence()
-    assert row.finish_reason is None
-    assert row.output_ids == []
-
-
-def test_without_eos_ids_only_the_limit_ends() -> None:
-    row = sequence(eos=frozenset())
-    row.extend([2, 2, 2, 2])
-    assert row.finish_reason is None
-    row.extend([2])
-    assert row.finish_reason is FinishReason.LENGTH
-
-
-def test_a_sequence_does_not_share_its_tokens_with_another() -> None:
-    request = Request("a", (1, 2), 3)
-    first, second = Row(request), Row(request)
-    first.extend([5])
-    assert second.tokens == [1, 2]
-    assert request.prompt_ids == (1, 2)
-
-
-def test_batch_keeps_row_order() -> None:
-    rows = [Row(Request(name, (1,), 1)) for name in ("b", "a", "c")]
-    batch = Batch(tuple(rows))
-    assert batch.request_ids == ("b", "a", "c")
-    assert list(batch) == rows
-    assert len(batch) == 3

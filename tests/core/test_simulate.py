@@ -193,23 +193,6 @@ def test_memory_that_runs_out_preempts_and_costs_steps_but_no_tokens() -> None:
     assert all(len(row.tokens) == 180 for row in tight.sequences)
 
 
-def test_a_run_goes_on_where_it_stopped() -> None:
-    trace = geometric_trace(0.5, 3, num_speculative_tokens=2, max_new_tokens=20)
-    whole = Simulator(trace, ContinuousScheduler(2), FixedBudget(), CURVE).run()
-    simulator = Simulator(trace, ContinuousScheduler(2), FixedBudget(), CURVE)
-    parts = simulator.run(5), simulator.run()
-    assert [*parts[0].steps, *parts[1].steps] == whole.steps
-    assert len(parts[0].steps) == 5
-    assert len(parts[0].sequences) == 2 < len(whole.sequences)
-
-
-def test_seconds_are_those_of_the_curve() -> None:
-    run = simulate()
-    expected = sum(CURVE.verify_seconds(step.num_tokens, step.num_kv_tokens) for step in run.steps)
-    assert run.report.total_seconds == pytest.approx(expected)
-    assert run.report.tokens_per_second == pytest.approx(12 * 150 / expected)
-
-
 def test_drafting_takes_the_seconds_of_its_curve_stage_by_stage() -> None:
     trace = geometric_trace(0.5, 4, num_speculative_tokens=3, max_new_tokens=9, seed=0)
     curve = FittedCurve((0,), (1.0, 0.0, 0.0), ((5.0, 7.0, 11.0),))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from emssd.errors import ConfigError
 from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf
-from emssd.simulate.appendix import QUANTITIES, Point, appendix_point, appendix_points
+from emssd.simulate.appendix import QUANTITIES, Point, appendix_point
 from tests.support.tiers import looped
 
 # Rounding of sums of at most 5^4 products, each of a few factors, in float64.
@@ -75,17 +75,6 @@ def test_simulated_batches_agree_with_closed_forms(p: float, batch_size: int) ->
     assert max(map(abs, z_scores(point))) < Z_BOUND
 
 
-def test_the_comparison_would_see_a_p_that_is_wrong_by_a_tenth() -> None:
-    right, wrong = appendix_point(0.6, 8, num_steps=600, seed=7), appendix_point(0.7, 8, num_steps=600, seed=7)
-    assert max(map(abs, z_scores(Point(0.6, 8, right.exact, wrong.simulated)))) > Z_BOUND
-
-
-def test_points_have_seeds_of_their_own() -> None:
-    first, second = appendix_points([0.5, 0.5], [2], num_steps=50, seed=3)
-    assert first.simulated != second.simulated
-    assert appendix_points([0.5, 0.5], [2], num_steps=50, seed=3) == [first, second]
-
-
 @given(st.floats(0, 1), st.integers(0, 5), st.integers(1, 40), st.integers(0, 9))
 def test_made_up_text_is_one_coin_per_token(p: float, depth: int, length: int, seed: int) -> None:
     """How much is right at a position follows from the coins of the positions after it."""
@@ -95,12 +84,6 @@ def test_made_up_text_is_one_coin_per_token(p: float, depth: int, length: int, s
     runs = [next((i for i in range(length - at) if not coins[at + i]), length - at) for at in range(length)]
     assert list(stage.right) == [min(run, depth) for run in runs]
     assert stage.drafted == (depth,) * length
-
-
-def test_rows_with_a_concentration_differ_in_p() -> None:
-    trace = geometric_trace(0.5, 40, num_speculative_tokens=1, max_new_tokens=400, concentration=2.0, seed=1)
-    shares = [sum(row.stages[0].right) / 400 for row in trace]
-    assert min(shares) < 0.2 < 0.8 < max(shares)
 
 
 @looped(

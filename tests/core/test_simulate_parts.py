@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.simulate import (
     PRESETS,
@@ -29,12 +29,10 @@ from emssd.simulate import (
     geometric_trace,
     load_curve,
     load_trace,
-    roofline,
     save_trace,
     summarize,
 )
 from emssd.simulate.__main__ import main, make_parser
-from emssd.simulate.commands import make_budget
 from tests.support.tiers import looped
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0))
@@ -118,11 +116,6 @@ def test_a_roofline_is_flat_where_weights_take_the_time_and_steep_where_arithmet
     assert drafted.draft_seconds(0, 4, 800, 1000) == drafted.draft_seconds(1, 0, 0, 1000) == 0.0
 
 
-def test_devices_share_the_work() -> None:
-    one, eight = roofline("llama-8b", "h100"), roofline("llama-8b", "h100", 8)
-    assert (one.verify_seconds(9000, 9) - one.overhead) / (eight.verify_seconds(9000, 9) - eight.overhead) == 8
-
-
 def step(num_tokens: int, num_kv_tokens: int, drafted: tuple[int, ...], curve: FittedCurve) -> StepStats:
     seconds = dict.fromkeys(PHASES, 0.0)
     seconds["draft"] = curve.draft_seconds(0, max(drafted), sum(drafted), num_kv_tokens)
@@ -143,16 +136,6 @@ def test_a_fit_finds_the_curve_that_made_the_steps(verify: tuple[float, ...], dr
         args = 0, max(drafted), sum(drafted), kv
         assert fitted.draft_seconds(*args) == pytest.approx(truth.draft_seconds(*args), rel=1e-3)
     assert min(fitted.verify + fitted.drafts[0]) >= 0
-
-
-def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:
-    curve = FittedCurve((0, 16), (1.0, 2.0, 3.0, 4.0), ((5.0, 6.0, 7.0),))
-    curve.save(tmp_path / "curve.json")
-    assert load_curve(tmp_path / "curve.json") == curve
-    with pytest.raises(ConfigError, match=r"2 knots has 4 coefficients, and 3 for each drafter, not 3 and \[3\]"):
-        FittedCurve((0, 16), (1.0, 2.0, 3.0), ((5.0, 6.0, 7.0),))
-    with pytest.raises(ConfigError, match="fitted to 0 steps; run at least 10"):
-        FittedCurve.fit([])
 
 
 def test_a_summary_holds_the_figures_of_the_report() -> None:
@@ -212,15 +195,6 @@ def test_wrong_input_ends_with_a_sentence(
     assert said in error
 
 
-def test_a_budget_is_made_of_its_options() -> None:
-    policy = make_budget("fixed", ["num_tokens=3"])
-    assert isinstance(policy, FixedBudget)
-    assert policy.num_tokens == 3
-    assert make_budget("fixed", ["num_tokens=null"]).num_tokens is None  # type: ignore[attr-defined]
-    with pytest.raises(PluginError, match="choose one of"):
-        make_budget("none", [])
-
-
 def test_the_commands_in_the_docs_work() -> None:
     """Those that simulate are run; the others take long, or need a model, and are parsed."""
     text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
@@ -230,3 +204,13 @@ def test_the_commands_in_the_docs_work() -> None:
         parsed = make_parser().parse_args(shlex.split(command))
         if parsed.command == "run" and parsed.trace is None:
             parsed.action(parsed)
+
+
+def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:
+    curve = FittedCurve((0, 16), (1.0, 2.0, 3.0, 4.0), ((5.0, 6.0, 7.0),))
+    curve.save(tmp_path / "curve.json")
+    assert load_curve(tmp_path / "curve.json") == curve
+    with pytest.raises(ConfigError, match=r"2 knots has 4 coefficients, and 3 for each drafter, not 3 and \[3\]"):
+        FittedCurve((0, 16), (1.0, 2.0, 3.0), ((5.0, 6.0, 7.0),))
+    with pytest.raises(ConfigError, match="fitted to 0 steps; run at least 10"):
+        FittedCurve.fit([])

@@ -188,16 +188,6 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string(
     assert row.finish_reason is reason
 
 
-@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab", min_size=1, max_size=3))
-def test_growing_in_pieces_equals_growing_at_once(pieces: list[str], string: str) -> None:
-    piecewise, whole = _row([string], "ab", limit=12), _row([string], "ab", limit=12)
-    for piece in pieces:
-        if piecewise.finish_reason is None:
-            piecewise.extend(BYTE_LEVEL.convert_tokens_to_ids(list(piece)))
-    whole.extend(BYTE_LEVEL.convert_tokens_to_ids(list("".join(pieces))))
-    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
-
-
 @looped(
     ("strings", "tokenizer", "sentence"),
     [
@@ -280,3 +270,13 @@ def test_limits_per_prompt(oracle: Any, make_ragged: Callable[[], AttentionBacke
     with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be at least 1"):
         engine.generate(prompts, [5, 0, 3])
     assert engine.generate([], 7) == []
+
+
+@given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab", min_size=1, max_size=3))
+def test_growing_in_pieces_equals_growing_at_once(pieces: list[str], string: str) -> None:
+    piecewise, whole = _row([string], "ab", limit=12), _row([string], "ab", limit=12)
+    for piece in pieces:
+        if piecewise.finish_reason is None:
+            piecewise.extend(BYTE_LEVEL.convert_tokens_to_ids(list(piece)))
+    whole.extend(BYTE_LEVEL.convert_tokens_to_ids(list("".join(pieces))))
+    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)

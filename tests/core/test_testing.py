@@ -15,13 +15,9 @@ from emssd.drafting import Draft
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import (
     PerfectDrafter,
-    RandomDrafter,
-    ScriptedDrafter,
-    WrongDrafter,
 )
 from emssd.testing.oracle import DenseBackend, greedy_reference
 from emssd.testing.strategies import layer_specs
-from tests.support.strategies import EosDrafter, drafters_with_eos, step_histories
 
 REFERENCE = (3, 1, 4, 1, 5, 2, 6, 5)
 BY_ID, BY_PROMPT = {"a": REFERENCE}, {(7, 7): REFERENCE}
@@ -44,58 +40,6 @@ def test_perfect_drafter_goes_on_where_the_sequence_is(references: Any) -> None:
     assert chain(drafter, row(3, 1, 4), 2) == [1, 5]
     assert chain(drafter, row(*REFERENCE[:7]), 4) == [5]
     assert chain(drafter, row(*REFERENCE), 4) == []
-
-
-@given(st.integers(0, 7), st.integers(1, 5))
-def test_wrong_drafter_is_wrong_at_once_and_right_behind_it(num_generated: int, limit: int) -> None:
-    drafted = chain(WrongDrafter(8, 4, BY_ID), row(*REFERENCE[:num_generated]), limit)
-    right = list(REFERENCE[num_generated:][:limit])
-    assert drafted[0] != right[0]
-    assert drafted[1:] == right[1:]
-
-
-def test_random_drafter_gives_all_lengths_and_both_right_and_wrong_tokens() -> None:
-    drafter = RandomDrafter(8, 4, BY_ID, seed=1)
-    drafted = [chain(drafter, row(), 4) for _ in range(200)]
-    assert {len(tokens) for tokens in drafted} == {0, 1, 2, 3, 4}
-    agreed = {next((i for i, token in enumerate(t) if token != REFERENCE[i]), len(t)) for t in drafted}
-    assert agreed == {0, 1, 2, 3, 4}
-    again = RandomDrafter(8, 4, BY_ID, seed=1)
-    assert [chain(again, row(), 4) for _ in range(200)] == drafted
-
-
-def test_eos_drafter_puts_eos_everywhere_also_behind_right_tokens() -> None:
-    drafter = EosDrafter({0}, 8, 4, BY_ID)
-    drafted = [tokens for _ in range(200) if (tokens := chain(drafter, row(), 4))]
-    assert all(0 in tokens for tokens in drafted)
-    assert {tokens.index(0) for tokens in drafted} == {0, 1, 2, 3}
-    assert [3, 1, 0] in [tokens[:3] for tokens in drafted]
-
-
-def test_scripted_drafter_follows_its_script_round_and_round() -> None:
-    drafter, sequence = ScriptedDrafter([(2, [9, 0]), (0, [])], 8, 4, BY_ID), row()
-    assert chain(drafter, sequence, 4) == [3, 1, 1, 0]
-    assert chain(drafter, sequence, 3) == [3, 1, 1]
-    sequence.advance([], None, num_drafted=0, num_accepted=0)
-    assert chain(drafter, sequence, 4) == []
-    sequence.advance([], None, num_drafted=0, num_accepted=0)
-    assert chain(drafter, sequence, 1) == [3]
-
-
-@given(st.data())
-def test_every_drawn_drafter_keeps_to_budget_and_vocabulary(data: st.DataObject) -> None:
-    drafter = data.draw(drafters_with_eos(8, BY_ID, [0, 2]))
-    sequence = row(*REFERENCE[: data.draw(st.integers(0, 8))])
-    limit = data.draw(st.integers(0, drafter.num_speculative_tokens))
-    drafted = chain(drafter, sequence, limit)
-    assert len(drafted) <= limit
-    assert all(0 <= token < 8 for token in drafted)
-
-
-@given(step_histories(3, max_drafted=4))
-def test_histories_accept_no_more_than_was_drafted(history: list[list[tuple[int, int]]]) -> None:
-    assert all(len(step) == 3 for step in history)
-    assert all(0 <= accepted <= drafted <= 4 for step in history for drafted, accepted in step)
 
 
 @pytest.mark.parametrize("name", ["opt-61", "llama-11", "mistral-17", "gemma2-7"])

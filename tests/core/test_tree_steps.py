@@ -6,7 +6,6 @@ Oracle: `greedy_reference`, eager attention without a cache, float64, of equal l
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
 from emssd.drafting import Drafter, Outcome
 from emssd.model import TargetModel
-from emssd.sequences import FinishReason, Request
+from emssd.sequences import Request
 from emssd.testing.conformance.setting import setting
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -67,25 +66,6 @@ def test_rows_that_may_generate_one_two_or_three_tokens(
         done = build(oracle, make, drafter, batch_size).generate(prompts, limits)
         expected = [tokens[:limit] for tokens, limit in zip(references.values(), limits, strict=True)]
         assert [generation.token_ids for generation in done] == expected
-
-
-@every_backend
-@looped("place", [0, 2, 4])
-def test_an_eos_inside_of_an_accepted_path_ends_the_row(
-    make: MakeBackend, place: int, oracle: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    references = oracle.references(prompts, NEW)
-    eos = [tokens[place] for tokens in references.values()]
-    engine = build(oracle, make, DecoyDrafter(oracle.vocab_size, references))
-    requests = [
-        Request(str(row), tuple(prompt), NEW, frozenset([end]))
-        for row, (prompt, end) in enumerate(zip(prompts, eos, strict=True))
-    ]
-    for generation in engine.run(requests):
-        tokens = references[generation.request_id]
-        end = tokens.index(eos[int(generation.request_id)]) + 1
-        assert generation.token_ids == tokens[:end]
-        assert generation.finish_reason is FinishReason.EOS
 
 
 @looped("stop", ["w1", "w3", "7", "w2 w", "nowhere"])
@@ -221,15 +201,3 @@ def test_long_rows_in_whole_batches(pad_kv: bool) -> None:
     drafter = TreeDrafter(11, 12, references, right=0.6)
     engine = decode_in_little_memory(drafter, PaddedConfig(pad_kv=pad_kv), num_kv_tokens=None)
     assert engine.report.num_accepted > 40
-
-
-@pytest.mark.parametrize("lengths", [(), (1, 2), (3, 3, 3)])
-def test_the_models_length_ends_a_row_that_drafts_trees(
-    lengths: Seq[int], oracle: Any, build: Any, make_ragged: MakeBackend
-) -> None:
-    prompts = [[i % 11 for i in range(63 - length)] for length in (0, *lengths)]
-    references = {str(i): oracle.reference(prompt, 64 - len(prompt)) for i, prompt in enumerate(prompts)}
-    drafter = TreeDrafter(11, 9, references, right=0.9)
-    done = build(oracle, make_ragged, drafter).generate(prompts, 1000)
-    assert [generation.token_ids for generation in done] == list(references.values())
-    assert {generation.finish_reason for generation in done} == {FinishReason.LENGTH}

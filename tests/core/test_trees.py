@@ -13,7 +13,6 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.strategies import trees
-from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
 
 SHAPES = st.integers(0, 7).flatmap(trees)
@@ -42,14 +41,6 @@ def test_depth_counts_the_way_and_ancestors_lie_on_it(parents: tuple[int, ...]) 
     assert is_chain(parents) == all(path(parents, node) == list(range(node + 1)) for node in nodes)
 
 
-@looped(
-    ("parents", "depth"),
-    [((), []), ((-1, 0, 1), [1, 2, 3]), ((-1, -1, -1), [1, 1, 1]), ((-1, -1, 0, 1, 2), [1, 1, 2, 2, 3])],
-)
-def test_depths_of_a_chain_of_siblings_and_of_a_forest(parents: tuple[int, ...], depth: list[int]) -> None:
-    assert depths(parents) == depth
-
-
 @given(FORESTS)
 def test_trees_come_back_row_by_row(forest: list[Tree]) -> None:
     draft = Draft.from_trees(forest)
@@ -59,12 +50,6 @@ def test_trees_come_back_row_by_row(forest: list[Tree]) -> None:
         assert list(draft.tree(row)) == [parent for _, parent in tree]
         assert draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist() == [token for token, _ in tree]
     assert draft.is_chain == all(is_chain(draft.tree(row)) for row in range(draft.num_rows))
-
-
-@given(st.lists(st.integers(0, 5), max_size=4))
-def test_the_tree_of_a_chain_is_the_nodes_before(lengths: list[int]) -> None:
-    draft = Draft.from_chains([[0] * length for length in lengths])
-    assert [list(draft.tree(row)) for row in range(len(lengths))] == [list(range(-1, n - 1)) for n in lengths]
 
 
 @given(FORESTS, st.booleans(), st.data())
@@ -134,13 +119,6 @@ def test_shallow_nodes_are_those_up_to_a_depth(forest: list[Tree], data: st.Data
         assert texts(shallow, row) == [text for text in texts(draft, row) if len(text) <= limit]
 
 
-@given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=4), st.integers(0, 6))
-def test_a_shallow_chain_is_a_shorter_chain(chains: list[list[int]], limit: int) -> None:
-    shallow = Draft.from_chains(chains).shallow([limit] * len(chains))
-    assert shallow.parents is None
-    assert shallow.token_ids.tolist() == [token for chain in chains for token in chain[:limit]]
-
-
 @st.composite
 def steps(draw: st.DrawFn) -> tuple[list[Row], list[Tree], list[tuple[Row, int]]]:
     """Rows that are cached but for a few tokens, a tree for each, and pieces of other rows' prompts."""
@@ -179,20 +157,6 @@ def test_a_packed_tree_stands_by_depth_behind_its_row(
         assert packed.kv_positions(len(rows)) == [0, 1]
         assert packed.trees is None or packed.trees[-1] == ()
     assert (packed.trees is None) == all(is_chain([parent for _, parent in tree]) for tree in forest)
-
-
-@given(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=3))
-def test_chains_with_parents_are_packed_as_chains(chains: list[list[int]]) -> None:
-    rows = [Row(Request(str(number), (1, 2), 20), num_cached=1) for number in range(len(chains))]
-    forest = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
-    plain, with_parents = pack(rows, Draft.from_chains(chains)), pack(rows, Draft.from_trees(forest))
-    assert with_parents.trees is None
-    for ours, theirs in [
-        (with_parents.input_ids, plain.input_ids),
-        (with_parents.position_ids, plain.position_ids),
-        (with_parents.logit_rows, plain.logit_rows),
-    ]:
-        assert torch.equal(ours, theirs)
 
 
 @given(steps(), st.data())

@@ -48,22 +48,6 @@ def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: 
         assert list(found.accepted) == list(range(len(expected) - 1))
 
 
-@looped(
-    ("chain", "targets", "new"),
-    [
-        ([], [2], [2]),
-        ([1, 2, 3], [1, 2, 3, 0], [1, 2, 3, 0]),  # bonus
-        ([1, 2, 3], [1, 0, 3, 0], [1, 0]),  # recovered
-        ([1, 2, 3], [0, 2, 3, 0], [0]),  # what follows a rejected token counts for nothing
-        ([1, 1], [1, 1, 1], [1, 1, 1]),
-    ],
-)
-def test_recovered_and_bonus_tokens(chain: list[int], targets: list[int], new: list[int]) -> None:
-    (result,) = verify(flat([targets]), Draft.from_chains([chain]))
-    assert result.new_tokens == new
-    assert result.accepted == range(len(new) - 1)
-
-
 @given(cases(), st.integers(1, 6), st.booleans())
 def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number: int, on_host: bool) -> None:
     generator = torch.Generator().manual_seed(sum(map(len, case.chains)))
@@ -134,11 +118,6 @@ def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
 def test_of_equal_logits_the_lowest_id_wins() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [5.0, 0.0, 0.0, 5.0]])
     assert verify(greedy_tokens(logits), Draft.from_chains([[1]]))[0].new_tokens == [1, 0]
-
-
-def test_drafted_ids_may_be_of_another_integer_type() -> None:
-    draft = Draft(torch.tensor([1, 2], dtype=torch.int32), (0, 2))
-    assert verify(flat([[1, 2, 3]]), draft)[0].new_tokens == [1, 2, 3]
 
 
 @looped("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emssd_llma import Search
-from emssd_rest.build import build_store
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
@@ -95,22 +93,6 @@ def test_as_much_is_accepted_as_in_an_engine(name: str, options: dict[str, Any])
         (each.num_steps, each.num_accepted) for each in wanted
     ]
     assert sum(each.num_drafted for each in wanted) > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("llma", {"search": Search.prompt_and_output, "require_full_copy": False}),
-        ("rest", {"store": "STORE"}),
-        ("cascade", {"drafters": ["llma", "suffix"], "options": {"llma": {"match_length": 5}}}),
-    ],
-)
-def test_other_drafters_of_chains_are_right_as_well(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    texts, prompts = [counted(40 + row, 9) for row in range(3)], [14, 15, 16]
-    build_store(tmp_path / "store", [counted(60, 9)])
-    options = {key: str(tmp_path / "store") if value == "STORE" else value for key, value in options.items()}
-    served = serve(vllm.proposer(name, **options)(vllm_config(4, 64, CYCLE)), texts, prompts, 2, 64)
-    assert all(sum(right for _, right in row) >= 5 for row in served), served
 
 
 def test_a_row_that_cannot_grow_gets_no_draft_and_one_that_comes_back_begins_anew() -> None:

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
 from emssd.errors import ConfigError
-from tests.support.paired import DEPTH, HEADS, decode, head_path, is_full, make_engine, target
+from tests.support.right_drafters import trial
 from tests.support.tiers import looped
 
 
@@ -31,10 +29,10 @@ from tests.support.tiers import looped
         ({"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
     ],
 )
-@looped("head", HEADS)
+@looped("head", ["eagle", "eagle3", "mtp"])
 def test_options_that_cannot_work_are_refused(head: str, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        make_engine(head, options)
+        trial(head).make_engine(options)
     assert words in str(raised.value)
 
 
@@ -62,17 +60,3 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
 def test_the_authors_tree_comes_along() -> None:
     shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.drafters.heads", top_k=4)
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_it_is_offered(head: str) -> None:
-    engine = Engine.assemble(
-        target(),
-        None,
-        drafter=HEADS[head].config(path=head_path(head), depth=DEPTH, tree=TreeKind.chain),
-        backend="ragged",
-        budget="fixed",
-        options=EngineOptions(batch_size=4, on_drafter_error=OnDrafterError.fail),
-    )
-    decode(engine)
-    assert is_full(engine)

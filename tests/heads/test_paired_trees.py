@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.drafters import PairedDrafter
-from emssd.drafting import Draft, DrafterContext
+from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.sequences import Batch, Request
 from tests.support.heads import Weights, dense_layer, dense_rms
-from tests.support.paired import PROMPTS, Load, make_engine, target
 from tests.support.random_heads import DRAFTED, random_head
+from tests.support.right_drafters import target, trial
+from tests.support.right_drafts import PROMPTS, Load
 from tests.support.tiers import looped
 
 NUM_NEW, EPS = 12, 1e-6
@@ -142,9 +142,9 @@ def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, bac
     plugin, more = (head, {}) if head in ("eagle", "mtp") else ("eagle3", {"layer_ids": "hs"})
 
     def watched(load: Load) -> Load:
-        def loaded(config: Any, context: DrafterContext) -> PairedDrafter:
-            drafter = load(config, context)
-            propose = drafter.propose
+        def loaded(options: Any, context: DrafterContext) -> Drafter:
+            drafter: Any = load(options, context)
+            drafter.shape.temperature, propose = 1.0, drafter.propose
 
             def compared(batch: Batch, budget: Seq[int]) -> Draft:
                 nonlocal num_compared
@@ -156,11 +156,13 @@ def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, bac
                         num_compared += 1
                 return draft
 
-            drafter.propose = compared  # type: ignore[method-assign]
+            drafter.propose = compared
             return drafter
 
         return loaded
 
-    engine = make_engine(plugin, options | more | {"path": made.path}, backend, adapted=watched)
+    own = trial(plugin)
+    own.load = watched(own.load)
+    engine = own.make_engine(options | more | {"path": made.path}, backend)
     list(engine.run([Request(str(row), tuple(prompt), NUM_NEW) for row, prompt in enumerate(PROMPTS[:2])]))
     assert num_compared >= 4

@@ -116,16 +116,6 @@ def test_every_architecture_and_drafter_equals_generate_of_hugging_face(
             assert generation.num_accepted == generation.num_drafted
 
 
-@EVERY_DTYPE
-@EVERY_ARCHITECTURE
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "ragged"])
-def test_every_cell_of_the_padded_baseline_equals_generate_of_hugging_face(
-    architecture: str, dtype: str, backend: str
-) -> None:
-    engine, done = generate(model_of(architecture, dtype), "llma", BACKENDS[backend])
-    assert_equal_to_hugging_face(architecture, dtype, engine, done)
-
-
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "ragged"])
 @pytest.mark.parametrize("drafter", ["draft_model", "none"])
 @pytest.mark.parametrize("architecture", ["opt", "gemma2"])

@@ -28,8 +28,9 @@ from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.models import tiny_model
-from tests.support import paired
 from tests.support.random_heads import random_head
+from tests.support.right_drafters import trial
+from tests.support.right_drafts import Load
 from tests.support.tiers import few
 
 VOCAB_SIZE = 13
@@ -124,9 +125,9 @@ def test_rows_that_are_sampled_are_drafted_for_level_by_level(models: dict[str, 
     assert texts["0"] == decoded(models, "target", [None] * 4)[0]["0"]
 
 
-def with_program(load: paired.Load) -> paired.Load:
-    def loaded(config: Any, context: Any) -> PairedDrafter:
-        drafter = load(config, context)
+def with_program(load: Load) -> Load:
+    def loaded(options: Any, context: Any) -> Any:
+        drafter: Any = load(options, context)
         drafter._runner._compiled = CompiledHead(drafter._head)
         return drafter
 
@@ -136,9 +137,11 @@ def with_program(load: paired.Load) -> paired.Load:
 @pytest.mark.costly("compiles a head")
 def test_a_head_that_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedDrafter, "_grow_trees", lambda *_: pytest.fail("a pass for each level"))
-    engine = paired.make_engine("eagle3", {"tree": "chain"}, adapted=with_program)
-    paired.decode(engine)
-    assert paired.is_full(engine)
+    own = trial("eagle3")
+    own.load = with_program(own.load)
+    own.make_engine({"tree": "chain"})
+    own.decode()
+    assert own.is_full()
 
 
 @pytest.mark.costly("compiles a head")
@@ -148,9 +151,9 @@ def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatc
 
     drafts = Drafts()
 
-    def unsure(load: paired.Load) -> paired.Load:
-        def loaded(config: Any, context: Any) -> PairedDrafter:
-            drafter = with_program(load)(config, context)
+    def unsure(load: Load) -> Load:
+        def loaded(options: Any, context: Any) -> Any:
+            drafter: Any = with_program(load)(options, context)
             shape: Any = drafter.shape
             shape.temperature, shape.least = 3.0, math.log(least) if least else -math.inf
             drafts[:] = []
@@ -161,9 +164,10 @@ def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatc
 
     def run() -> Drafts:
         options = {"tree": "chain", "depth": 6, "path": random_head("eagle3").path}
-        engine = paired.make_engine("eagle3", options, adapted=unsure, batch_size=3)
-        engine.drafting.policy = Uneven()
-        paired.decode(engine)
+        own = trial("eagle3")
+        own.load = unsure(own.load)
+        own.make_engine(options, batch_size=3).drafting.policy = Uneven()
+        own.decode()
         return [*drafts]
 
     at_once = run()

@@ -174,26 +174,6 @@ def test_hidden_states_are_those_of_the_model_for_any_number_of_tokens(with_hidd
         assert not torch.allclose(right[1], right[-1], atol=0.1)
 
 
-def test_another_program_gives_them_than_where_nobody_asks(
-    with_hidden: TargetModel, targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = targets["opt-float32"].compiled
-    assert plain is not None
-    assert plain.hidden == ()
-    assert with_hidden.compiled is not None
-    assert with_hidden.compiled.hidden == (-1, 0, 1)
-    assert with_hidden.compiled.folder != plain.folder
-    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles again"))
-    before = with_hidden.compiled
-    with_hidden.prepare_hidden([0])
-    assert with_hidden.compiled is before
-    again = TargetModel(make("opt-float32"), compile=True)
-    assert again.compiled is not None
-    assert again.compiled.folder == plain.folder
-    again.prepare_hidden([-1, 0, 1])
-    assert again.compiled.folder == before.folder
-
-
 def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(with_hidden, "_guard", None)
     monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))

@@ -67,21 +67,6 @@ def test_a_batch_padded_on_the_left_gives_the_same_tensor(architecture: str, dra
     assert torch.equal(expected, got)
 
 
-@looped("seed", range(6))
-def test_padding_behind_eos_and_the_width_are_the_same(seed: int) -> None:
-    model = make_model(seed=seed)
-    expected, got = both(model, left_padded(), eos_token_id=[5, 7, 9], pad_token_id=PAD)
-    new = expected[:, max(map(len, PROMPTS)) :]
-    assert (new == PAD).any()  # some row ends before another
-    assert torch.equal(expected, got)
-
-
-def test_rows_that_all_end_early_give_a_narrow_tensor() -> None:
-    expected, got = both(make_model(), left_padded(), eos_token_id=list(range(1, 13)), pad_token_id=PAD)
-    assert expected.shape[1] == max(map(len, PROMPTS)) + 1
-    assert torch.equal(expected, got)
-
-
 def test_without_a_pad_token_the_first_eos_token_pads() -> None:
     model = make_model(seed=1)
     model.generation_config.pad_token_id = None
@@ -121,18 +106,6 @@ def test_without_a_pad_token_the_first_eos_token_pads() -> None:
 )
 def test_options_of_greedy_decoding_give_the_same_tensor(options: dict[str, Any]) -> None:
     expected, got = both(make_model(), left_padded(), **options)
-    assert torch.equal(expected, got)
-
-
-def test_an_unpadded_batch_and_a_single_row_without_a_mask_give_the_same_tensor() -> None:
-    for prompts in (([3, 4, 5, 3], [6, 7, 8, 9]), ([3, 4, 3, 4, 3],)):
-        for options in ({}, {"no_repeat_ngram_size": 2}):  # which in Transformers sees padding, too
-            expected, got = both(make_model(), {"input_ids": torch.tensor(prompts)}, **options)
-            assert torch.equal(expected, got)
-
-
-def test_padding_that_transformers_infers_from_the_pad_token_gives_the_same_tensor() -> None:
-    expected, got = both(make_model(), {"input_ids": left_padded()["input_ids"]}, pad_token_id=PAD)
     assert torch.equal(expected, got)
 
 

@@ -136,18 +136,3 @@ def test_the_command_finds_the_model_by_its_name(
     found = json.loads(results.read_text())
     assert found["config"]["model"] == "emssd"
     assert found["results"]["questions"]["exact_match,last-number"] in (0.0, *(n / 3 for n in (1, 2, 3)))
-
-
-def test_the_benchmark_finds_equal_scores(harness: Any, model: str, tmp_path: Path) -> None:
-    from benchmarks.lm_eval_scores import main
-
-    answers = ["[invalid]", "7"] * 4  # the first is what the harness reads in a text without a number
-    records = [{"question": text, "answer": answer} for text, answer in zip(CONTEXTS, answers, strict=False)]
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    command = f"--model {model} --data {data} --dtype float64 --max-new-tokens 16 --until zz --batch-size 3"
-    rows = main([*command.split(), "--template", "{{question}}", "--out", str(tmp_path / "out.json")])
-    assert rows["hf"]["texts"] == rows["emssd"]["texts"]
-    assert 0 < rows["hf"]["score"] < 1
-    assert rows["hf"]["score"] == rows["emssd"]["score"]
-    assert json.loads((tmp_path / "out.json").read_text())["rows"] == rows

@@ -22,7 +22,6 @@ from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import states
 from emssd.model.mixing import _MIXER, Convolution, Mixer, Recurrence, keeps_states
 from emssd.model.states import Feed, StateCache
-from emssd.sampling import SamplingParams
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from emssd.testing.models import HYBRIDS, WideFloats, tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -255,26 +254,6 @@ def test_drafters_with_a_model_have_states_of_their_own() -> None:
     found, engine = decoded("qwen3_5_text", "early_exit")
     assert found == expected
     assert engine.report.num_drafted > NEW_TOKENS
-
-
-def test_sampled_texts_do_not_depend_on_drafts() -> None:
-    texts = []
-    for drafter in ("none", TreeDrafter(VOCAB_SIZE, 8, references("mamba2"), seed=3)):
-        engine = Engine.from_model(model_of("mamba2"), drafter=drafter, budget="fixed", max_model_len=64, batch_size=3)
-        sampling = SamplingParams(temperature=0.8, seed=5, n=2)
-        texts.append([each.token_ids for each in engine.generate(PROMPTS, NEW_TOKENS, sampling=sampling)])
-    assert texts[0] == texts[1]
-
-
-def test_the_users_own_calls_are_as_before() -> None:
-    model, ids = model_of("jamba"), torch.tensor([PROMPTS[0]])
-    with torch.inference_mode():
-        before = model(ids, use_cache=False).logits
-        engine = Engine.from_model(model, drafter="none", max_model_len=64)
-        running = engine.stream(PROMPTS, 4)
-        next(running)
-        assert torch.equal(model(ids, use_cache=False).logits, before)
-        running.close()  # type: ignore[attr-defined]  # a generator
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:

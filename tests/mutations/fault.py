@@ -1,11 +1,12 @@
-"""`Fault`: a mistake to plant into one file, as plain data."""
+"""`Fault`: a mistake to plant into one file, as plain data; `read` finds those of a file."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Fault"]
+__all__ = ["ROOT", "Fault", "read"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,3 +49,18 @@ class Fault(NamedTuple):
         path = self.place(root)
         path.write_text(path.read_text().replace(self.old, self.new))
         return path
+
+
+def read(path: Path) -> Iterator[Fault]:
+    """The faults of a text file, with an empty line between them.
+
+    A fault begins with its name, and ``| ROOM | FILE``. Lines after ``-`` are the old text, those after ``+`` the new
+    one, and ``= TEST`` names a test. A text ends with a line break if its last line is empty.
+    """
+    for block in path.read_text(encoding="utf-8").strip().split("\n\n"):
+        name, place, *lines = block.split("\n")
+        _, room, file = (part.strip() for part in place.split("|"))
+        marked = {mark: [line[1:] for line in lines if line[0] == mark] for mark in "-+="}
+        assert sum(map(len, marked.values())) == len(lines), f"{path.name}: {name!r} has a line of another kind"
+        old, new = "\n".join(marked["-"]), "\n".join(marked["+"])
+        yield Fault(name, room, file, old, new, tuple(line.strip() for line in marked["="]))

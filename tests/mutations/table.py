@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from . import bits, drafters, engine, gpu, grammar, heads, memory, sampling, states
+from pathlib import Path
+
+from .fault import read
 
 __all__ = ["FAULTS", "as_markdown", "function_of"]
 
-FAULTS = (*engine.FAULTS, *memory.FAULTS, *drafters.FAULTS, *heads.FAULTS, *sampling.FAULTS)
-FAULTS += (*states.FAULTS, *grammar.FAULTS, *bits.FAULTS, *gpu.FAULTS)
+FAULTS = tuple(fault for path in sorted(Path(__file__).parent.glob("faults/*.txt")) for fault in read(path))
 
 
 def function_of(test: str) -> str:

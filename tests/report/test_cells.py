@@ -53,31 +53,11 @@ def test_a_speedup_is_the_median_ratio_within_a_repeat(rates: list[tuple[float, 
     assert ratio.median == pytest.approx(cell.speedup.median)
 
 
-@given(st.lists(st.floats(-1e6, 1e6), min_size=1))
-def test_a_spread_holds_its_median(values: list[float]) -> None:
-    spread = Spread.of(values)
-    assert spread.low <= spread.median <= spread.high
-    assert all(spread.covers(each) for each in values)
-    assert spread.count == len(values)
-
-
 def test_each_method_has_the_baseline_of_its_own_kernels() -> None:
     rates = {"greedy": 10.0, "unpad_both": 20.0, "ragged_greedy": 40.0, "ragged": 60.0}
     grid = _only([row(method=name, metrics_decode_tokens_per_second=rate) for name, rate in rates.items()])
     speedups = {cell.line.method: cell.speedup and cell.speedup.median for cell in grid.cells}
     assert speedups == {"greedy": None, "unpad_both": 2.0, "ragged_greedy": None, "ragged": 1.5}
-
-
-def test_without_methods_the_baseline_has_the_same_backend() -> None:
-    def made(speculate: bool, backend: str, rate: float) -> Row:
-        return row(
-            "crossover", None, speculate=speculate, backend_options=backend, metrics_decode_tokens_per_second=rate
-        )
-
-    rows = [made(False, "a", 10), made(True, "a", 30), made(False, "b", 20), made(True, "b", 10)]
-    grid = _only(rows)
-    found = {cell.line.backend: cell.speedup.median for cell in grid.cells if cell.speedup}
-    assert found == {"a": 3.0, "b": 0.5}
 
 
 def test_a_baseline_of_another_repeat_batch_size_model_or_file_does_not_count() -> None:
@@ -132,15 +112,6 @@ def test_a_baseline_of_another_drafters_sweep_serves_and_one_of_the_same_is_pref
 def test_what_may_not_be_compared_is_in_grids_of_its_own() -> None:
     changes: list[dict[str, Any]] = [{}, {"model": "b"}, {"dtype": "bfloat16"}, {"compiled": True}, {"size": "paper"}]
     assert len(grids([row(**change) for change in changes])) == len(changes)
-
-
-def test_made_up_models_and_drafts_are_marked_in_the_title() -> None:
-    greedy = row(method="greedy", random_weights=True)  # nothing is replayed without drafts
-    replayed = row(method="vanilla", random_weights=True, replay="acceptance drawn")
-    grid = _only([greedy, replayed])
-    assert grid.mark == "random weights, replay"
-    assert grid.title.endswith("(random weights, replay)")
-    assert _only([row()]).mark == ""
 
 
 def test_settings_that_look_alike_are_told_apart() -> None:

@@ -34,18 +34,6 @@ def advised(*rows: dict[str, Any]) -> list[list[str]]:
     return [list(line) for line in advice(grid).lines]
 
 
-def test_without_plain_decoding_nothing_is_advised() -> None:
-    assert advised(*cells(ALWAYS, ADAPTIVE)) == [["8", "", "not known: no row of plain greedy decoding"]]
-
-
-def test_with_nothing_but_plain_decoding_it_is_not_advised() -> None:
-    found = advised(*cells(PLAIN, ALWAYS, batch_size=4), *cells(PLAIN, batch_size=8))
-    assert found == [
-        ["4", "1.50 (1.50–1.50)", "llma, fixed on padded"],
-        ["8", "", "not known: nothing but plain greedy decoding was run"],
-    ]
-
-
 def test_plain_decoding_is_advised_where_nothing_is_faster() -> None:
     found = advised(*cells(PLAIN, ALWAYS, ADAPTIVE, always=80.0))
     assert found == [["8", "0.90 (0.90–0.90)", "plain greedy decoding"]]
@@ -62,3 +50,11 @@ def test_advice_says_how_sure_it_is() -> None:
     mixed = [*cells(PLAIN, ALWAYS, repeats=3)]
     mixed[1]["metrics"]["decode_tokens_per_second"] = 90.0
     assert advised(*mixed) == [["8", "1.50 (0.90–1.50)", "llma, fixed on padded (too close to call)"]]
+
+
+def test_with_nothing_but_plain_decoding_it_is_not_advised() -> None:
+    found = advised(*cells(PLAIN, ALWAYS, batch_size=4), *cells(PLAIN, batch_size=8))
+    assert found == [
+        ["4", "1.50 (1.50–1.50)", "llma, fixed on padded"],
+        ["8", "", "not known: nothing but plain greedy decoding was run"],
+    ]

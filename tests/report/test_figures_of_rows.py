@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from math import log2
-from pathlib import Path
 
 import pytest
 from hypothesis import assume, given
@@ -18,7 +17,7 @@ from emssd.report.sections.methods import crossing_at, crossings
 from emssd.report.sections.steps import Floor
 from tests.support.tiers import looped
 
-from .conftest import row, section_of, value, write
+from .conftest import row
 
 
 def test_the_floor_of_a_step_done_by_hand() -> None:
@@ -38,13 +37,6 @@ def test_arithmetic_takes_over_where_it_says(batch: int, tokens: int, bandwidth:
     floor = Floor.of(mine)
     assume(abs(floor.byte_seconds - floor.flop_seconds) > 1e-9 * floor.seconds)
     assert (floor.bound == "FLOPs") == (tokens >= floor.arithmetic_from)
-
-
-def test_a_floor_of_another_number_of_tokens_computes_as_many() -> None:
-    one, three = (Floor.of(row(method="vanilla"), tokens) for tokens in (1, 3))
-    assert three.flop_seconds == pytest.approx(3 * one.flop_seconds)
-    assert three.byte_seconds == one.byte_seconds
-    assert three.arithmetic_from == one.arithmetic_from
 
 
 @given(st.floats(1.05, 60), st.floats(0.05, 0.5))
@@ -85,13 +77,6 @@ def test_where_speculation_pays(by_size: dict[int, tuple[float, ...]], shown: li
     assert _crossings(by_size) == ["fixed on padded", *shown]
 
 
-def test_a_line_that_comes_back_stops_paying_where_it_first_does() -> None:
-    medians = {2: 2.0, 8: 0.5, 16: 0.9, 32: 1.1}
-    at = crossing_at({size: Spread(y, y, y, 3) for size, y in medians.items()})
-    assert at == pytest.approx(2 * 4 ** (1 / 1.5))
-    assert crossing_at({2: Spread(0.5, 0.5, 0.5, 3), 4: Spread(2, 2, 2, 3)}) is None
-
-
 def test_bars_are_drawn_where_they_are_and_not_from_the_line_on() -> None:
     from matplotlib.collections import LineCollection
     from matplotlib.figure import Figure
@@ -127,17 +112,3 @@ def test_the_least_of_a_batch_falls_as_batches_are_joined(taus: list[float]) -> 
     nested = least_of_batches(full)
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size in nested]
     assert all(nested[a] >= nested[b] - 1e-9 for a, b in pairwise(sizes))
-
-
-def test_the_least_of_batches_by_hand() -> None:
-    assert least_of_batches([3.0, 2.0, 5.0, 4.0, 1.0]) == {1: 3.0, 2: 3.0, 4: 2.0}
-
-
-def test_without_drafts_nothing_is_said_of_places_in_them(tmp_path: Path) -> None:
-    drafted = value("acceptance", "ragged")
-    nothing = value("acceptance", "ragged", metrics_draft_length_histogram={"0": 20})
-    for row_of_it, heads in ((drafted, 1), (nothing, 0)):
-        write(tmp_path, [row_of_it])
-        section = section_of(tmp_path, "acceptance")
-        assert section is not None
-        assert section.markdown().count("### By place in the draft") == heads

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from emssd.report.__main__ import main
-from emssd.report.page import html_page
-from emssd.report.sections import Plot, sections
+from emssd.report.sections import sections
 from emssd.report.sections.origins import mixtures
 from emssd.report.sources import read
-from emssd.report.tables import Code, Table, escape
+from emssd.report.tables import Table
 from tests.support.tiers import looped
 
 from .conftest import measured, value, write
@@ -64,11 +63,6 @@ def test_the_html_is_well_formed_and_needs_nothing_else(page: Page) -> None:
         assert image.get("alt")
 
 
-def test_links_lead_to_sections(page: Page) -> None:
-    ids = {element.get("id") for element in page.tree.iter("h2")}
-    assert {(element.get("href") or "").removeprefix("#") for element in page.tree.iter("a")} == ids
-
-
 def test_the_markdown_has_its_plots_beside_it_and_none_is_large(page: Page) -> None:
     named = re.findall(r"!\[.*\]\((.*)\)", page.markdown)
     assert sorted(named) == sorted(path.name for path in page.folder.glob("*.svg"))
@@ -108,17 +102,6 @@ def test_replay_and_random_weights_are_said_wherever_their_figures_are(page: Pag
     assert "replay" not in others
 
 
-def test_text_from_rows_is_shown_as_it_is(page: Page) -> None:
-    text = "".join(page.tree.itertext())
-    assert "All <of> it" in text
-    assert "made up | for tests, 2 threads" in text  # the processor's name, which stands in a table, too
-    cells = {len(line.findall("th")) + len(line.findall("td")) for line in page.tree.iter("tr")}
-    for made in page.tree.iter("table"):
-        widths = {len(list(line)) for line in made.iter("tr")}
-        assert len(widths) == 1, widths
-    assert 0 not in cells
-
-
 @looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
 def test_which_unpadding_gains_more_is_a_ratio_within_repeats(
     inputs: float, ratio: str, inputs_on_top: str, tmp_path: Path
@@ -156,17 +139,6 @@ def test_a_cell_without_its_baseline_is_shown_and_named(tmp_path: Path) -> None:
     assert "| 2 | vanilla | 321 | no baseline |" in said
 
 
-def test_steps_are_timed_by_tokens_per_sample(page: Page) -> None:
-    section = next(part for part in page.markdown.split("\n## ") if part.startswith("Time of a step"))
-    # 4 MB of weights and 16 rows' 100 tokens of KV at 2 kB, at 10 GB/s; 16 tokens of 2.05 MFLOP at 100 GFLOP/s
-    lines = [line for line in section.splitlines() if line.startswith("| 16 ")]
-    assert lines == [
-        "| 16 | 1 | 17.20 (17.10–17.30) |  |  | 0.72 (bytes) |",
-        "| 16 | 3 | 19.20 (19.10–19.30) | 1.12 (1.12–1.12) |  | 0.98 (FLOPs) |",
-        "| 16 | 5 | 21.20 (21.10–21.30) | 1.23 (1.23–1.23) | 1.36 | 1.64 (FLOPs) |",
-    ]
-
-
 def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> None:
     other = value()
     other["provenance"] = other["provenance"] | {"commit": "def5678"}
@@ -178,31 +150,6 @@ def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> No
         "several commits",
     ]
     assert mixtures(read([write(tmp_path / "same", [value(), value(repeat=2)])])) == []
-
-
-def test_datasets_stand_beside_the_papers_figures_of_their_own_data(tmp_path: Path) -> None:
-    names = ("spec_math", "spec_mt_bench", "spec_summarization", "other")
-    write(tmp_path, [row for name in names for row in measured("datasets", ("greedy", "vanilla"), data_label=name)])
-    section = sections(read([tmp_path]))[0]
-    theirs = [block.title.partition("OPT-13b, ")[2] for block in section.blocks if isinstance(block, Plot)]
-    assert theirs == ["GSM8K", "MT-Bench", "CNN/Daily Mail", "CNN/Daily Mail"]
-    _, *tables = (block for block in section.blocks if isinstance(block, Table))
-    printed = [table.lines[1][4] for table in tables]
-    assert printed == ["1.12", "2.28", "2.11", "2.11"]  # of the vanilla method, at batch size 2
-
-
-@looped("text", ["a|b", "`x`", "``", "*a*", "<b>&amp;", "[x](http://y)", "a\\|b", "$x$"])
-def test_text_comes_through_markdown_unchanged(text: str) -> None:
-    page = html_page("t", Table(["escaped", "code"], [[text, Code(text)]]).markdown(), {})
-    cells = list(ET.fromstring(page.removeprefix("<!DOCTYPE html>\n")).iter("td"))
-    assert ["".join(cell.itertext()) for cell in cells] == [text, text]
-
-
-def test_alternative_text_is_shown_without_markdowns_backslashes() -> None:
-    text = "a|b `*x*` <c> [d](e) $f$"
-    page = html_page("t", f"![{escape(text)}](p.svg)", {"p.svg": "<svg/>"})
-    (image,) = ET.fromstring(page.removeprefix("<!DOCTYPE html>\n")).iter("img")
-    assert image.get("alt") == text
 
 
 def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor(tmp_path: Path) -> None:
@@ -221,12 +168,6 @@ def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor(tmp_path: Path) -
 def _text(folder: Path) -> str:
     found = sections(read([folder]))
     return "\n".join(section.markdown() for section in found)
-
-
-def test_single_runs_are_listed(page: Page, everything: Path) -> None:
-    section = next(part for part in page.markdown.split("\n## ") if part.startswith("Single runs"))
-    assert "1.25 | 1.50 | 4 exact, 1 ties, 0 different" in section
-    assert json.dumps(str(everything / "runs" / "0"))[1:-1] in section
 
 
 def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(tmp_path: Path) -> None:
@@ -273,11 +214,3 @@ def write_run(folder: Path, setting: dict[str, object], speed: float, **more: ob
     (folder / "metrics.json").write_text(
         json.dumps(metrics | more | {"mean_acceptance_length": 1.0, "num_new_tokens": 5})
     )
-
-
-def test_a_command_in_a_table_wraps_on_a_narrow_screen_and_figures_do_not() -> None:
-    page = html_page(
-        "t", Table(["command", "speed"], [[Code("python -m emssd drafter=llma batch_size=4"), "1.0"]]).markdown(), {}
-    )
-    assert '<td style="text-align:left" class="wide"><code>python' in page
-    assert '<td style="text-align:right">1.0' in page

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import pytest
-
 from emssd.report import paper
 
 CNN = paper.CNN_DAILYMAIL
@@ -108,55 +106,3 @@ def printed() -> Iterator[tuple[str, str, str, int, str, float, float]]:
 def test_every_speedup_is_the_ratio_of_its_tokens_per_second_but_for_the_papers_misprints() -> None:
     wrong = [each for each in printed() if abs(each[5] - each[6]) > 0.005 + 1e-9]
     assert [(*each[:5], round(each[5], 3), each[6]) for each in wrong] == MISPRINTS
-
-
-def test_no_cell_is_left_out_and_none_is_added() -> None:
-    found = [each[:5] for each in printed()]
-    count = {table: sum(each[0] == table for each in found) for table in ("Table 2", "Table 3", "Table 4", "appendix")}
-    both = {"Table 3": 5 + 7, "Table 4": 4 + 7 + 7, "appendix": 7 + 7}  # batch sizes above 1, of each model or dataset
-    alone = {"Table 3": 2, "Table 4": 3, "appendix": 2}  # at batch size 1 there is one method
-    assert count == {"Table 2": 5 * 4} | {name: 2 * both[name] + alone[name] for name in both}
-    assert len(set(found)) == len(found)
-    held = sum(len(sizes) for methods in paper.SPEEDUPS.values() for sizes in methods.values())
-    assert held == len(found)
-
-
-def test_tables_that_share_a_model_share_its_greedy_decoding_but_for_one_misprint() -> None:
-    greedy: dict[tuple[str, str, float], dict[str, float]] = {}
-    for (table, _, model, data), lines in TOKENS.items():
-        for size, rate, *_ in lines:
-            greedy.setdefault((model, data, size), {})[table] = rate
-    differing = {cell: rates for cell, rates in greedy.items() if len(set(rates.values())) > 1}
-    assert differing == {("opt-13b", CNN, 4): {"Table 3": 160.31, "Table 4": 160.13}}
-
-
-def test_the_table_of_datasets_agrees_with_theirs_but_for_one_misprint() -> None:
-    at_8 = {
-        data: methods
-        for (drafter, model, data), methods in paper.SPEEDUPS.items()
-        if (drafter, model) == ("draft_model", "opt-13b")
-    }
-    differing = [
-        (each.name, theirs, mine)
-        for each in paper.DATASETS
-        for theirs, mine in (
-            (each.vanilla, at_8[each.name]["vanilla"][8]),
-            (each.ours, at_8[each.name]["unpad_both"][8]),
-        )
-        if theirs != mine
-    ]
-    assert differing == [("MT-Bench", 2.49, 2.45)]
-
-
-def test_the_speeds_that_others_quote() -> None:
-    theirs = paper.SPEEDUPS["llma", "opt-6.7b", CNN]
-    assert theirs["unpad_both"] == {2: 3.50, 4: 2.83, 8: 2.17, 16: 1.63, 24: 1.41}
-    assert theirs["vanilla"] == {2: 3.21, 4: 2.26, 8: 1.37, 16: 0.83, 24: 0.66}
-    draft = paper.SPEEDUPS["draft_model", "opt-13b", CNN]["unpad_both"]
-    assert (draft[2], draft[24]) == (2.34, 1.64)
-    assert paper.STEP_MS[5] / paper.STEP_MS[1] == pytest.approx(1.36, abs=0.005)
-
-
-def test_the_papers_table_contradicts_its_text() -> None:
-    theirs = paper.SPEEDUPS["llma", "opt-6.7b", CNN]
-    assert all(theirs["unpad_inputs"][size] > theirs["unpad_kv"][size] for size in (2, 4, 8, 16, 24))

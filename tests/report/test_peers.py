@@ -15,9 +15,6 @@ from emssd.report.sections.common import Plot, Section
 from emssd.report.tables import Table
 from tests.support.tiers import looped
 
-from .conftest import measured
-from .conftest import write as write_rows
-
 RUN = {
     "script": "benchmarks/cpu_peers.py",
     "commit": "abc1234",
@@ -106,33 +103,6 @@ def test_runs_with_a_batch_size_in_common_or_another_option_are_not_joined(tmp_p
     assert heads(section_of(first, other)) == ["emssd beside vllm"] * 2
 
 
-def test_a_run_in_which_all_failed_has_no_plot(tmp_path: Path) -> None:
-    path = write(tmp_path, "failed.json", {"emssd": 1.0}, (4,))
-    value = json.loads(path.read_text())
-    value["cells"] = [{"peer": "emssd", "mode": "greedy", "batch_size": 4, "failed": "no memory\nat all"}]
-    path.write_text(json.dumps(value))
-    section = section_of(path)
-    assert tables(section) == [["| 4 | greedy | emssd | failed: no memory |"]]
-    assert plots(section) == {}
-
-
-def test_the_page_has_them_before_single_runs_and_says_where_they_come_from(tmp_path: Path) -> None:
-    rows = write_rows(tmp_path / "rows", measured("my own", ("greedy", "vanilla")))
-    path = tmp_path / "peers.json"
-    path.write_text(json.dumps(_compared()))
-    main([str(rows), "--peers", str(path), "--out", str(tmp_path / "out"), "--name", "all"])
-    text, page = ((tmp_path / "out" / f"all.{kind}").read_text() for kind in ("md", "html"))
-    *_, section, origin = text.split("\n## ")
-    assert section.startswith("Beside other engines")
-    assert "| 4 | greedy | vllm | 84 (80–88) | 1.50 |  | 3/4 |" in section
-    assert "| 8 | ngram | vllm | 168 (160–176) | 1.50 | 4/4 | 3/4 |" in section
-    assert "](all_peers_0.svg)" in section
-    assert (tmp_path / "out" / "all_peers_0.svg").is_file()
-    assert origin.startswith("Where this comes from")
-    assert f"`{path}`: see its section." in origin
-    assert "failed: no | memory" in page  # a cell of a table, shown as it is
-
-
 @looped(
     "text, said",
     [
@@ -153,28 +123,6 @@ def test_a_file_of_another_kind_is_named(
     (line,) = capsys.readouterr().err.splitlines()
     assert said in line
     assert str(path) in line
-
-
-def _compared() -> dict[str, Any]:
-    """A comparison, one engine of which failed."""
-    run = {
-        "script": "benchmarks/cpu_peers.py",
-        "commit": "abc1234",
-        "date": "2026-11-21",
-        "processor": "made up",
-        "models": {"target": "t", "draft": "d"},
-        "options": {"threads": 2, "repeats": 2, "num_prompts": 4},
-        "versions": {"emssd": {"emssd": "0.1.0"}, "vllm": {"vllm": "0"}},
-    }
-    cells: list[dict[str, Any]] = [
-        {"peer": peer, "mode": mode, "batch_size": size, "tokens_per_second": [rate, rate * 1.1], "num_rows": 4,
-         "equal_rows": {"HF float32": 3}, "equal_to_own_greedy": None if mode == "greedy" else 4}
-        for size in (4, 8)
-        for mode in ("greedy", "ngram")
-        for peer, rate in (("emssd", 30.0 * size), ("vllm", 20.0 * size))
-    ]  # fmt: skip
-    cells.append({"peer": "openvino", "mode": "greedy", "batch_size": 4, "failed": "no | memory\nat all"})
-    return {"run": run, "cells": cells}
 
 
 def _texts(section: Section) -> list[str]:

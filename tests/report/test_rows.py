@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from emssd.errors import ConfigError
 from emssd.report import summary
 from emssd.report.__main__ import main
 from emssd.report.rows import Row, parse
@@ -181,14 +180,3 @@ def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
     for place, title in enumerate(titles, 1):
         _, _, below = text.partition(f"step_time: {title}\n")
         assert below.splitlines()[1].split()[:4] == ["2", "5", f"{place}.00", f"({place}.00–{place}.00)"]
-
-
-def test_the_console_shows_every_kind_of_row(everything: Path) -> None:
-    for path in everything.glob("*/rows.jsonl"):
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        assert rows[0]["experiment"] in _shown(rows)
-
-
-def test_rows_of_another_format_are_refused_on_the_console() -> None:
-    with pytest.raises(ConfigError, match="row 1"):
-        summary([{"experiment": "fig1"}])

@@ -15,8 +15,6 @@ from tests.support.tiers import looped
 
 from .conftest import value, write
 
-ROWS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-
 
 def with_options(*options: str, **changes: Any) -> Row:
     made = parse(value(**changes) | {"options": list(options)}, "rows.jsonl")
@@ -47,21 +45,6 @@ def test_a_baseline_has_the_same_options() -> None:
     ]
     cells = [grid.get("vanilla", 2) for grid in grids(rows)]
     assert [cell and cell.speedup and cell.speedup.median for cell in cells] == [2.0, 3.0]
-
-
-def test_a_method_with_other_options_of_its_backend_is_not_under_the_same_label() -> None:
-    rows = [
-        with_options(f"backend.page_size={size}", method="ragged", backend_options=f"ragged(page_size={size})")
-        for size in (8, 32)
-    ]
-    found = by_title(rows)
-    assert list(found) == [" · backend.page_size=8", " · backend.page_size=32"]
-    assert [[cell.line.label for cell in grid.cells] for grid in found.values()] == [["ragged"], ["ragged"]]
-
-
-@looped("path", sorted(ROWS.glob("*/rows.jsonl")))
-def test_rows_from_before_there_were_options_are_read(path: Path) -> None:
-    assert len(read_rows(path)) == path.read_text().count("\n")
 
 
 def test_a_row_whose_options_are_no_list_is_refused() -> None:

@@ -41,13 +41,6 @@ def test_runs_of_other_options_are_not_pooled(changes: list[dict[str, Any]], nam
     assert all(name in grid.name for grid, name in zip(found, names, strict=True))
 
 
-def test_drafted_tokens_and_prompts_that_follow_the_batch_size_are_one_setting() -> None:
-    labels = ("replay(num_speculative_tokens=3)", "replay", "replay(num_speculative_tokens=1)")
-    made = [{"batch_size": size, "drafter_options": label, **prompts(size)} for size in (1, 4) for label in labels]
-    (grid,) = steps_of(timed(*made))
-    assert grid.title == "demo · replay, fixed on padded · demo · float32 (replay)"
-
-
 @looped("longest", [1.0, 1.5])
 def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) -> None:
     lengths = (1.0, longest)
@@ -58,7 +51,8 @@ def test_the_largest_acceptance_length_is_shown(longest: float, tmp_path: Path) 
     assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
 
 
-def test_rows_without_decode_steps_are_left_out() -> None:
-    none = row("step_time", None, metrics_decode_row_steps=0)
-    assert steps_of([none]) == []
-    assert [len(grid.rows) for grid in steps_of([none, row("step_time", None, repeat=2)])] == [1]
+def test_drafted_tokens_and_prompts_that_follow_the_batch_size_are_one_setting() -> None:
+    labels = ("replay(num_speculative_tokens=3)", "replay", "replay(num_speculative_tokens=1)")
+    made = [{"batch_size": size, "drafter_options": label, **prompts(size)} for size in (1, 4) for label in labels]
+    (grid,) = steps_of(timed(*made))
+    assert grid.title == "demo · replay, fixed on padded · demo · float32 (replay)"

@@ -7,36 +7,13 @@ decoding, ``drafter=none`` at batch size 1, is held to it like any other run.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence as Seq
 from functools import cache
-from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
-import torch
-from emssd_anpd import ANPDConfig
-from emssd_cascade import CascadeConfig
-from emssd_draft_model import DraftModelConfig, TreeKind
-from emssd_early_exit import EarlyExitConfig
-from emssd_early_exit import TreeKind as ExitTree
-from emssd_llma import LLMAConfig, Search
-from emssd_lookahead import LookaheadConfig
-from emssd_ngrammys import NGrammysConfig
-from emssd_none import NoneConfig
-from emssd_padded import PaddedConfig
-from emssd_pld import PLDConfig
-from emssd_ragged import Kernels, RaggedConfig
+from emssd_ragged import RaggedConfig
 from emssd_ragged.backend import ragged_backend
-from emssd_replay import ReplayConfig
-from emssd_rest import RestConfig
-from emssd_rest.build import build_store
-from emssd_self_draft import SelfConfig
-from emssd_self_draft import TreeKind as SelfTree
-from emssd_suffix import SuffixConfig
-from emssd_token_recycling import TokenRecyclingConfig
-from emssd_union import UnionConfig
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -45,109 +22,29 @@ from emssd.decoding.options import Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import BudgetPolicy, Draft
 from emssd.drafting.budget import FixedBudget
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import CausalLMRunner
 from emssd.plugins.registry import PluginWarning, Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
 from emssd.testing.drafters import PerfectDrafter
-from emssd.testing.models import tiny_model
 from emssd.testing.strategies import policies
 from tests.sampling.test_engine import NUM_NEW, VOCAB, Expected, decode, requests, target
+from tests.support.every_drafter import BACKENDS, DRAFTERS, EveryDrafter
 from tests.support.tiers import only
 
-BACKENDS: dict[str, Any] = {
-    "fused": RaggedConfig(kernels=Kernels.fused),
-    "torch": RaggedConfig(kernels=Kernels.torch),
-    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
-    "page 3": RaggedConfig(page_size=3, kernels=Kernels.torch),
-    "padded": PaddedConfig(),
-    "unpad_kv": PaddedConfig(pad_kv=False),
-    "unpad_inputs": PaddedConfig(pad_inputs=False),
-    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
-}
 PAGED = tuple(name for name, config in BACKENDS.items() if isinstance(config, RaggedConfig))
-_COPY: dict[str, Any] = {"match_length": 1, "copy_length": 3, "search": Search.prompt_and_output}
-_SHAPE: dict[str, Any] = {"num_nodes": 9, "depth": 4, "top_k": 3}
-DRAFTERS: dict[str, Any] = {
-    "none": NoneConfig(),
-    "llma": LLMAConfig(**_COPY),
-    "llma, tree": LLMAConfig(**_COPY, branches=3),
-    "pld": PLDConfig(num_speculative_tokens=4, require_full_copy=False),
-    "suffix": SuffixConfig(),
-    "suffix, tree": SuffixConfig(branches=3, min_token_prob=0.01, cache_tokens=200),
-    "rest": RestConfig("store", min_match=1),
-    "rest, tree": RestConfig("store", min_match=1, branches=6, num_nodes=9),
-    "draft_model, chain": DraftModelConfig("near", 3),
-    "draft_model, static": DraftModelConfig("near", tree=TreeKind.static, expansion=[2, 2, 1]),
-    "draft_model, dynamic": DraftModelConfig("near", tree=TreeKind.dynamic, **_SHAPE),
-    "draft_model, sequoia": DraftModelConfig("near", tree=TreeKind.sequoia, **_SHAPE),
-    "lookahead": LookaheadConfig(window=3, ngram=3, guesses=3),
-    "token_recycling": TokenRecyclingConfig(num_candidates=3, num_nodes=9, depth=4),
-    "anpd": ANPDConfig(num_speculative_tokens=4),
-    "ngrammys": NGrammysConfig(num_candidates=3, num_nodes=9, depth=4),
-    "self, chain": SelfConfig(depth=3),
-    "self, dynamic": SelfConfig(tree=SelfTree.dynamic, **_SHAPE),
-    "early_exit, chain": EarlyExitConfig(num_layers=1, tree=ExitTree.chain, depth=3),
-    "early_exit, dynamic": EarlyExitConfig(num_layers=1, **_SHAPE),
-    "cascade": CascadeConfig(["llma", "draft_model"], {"llma": _COPY, "draft_model": {"path": "near"}}),
-    "union": UnionConfig(
-        ["llma", "draft_model", "token_recycling"],
-        {"llma": _COPY, "draft_model": {"path": "near", "num_speculative_tokens": 3}},
-    ),
-    "replay": ReplayConfig(known="known", p=0.7),
-    "replay, tree": ReplayConfig(known="known", branches=[2, 1], chances=[[0.4, 0.3]]),
-}
-TRAINED = {
-    "dflash",
-    "eagle",
-    "eagle3",
-    "hydra",
-    "kangaroo",
-    "medusa",
-    "mtp",
-    "pard",
-}  # their own tests draw random weights
+NIGHTLY = {"replay, tree", "early_exit", "eagle, static", "eagle3, chain", "mtp", "medusa, static"}
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
 
 
 @cache
-def near() -> TargetModel:
-    """A draft model that is right at times."""
-    model: Any = tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15)
-    other: Any = tiny_model("llama", seed=1, vocab_size=VOCAB, std=0.05)
-    with torch.no_grad():
-        model.lm_head.weight.add_(other.lm_head.weight)
-    return TargetModel(model)
-
-
-def load_near(path: str, **_: Any) -> tuple[TargetModel, None]:
-    assert path == "near"
-    return near(), None
+def every() -> EveryDrafter:
+    return EveryDrafter(target())
 
 
 @cache
 def registry() -> Registry:
     return Registry()
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a datastore of random text, in which every short n-gram stands."""
-    where, random = tmp_path_factory.mktemp("drafters"), Random(0)
-    build_store(where / "store", [[random.randrange(VOCAB) for _ in range(1500)]])
-    return where
-
-
-def config_of(drafter: str, folder: Path, expected: Expected) -> Any:
-    """The config of a drafter, with its files in `folder`."""
-    config = DRAFTERS[drafter]
-    if isinstance(config, RestConfig):
-        return dataclasses.replace(config, store=str(folder / "store"))
-    if isinstance(config, ReplayConfig):
-        path = folder / "known.jsonl"
-        path.write_text("".join(json.dumps({"id": name, "token_ids": text}) + "\n" for name, text in expected.items()))
-        return dataclasses.replace(config, known=str(path))
-    return config
 
 
 def make_engine(
@@ -175,7 +72,7 @@ def make_engine(
         )
         made = Engine.assemble(
             target(), None, drafter=drafter, backend=BACKENDS[backend], budget=budget or FixedBudget(), options=options,
-            registry=registry(), load=load_near,
+            registry=registry(), load=every().load,
         )  # fmt: skip
         if made.runner.fits({"longest": longest}):
             break
@@ -204,7 +101,7 @@ def test_every_drafter_that_is_offered_is_among_them() -> None:
     ours = [
         each.name for each in registry().specs("drafter") if registry().source("drafter", each.name)[:6] == "emssd "
     ]
-    assert sorted(ours) == sorted(named | TRAINED)
+    assert sorted(ours) == sorted(named)
 
 
 MIXED = [
@@ -223,11 +120,11 @@ def mixed() -> list[Request]:
     return [Request(f"{n}", prompts[n % len(prompts)], 12, sampling=params) for n, params in enumerate(MIXED)]
 
 
-@pytest.mark.parametrize("drafter", only(DRAFTERS, ci=DRAFTERS.keys() - {"replay, tree", "early_exit, chain"}))
-def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str, folder: Path) -> None:
+@pytest.mark.parametrize("drafter", only(DRAFTERS, ci=DRAFTERS.keys() - NIGHTLY))
+def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str) -> None:
     asked = mixed()
     expected = Expected(asked)
-    config, accepted = config_of(drafter, folder, expected), 0
+    config, accepted = every().config(drafter, expected), 0
     for number, backend in enumerate(BACKENDS):
         engine = make_engine(config, backend, batch_size=(3, 6, 2)[number % 3])
         assert decode(engine, asked) == right(asked, expected), backend
@@ -248,7 +145,6 @@ def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str, 
     data=st.data(),
 )
 def test_tokens_are_those_of_plain_sampling(
-    folder: Path,
     asked: list[Request],
     drafter: str,
     backend: str,
@@ -261,7 +157,7 @@ def test_tokens_are_those_of_plain_sampling(
 ) -> None:
     expected = Expected(asked)
     engine = make_engine(
-        config_of(drafter, folder, expected),
+        every().config(drafter, expected),
         backend,
         batch_size=batch_size,
         batching=batching,
@@ -276,10 +172,10 @@ def test_tokens_are_those_of_plain_sampling(
 
 @pytest.mark.parametrize("drafter", ["suffix, tree", "draft_model, dynamic", "union", "lookahead"])
 @pytest.mark.parametrize("backend", ["page 1", "fused"])
-def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str, folder: Path) -> None:
+def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str) -> None:
     asked = [dataclasses.replace(each, max_new_tokens=28) for each in mixed()]
     expected = Expected(asked)
-    engine = make_engine(config_of(drafter, folder, expected), backend, batch_size=6, longest=longest_of(asked))
+    engine = make_engine(every().config(drafter, expected), backend, batch_size=6, longest=longest_of(asked))
     assert decode(engine, asked) == right(asked, expected)
     assert engine.report.num_preempted > 0
 

@@ -58,16 +58,6 @@ def test_the_random_bits_are_those_of_the_hash(places: list[tuple[int, int]], vo
     assert torch.equal(load_kernels().noise_bits(keys, positions, vocab_size), expected)
 
 
-def test_the_random_bits_of_many_states_and_tokens_are_those_of_the_hash() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randint(-(2**63), 2**63 - 1, (2000,), generator=generator)
-    positions = torch.arange(2000)
-    states = [noise_state(key % 2**64, position) for position, key in enumerate(keys.tolist())]
-    assert torch.equal(load_kernels().noise_bits(keys, positions, 1000), hashed(states, 1000, CPU))
-    large = load_kernels().noise_bits(keys[:1], positions[:1], 2**20)
-    assert torch.equal(large, hashed(states[:1], 2**20, CPU))
-
-
 @st.composite
 def quick_params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
     """Temperature, top-k, top-p and min-p, with limits that equal shares of small wholes meet exactly."""

@@ -19,7 +19,6 @@ from tests.sampling.beams import beam_of, beam_trees
 from tests.sampling.cases import DRAFTS, Tree, trees_of
 from tests.sampling.exact import Model, behind, probabilities, way
 from tests.support.drawing import rsd_c, rsd_s
-from tests.support.tiers import looped
 
 VOCAB = 4
 
@@ -52,27 +51,12 @@ def as_tree(tree: SampledTree) -> Tree:
     return tuple(tree.token_ids), tuple(tree.parents)
 
 
-@looped("branching", [(1, 1, 1), (3, 2), (2, 1, 2), (4,), ()])
-def test_every_node_of_a_level_has_as_many_children(branching: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(1)
-    tree = rsd_c(Noise(0).behind, branching, lambda: torch.rand((), generator=generator).item())
-    depths = Counter(len(way(tree, node)) for node in range(len(tree.token_ids)))
-    assert [depths[level + 1] for level in range(len(branching))] == [*np.cumprod(branching)]
-    assert len({way(tree, node) for node in range(len(tree.token_ids))}) == len(tree.token_ids)
-
-
 def test_children_are_drawn_without_replacement() -> None:
     q = DRAFTS["all possible"](())
     expected = {
         ((one, two), (-1, -1)): q[one] * q[two] / (1 - q[one]) for one in range(3) for two in range(3) if one != two
     }
     assert trees_of("all possible", (2,)) == expected
-
-
-def test_a_node_has_no_more_children_than_there_are_tokens() -> None:
-    expected = {((0, 1), (-1, -1)): Fraction(1, 2), ((1, 0), (-1, -1)): Fraction(1, 2)}
-    assert trees_of(Model(probabilities(1, 1, 0), {}), (3,)) == expected
-    assert trees_of("one-hot", (2, 3)) == {((1, 0), (-1, 0)): Fraction(1)}
 
 
 def test_verification_is_told_what_children_were_drawn_from() -> None:

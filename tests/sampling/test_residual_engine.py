@@ -20,7 +20,7 @@ from emssd.decoding.check import TIE_TOLERANCE
 from emssd.decoding.choosing import drawn_nodes, verdicts
 from emssd.decoding.distribution_check import DistributionReport, check_distribution
 from emssd.decoding.verify import greedy_tokens, verify
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, stages
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
@@ -29,7 +29,6 @@ from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
 from emssd.sampling.residual import SampledTree, Verdict
 from emssd.sampling.residual.distributions import choose
-from emssd.sampling.residual.probabilities import probabilities
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.conformance.policy_world import PolicyWorld, WatchedPolicy
 from emssd.testing.drafters import ScriptedBudget, TreeDrafter
@@ -103,36 +102,9 @@ def last_token_from(source: Callable[[torch.Tensor], torch.Tensor], *, leaves: b
     return wrong
 
 
-def at_temperature_1(probs: torch.Tensor) -> torch.Tensor:
-    return probs**2 / (probs**2).sum()  # of what temperature 2 has made
-
-
 def test_a_residual_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "verify_traversal", last_token_from(lambda probs: probs)(module.verify_traversal))
     assert not report_of(DrawingDrafter(even(VOCAB), [1, 1]), WARM).is_right
-
-
-def test_a_last_token_without_temperature_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrong = last_token_from(at_temperature_1, leaves=True)
-    monkeypatch.setattr(module, "verify_traversal", wrong(module.verify_traversal))
-    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["hot"]).is_right
-
-
-def test_top_p_that_is_not_renormalised_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unscaled(logits: torch.Tensor, nodes: Any) -> torch.Tensor:
-        every = (logits.double() / nodes[0].params.temperature).softmax(-1)
-        return torch.where(probabilities(logits, nodes) > 0, every, 0)
-
-    monkeypatch.setattr(module, "probabilities", unscaled)
-    assert not report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"]).is_right
-
-
-@pytest.mark.nightly
-def test_top_p_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "probabilities", lambda logits, nodes: (logits.double() / 1.5).softmax(-1))
-    report = report_of(DrawingDrafter(even(VOCAB), [1]), KINDS["top-p"])
-    assert not report.is_right
-    assert report.num_impossible > 100
 
 
 def test_drafts_that_do_not_tell_the_truth_are_found() -> None:
@@ -267,24 +239,6 @@ def test_policies_that_look_at_tokens_cannot(policy: BudgetPolicy, monkeypatch: 
     assert most > 0
 
 
-def test_they_would_change_the_law_if_they_were_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "_untrimmed", lambda draft, lengths: lengths)
-    assert differs(law_with(ByToken([(9, 9)]), DRAFTS["all possible"], monkeypatch)[0]) > 0.01
-
-
-def test_rows_without_distributions_are_trimmed_beside_others() -> None:
-    class Both(DrawingDrafter):
-        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            draft = super().propose(batch, budget)
-            assert draft.q is not None
-            return dataclasses.replace(draft, q=(draft.q[0], None))
-
-    batch = Batch(tuple(Row(row) for row in asked(2, WARM)))
-    checked = CheckedDrafter(Both(even(VOCAB), [2, 1]), None, VOCAB, on_error="fail")
-    draft = DraftStages([checked], ScriptedBudget([(9, 1)])).propose(batch, (9, 9), 0)
-    assert draft.lengths == [4, 1]
-
-
 # What else the engine must keep.
 
 
@@ -312,12 +266,6 @@ def test_the_text_depends_on_the_seed_and_the_drafts_alone(
     assert len(set(expected.values())) == 5
     engine = make_engine(drafter, batch_size=batch_size, max_step_tokens=max_step_tokens, max_tokens=max_tokens)
     assert decode(engine, rows) == expected
-
-
-def test_another_seed_gives_another_text() -> None:
-    drafter = DrawingDrafter(even(VOCAB), [2, 1])
-    one, other = (decode(make_engine(drafter), asked(1, dataclasses.replace(WARM, seed=seed))) for seed in (1, 2))
-    assert one != other
 
 
 def test_drafters_are_told_what_was_emitted() -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from fractions import Fraction
 from itertools import product
 from random import Random
-from typing import Any
 
 import pytest
 
@@ -19,14 +18,11 @@ from tests.sampling.exact import (
     Model,
     Rule,
     Uniform,
-    add_up,
     continued,
     emitted,
     law_of,
     probabilities,
-    softer,
     target_law,
-    total_variation,
     way,
 )
 from tests.support.tiers import few, looped
@@ -168,43 +164,6 @@ def test_without_a_draft_the_target_draws_alone(rule: Rule) -> None:
 NINE, FIVE = Model(probabilities(9, 1), {}), Model(probabilities(1, 1), {})
 
 
-def first_token(law: Law) -> Law:
-    return add_up((chance, {text[0]: Fraction(1)}) for text, chance in law.items())
-
-
-def without_token_one(tree: Tree) -> list[int]:
-    return [node for node, token in enumerate(tree[0]) if token != 1]
-
-
-def test_to_drop_a_token_because_of_what_it_is_changes_the_law() -> None:
-    trees = trees_of(FIVE, (1,))
-    assert first_token(mixed(verify_traversal, trees, NINE, FIVE)) == {0: Fraction(9, 10), 1: Fraction(1, 10)}
-    law = mixed(verify_traversal, trees, NINE, FIVE, without_token_one)
-    assert first_token(law) == {0: Fraction(95, 100), 1: Fraction(5, 100)}
-
-
-def test_to_drop_nodes_by_their_own_probability_changes_the_law() -> None:
-    target, draft = TARGETS["all possible"], DRAFTS["all possible"]
-
-    def confident(tree: Tree) -> list[int]:
-        told = [draft(way(rebuilt(tree), parent))[token] for token, parent in zip(*tree, strict=True)]
-        return list(range(next((node for node, q in enumerate(told) if q < Fraction(1, 2)), len(told))))
-
-    law = mixed(verify_traversal, trees_of(draft, (1, 1)), target, draft, confident)
-    assert total_variation(continued(law, target, 3), target_law(target, 3)) > Fraction(1, 50)
-
-
-def test_to_cut_a_beam_by_the_shape_below_changes_the_law() -> None:
-    """Whether a node has several children tells what it is, where shapes are not fixed."""
-    target, draft = TARGETS["all possible"], DRAFTS["with zeros"]
-
-    def cut(tree: Tree) -> list[int]:
-        return [0] if tree[1].count(1) > 1 else list(range(len(tree[0])))
-
-    law = mixed(verify_traversal, beam_trees(draft, 3, 2), target, draft, cut)
-    assert not is_lossless(law, target, 2)
-
-
 @pytest.mark.parametrize("shape", [(1,), (2, 1), (2, 2)], ids=str)
 def test_the_deterministic_rule_allows_any_choice_among_what_was_drawn(shape: tuple[int, ...]) -> None:
     def unlikely(tree: Tree) -> list[int]:
@@ -227,47 +186,3 @@ def test_the_most_probable_tokens_are_no_draw_from_their_distribution() -> None:
     assert is_lossless(emitted(verify_deterministic, tree, target, draft), target, 1)
     one_hot = Model(probabilities(0, 0, 1), {})
     assert is_lossless(emitted(verify_traversal, rebuilt(((2,), (-1,))), target, one_hot), target, 1)
-
-
-@rules
-def test_a_last_token_of_another_temperature_changes_the_law(rule: Rule) -> None:
-    """The rows of the leaves were not processed, and all others were."""
-    raw = TARGETS["all possible"]
-    target = Model(softer(raw.rest), {text: softer(probs) for text, probs in raw.told.items()})
-    forgotten = Model(raw.rest, {**{(t,): raw((t,)) for t in range(3)}, (): target(())})
-    trees, draft = trees_of("all possible", (2,)), DRAFTS["all possible"]
-    assert is_lossless(mixed(rule, trees, target, draft), target, 1)
-    law = mixed(rule, trees, forgotten, draft)
-    assert not is_lossless(continued(law, target, 2), target, 1)
-
-
-def two_steps(rule: Rule, target: Model, draft: Model, fresh: bool) -> Law:
-    """A step of two drafted tokens; if it emits one, a step of one, which may draw with the number of its position."""
-
-    def run(uniform: Callable[[], Uniform]) -> tuple[int, ...]:
-        by_position = [uniform(), uniform()]
-        first = choose(draft(()), by_position[0])
-        text = verified(rule, target, draft, (), [first, choose(draft((first,)), by_position[1])], uniform)
-        if len(text) == 1:
-            token = choose(draft(text), uniform() if fresh else by_position[1])
-            text += verified(rule, target, draft, text, [token], uniform)
-        return text
-
-    return law_of(run)
-
-
-def verified(rule: Rule, target: Model, draft: Model, text: Any, chain: list[int], uniform: Any) -> tuple[int, ...]:
-    places = [(*text, *chain[:length]) for length in range(len(chain) + 1)]
-    rows = [[model(place) for place in places] for model in (target, draft)]
-    verdict = rule(*rows, chain, range(-1, len(chain) - 1), uniform)  # type: ignore[arg-type]
-    return (*chain[: len(verdict.path)], verdict.token)
-
-
-def test_a_step_must_not_draft_with_the_numbers_of_an_earlier_one() -> None:
-    """Traversal rejects the first token because of the second, so that the second's number is no longer any number."""
-    losses = []
-    for target, draft in PAIRS:
-        models = TARGETS[target], DRAFTS[draft]
-        assert is_lossless(two_steps(verify_traversal, *models, fresh=True), TARGETS[target], 2)
-        losses.append(is_lossless(two_steps(verify_traversal, *models, fresh=False), TARGETS[target], 2))
-    assert not all(losses)

@@ -116,7 +116,3 @@ class ByToken(ScriptedBudget):
             draft.token_ids[start:stop].tolist() for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)
         ]
         return [row.index(1) if 1 in row else len(row) for row in rows]
-
-
-def test_a_policy_that_reads_the_ids_is_found() -> None:
-    assert asked(lambda: ByToken([(9, 9)]), "confident trees", other_ids).num_different > 0

@@ -12,7 +12,6 @@ from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner
-from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from tests.sampling.test_engine import HOT, VOCAB, make_engine, target
@@ -77,12 +76,6 @@ def test_all_start_together_and_the_prompts_whole_pages_are_computed_once(length
     assert [each.token_ids for each in done] == [by_hand(prompt, "0", sample, 4) for sample in range(6)]
 
 
-def test_a_batch_that_begins_at_once_shares_with_those_before_it() -> None:
-    engine, prompt = sharing_engine(static=True, batch_size=2), tuple(range(VOCAB)) * 2
-    engine.generate([prompt], 4, sampling=FOUR)
-    assert engine.report.num_adopted_tokens == 2 * 16
-
-
 def test_whoever_drives_the_loop_gets_all_of_them() -> None:
     engine, ended = make_engine(RandomDrafter(VOCAB, 3)), {}
     engine.add(Request("a", (1, 2), 5, sampling=dataclasses.replace(HOT, n=3)))
@@ -100,10 +93,3 @@ def test_a_request_that_is_called_like_a_sample_is_refused() -> None:
     with pytest.raises(ConfigError, match="request 'a#1' is there already"):
         engine.add(asked[0])
     assert engine.scheduler.num_waiting == 1
-
-
-def test_a_request_of_one_sample_is_itself() -> None:
-    alone = Request("a", (1,), 2, sampling=SamplingParams())
-    assert alone.samples() == [alone]
-    assert (alone.prompt_id, alone.sample) == ("a", 0)
-    assert [each.prompt_id for each in dataclasses.replace(alone, sampling=FOUR).samples()] == ["a"] * 4

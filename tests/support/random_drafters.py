@@ -144,5 +144,5 @@ def _written_block_head(size: int, vocab_size: int) -> str:
 def random_store(vocab_size: int) -> str:
     """A store of random text in a small alphabet, so that something is found, and often wrong."""
     draw, folder = Random(0), Path(mkdtemp(prefix="emssd-store-")) / "store"
-    build_store(folder, [[draw.randrange(min(vocab_size, 6)) for _ in range(80)] for _ in range(20)])
+    build_store(folder, [[draw.randrange(min(vocab_size, 11)) for _ in range(300)] for _ in range(6)])
     return str(folder)

@@ -57,11 +57,6 @@ class Fractions(Good):
         return [limit / 2 for limit in step.limits]  # type: ignore[misc]  # that is the fault
 
 
-class OneForAll(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        return [0] * 9
-
-
 class Booleans(Good):
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         return [length > 0 for length in draft.lengths]
@@ -80,11 +75,6 @@ class AnswersOnce(Good):
 class FailsToEnd(Good):
     def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
         return [all(node.surprise > 0.1 for node in nodes) for nodes in newest]  # type: ignore[attr-defined]  # the fault
-
-
-class TrimsNothing(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        return None  # type: ignore[return-value]  # that is the fault
 
 
 class EditsTokens(Good):
@@ -111,12 +101,6 @@ class NeedsOneStage(Good):
         return super().allot(step)
 
 
-class DividesByDrafts(Good):
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        super().observe(outcome, stats)
-        self.rate = sum(map(len, outcome.accepted)) / outcome.draft.indptr[-1]
-
-
 class NeedsChains(Good):
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         assert draft.parents is None
@@ -129,17 +113,6 @@ class CountsOnPrefixes(Good):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         super().observe(outcome, stats)
         assert all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in outcome.accepted)
-
-
-class NeedsToBeSure(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        assert draft.is_chain or draft.confidence is not None
-        return draft.lengths
-
-
-class TrimsTreesToNothingLess(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        return [length + (not draft.is_chain) for length in draft.lengths]
 
 
 class Draws(Good):
@@ -178,13 +151,6 @@ class Crashes(Good):
         raise SystemExit(0)
 
 
-class CrashesSometimes(Good):
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        super().observe(outcome, stats)
-        if any(len(nodes) == 3 for nodes in outcome.accepted):
-            raise KeyError("three")
-
-
 class ChangesTheEngine(Good):
     """What it may do with rows that it keeps is beyond every other rule."""
 
@@ -207,27 +173,21 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "builds no policy": ("budget.build", lambda: 5),
     "gives more than the limit": ("budget.allot", OverTheLimit),
     "gives fractions": ("budget.allot", Fractions),
-    "gives one number for each of nine": ("budget.allot", OneForAll),
     "trims to truth values": ("budget.trim", Booleans),
     "trims below zero": ("budget.trim", TrimsBelowZero),
-    "forgets to return": ("budget.trim", TrimsNothing),
     "answers once for all rows": ("budget.goes_on", AnswersOnce),
     "fails to end drafts": ("budget.raises", FailsToEnd),
     "edits tokens": ("budget.batch", EditsTokens),
     "edits drafts": ("budget.batch", EditsDrafts),
     "needs rows": ("budget.limits", NeedsRows),
     "needs one drafter": ("budget.limits", NeedsOneStage),
-    "divides by what was drafted": ("budget.limits", DividesByDrafts),
     "needs chains": ("budget.trees", NeedsChains),
     "takes accepted nodes for a prefix": ("budget.trees", CountsOnPrefixes),
-    "needs confidence": ("budget.trees", NeedsToBeSure),
-    "gives more than a tree has": ("budget.trim", TrimsTreesToNothingLess),
     "draws": ("budget.deterministic", Draws),
     "forgets to release": ("budget.release", ForgetsToRelease),
     "misses unknown ids": ("budget.release", MissesUnknownIds),
     "keeps what is in the middle": ("budget.preemption", KeepsWhatIsInTheMiddle),
     "crashes": ("budget.raises", Crashes),
-    "crashes sometimes": ("budget.raises", CrashesSometimes),
     "changes rows when it releases": ("budget.lossless", ChangesTheEngine),
 }
 

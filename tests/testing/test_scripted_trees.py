@@ -73,34 +73,3 @@ def test_a_way_is_taken_and_what_the_target_says_depends_on_the_text_alone(
             end = texts[way[-1] + 1 if way else 0]
             is_leaf = not any(text[:-1] == end for text in texts[1:])
             assert len(way) == decision.agree or (is_leaf and len(way) < decision.agree)
-
-
-def test_turns_choose_among_children_and_the_way_is_no_prefix() -> None:
-    tree = [(1, -1), (2, -1), (3, 1), (4, 1), (0, 3)]
-    ways = {
-        turn: tuple(step([tree], [Decision(9, 9, 3, 3, turn)])[0].accepted[0]) for turn in range(4)
-    }  # 3 is not among the children where a way ends
-    assert ways == {0: (0,), 1: (1, 2), 2: (0,), 3: (1, 3, 4)}
-
-
-def test_what_a_step_tells_of_trees() -> None:
-    tree = [(1, -1), (2, -1), (3, 1), (4, 1), (0, 3)]
-    _, log, _ = step(
-        [tree, [(1, -1), (2, 0)], []], [Decision(9, 9, 3, 3, 3), Decision(9, 9, 1, 3), Decision(9, 9, 0, 1)]
-    )
-    (stats,) = log.steps
-    assert stats.drafted == (5, 2, 0)
-    assert stats.acceptance == (4, 2, 1)
-    assert stats.depths == (3, 2, 0)
-    assert stats.drafted_by_depth == (3, 3, 1)
-    assert [is_accepted for _, is_accepted in stats.confidence] == [False, True, False, True, True, True, False]
-    assert {told for told, _ in stats.confidence} == {0.5}
-    _, log, _ = step([[(1, -1), (2, 0)]], [Decision(9, 9, 0, 3)])
-    assert [is_accepted for _, is_accepted in log.steps[0].confidence] == [False], "below it nothing was chosen"
-
-
-def test_what_the_target_says_off_its_way_depends_on_all_of_the_text() -> None:
-    tree = [(1, -1), (2, -1), (3, 0), (3, 1), (4, 2), (4, 3)]
-    outcome, _, _ = step([tree], [Decision(9, 9, 3, 0)])
-    assert outcome.accepted[0] == [0, 2, 4]
-    assert list(outcome.target_ids[0]) == [1, 3, 3, 4, 2, 0, 2]

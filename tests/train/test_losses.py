@@ -35,11 +35,11 @@ from emssd_train.medusa import MedusaLoss, new_heads, save_heads
 from emssd_train.options import MedusaOptions
 from emssd_train.pard import Masked, PardLoss, with_mask
 from emssd_train.teacher import Teacher
-from tests.support.fed_heads import PROMPTS as LONG_PROMPTS
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
 from tests.support.perfect_head import VOCAB
 from tests.support.perfect_medusa import NUM_HEADS, SIZE, lagging_target, write_perfect_medusa
+from tests.support.right_drafters import LONG_PROMPTS
 from tests.support.tiers import looped
 
 DEPTH = 4

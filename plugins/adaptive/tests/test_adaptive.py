@@ -182,17 +182,6 @@ def test_each_row_has_a_length_of_its_own() -> None:
     assert sum(bad for bad, _ in kept) < 0.2 * len(kept), "it is tried again now and then"
 
 
-def test_in_the_tail_of_a_batch_the_rows_that_are_left_draft_more() -> None:
-    random = np.random.default_rng(0)
-    world = World(AdaptiveBudget(), 16, lambda tokens: 0.05 + 0.01 * max(0, tokens - 20), lambda row, drafted: 0)
-    world.accepts = lambda row, drafted: min(drafted, int(random.geometric(0.4)) - 1)
-    world.warm()
-    many = np.mean(world.run(60, 8)[-30:])
-    del world.rows[2:]
-    few = np.mean(world.run(40, 8)[-20:])
-    assert many < 1 < 5 < few
-
-
 def probes(world: World, num_steps: int) -> list[int]:
     """Steps in which something was drafted."""
     return [step for step in range(num_steps) if any(world.step([5] * len(world.rows))[0])]
@@ -205,18 +194,6 @@ def test_probes_come_back_at_the_interval_that_doubles_up_to_16_times() -> None:
     seen = probes(world, 4 * 16 * 5)
     assert len(seen) in (4, 5)
     assert {later - earlier for earlier, later in pairwise(seen)} == {4 * 16}
-
-
-def test_a_probe_asks_some_rows_and_what_they_draft_is_verified() -> None:
-    world = World(AdaptiveBudget(probe_interval=4), 8, steep, lambda row, drafted: 0)
-    world.warm().run(150, 5)
-    for _ in range(4 * 16 + 1):
-        budget, kept = world.step([5] * 8)
-        if any(budget):
-            assert sum(asked > 0 for asked in budget) < 8
-            assert kept == budget, "a probe that is not verified tells nothing"
-            return
-    pytest.fail("no probe came")
 
 
 def test_probes_find_out_that_drafts_have_become_good() -> None:

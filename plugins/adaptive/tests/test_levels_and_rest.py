@@ -93,16 +93,6 @@ def test_where_nothing_pays_the_choice_is_worked_out_again_after_eight_steps(mon
     assert run.choices("ab", 18) == ([0] * 8 + [1]) * 2
 
 
-def test_a_new_row_is_looked_at_at_once_and_one_that_leaves_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch).idle("ab")
-    run.policy._stages[0].num_idle = -1000
-    assert run.choices("a") == [0]
-    assert run.choices("ac") == [1], "c has not been looked at"
-    assert run.choices("ac") == [0]
-    run.policy.release(["c"])
-    assert run.choices("ac") == [1], "another request may have the same name"
-
-
 def test_what_a_probe_tells_is_looked_at_in_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch).idle("ab")
     record = run.policy._stages[0]
@@ -121,15 +111,6 @@ def test_what_a_step_without_drafts_tells_is_looked_at_in_the_next_step(monkeypa
     run.policy._num_drafting = 10**4  # a control is due
     assert not any(run.step("ab"))
     assert any(run.step("ab", accepts=True)), "it drafts again, and does not rest"
-
-
-def test_drafts_that_pay_are_looked_at_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Run(monkeypatch, seconds=0.0)
-    for _ in range(12):
-        run.step("ab", accepts=True)
-    before = run.num_choices
-    drafting = sum(any(run.step("ab", accepts=True)) for _ in range(30))
-    assert run.num_choices - before == drafting >= 28
 
 
 # In tenths: equal worths of several rows are the rule, not the exception.

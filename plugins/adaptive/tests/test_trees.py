@@ -358,24 +358,6 @@ TOLD = [None, lambda rank: 0.9 if rank == 0 else 0.3, lambda rank: 0.0, lambda r
 
 
 @looped("told", TOLD)
-def test_good_trees_are_verified_where_nodes_cost_nothing(told: Callable[[int], float] | None) -> None:
-    world = TreeWorld(AdaptiveBudget(), SHAPE, flat, (0.5, 0.3, 0.1), told).warm()
-    kept = [lengths for lengths in world.run(100)[-60:] if any(lengths)]  # a few compare, without drafts
-    assert len(kept) >= 57
-    assert kept == [[len(SHAPE)] * 4] * len(kept)
-
-
-@looped("told", TOLD)
-@looped(("curve", "per_token"), [(steep, 0.0), (flat, 0.01)])
-def test_hopeless_trees_are_given_up_where_they_cost(
-    curve: Curve, per_token: float, told: Callable[[int], float] | None
-) -> None:
-    world = TreeWorld(AdaptiveBudget(probe_interval=1000), SHAPE, curve, (), told, per_token).warm()
-    world.run(150)
-    assert world.run(60) == [[0] * 4] * 60
-
-
-@looped("told", TOLD)
 def test_with_probes_hopeless_trees_cost_next_to_nothing(told: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(), SHAPE, steep, (0.02,), told).warm()
     world.run(150)

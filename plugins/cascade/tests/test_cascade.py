@@ -7,34 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import cache
 from typing import Any
 
 import pytest
 from emssd_cascade import CascadeConfig, emssd_drafters
-from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_llma import LLMAConfig, Search
-from emssd_llma.drafter import LLMADrafter
-from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.attention import AttentionBackend
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, GoesOn, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import ScriptedBudget
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
-from tests.support.tiers import few, looped
+from tests.support.tiers import looped
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 
@@ -168,12 +157,6 @@ def test_the_joined_draft_is_what_the_first_with_something_drafts(lengths: list[
     assert chains(draft) == expected
 
 
-def test_release_reaches_every_drafter() -> None:
-    told = [Told(1, {}), Told(2, {}), Told(3, {})]
-    stages(*told).release(iter(["a", "never seen"]))
-    assert [drafter.released for drafter in told] == [["a", "never seen"]] * 3
-
-
 class Raising(Told):
     """Fails when it is asked, and when it is to forget."""
 
@@ -238,112 +221,3 @@ def test_unknown_options_are_refused_with_those_there_are() -> None:
 def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
     with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "):
         Engine.from_model(tiny_model(), drafter=CascadeConfig(["lama"]))
-
-
-@cache
-def draft_model() -> TargetModel:
-    return TargetModel(tiny_model("llama", seed=3, vocab_size=11, max_model_len=64))
-
-
-def make_draft_model(num_tokens: int = 4) -> DraftModelDrafter:
-    backend = ragged_backend(4)
-    backend.allocate(draft_model().kv_cache_spec(5))
-    return DraftModelDrafter(CausalLMRunner(draft_model(), backend), 11, num_tokens)
-
-
-class AsFresh(DraftModelDrafter):
-    """A draft model that compares each of its drafts with that of a drafter without a past."""
-
-    may_end = False
-
-    def end_by(self, goes_on: GoesOn | None) -> None:
-        super().end_by(goes_on)
-        self.may_end = goes_on is not None
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        if any(budget):
-            fresh = make_draft_model().propose(batch, budget)
-            if self.may_end:  # the policy ends no draft of the fresh one
-                fresh = fresh.cut(draft.lengths)
-            assert chains(draft) == chains(fresh), "its cache drifted"
-        return draft
-
-    @classmethod
-    def make(cls, num_tokens: int) -> AsFresh:
-        backend = ragged_backend(4)
-        backend.allocate(draft_model().kv_cache_spec(5))
-        return cls(CausalLMRunner(draft_model(), backend), 11, num_tokens)
-
-
-class DraftModelMachine(EngineMachine):
-    own: AsFresh | None = None
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return ragged_backend(page_size)
-
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return st.integers(1, 4).map(self.make_drafters)
-
-    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
-        self.own = AsFresh.make(num_tokens)
-        return [self.own]
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self.own is not None:
-            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
-
-
-class CascadeMachine(DraftModelMachine):
-    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
-        llma = LLMADrafter(LLMAConfig(2, num_tokens, Search.prompt_and_output, require_full_copy=False))
-        return [llma, *super().make_drafters(num_tokens)]
-
-
-class ReversedMachine(DraftModelMachine):
-    """The draft model is asked first, and all that it drafts is right."""
-
-    @classmethod
-    def make_model(cls) -> Any:
-        return draft_model().model
-
-    def make_drafters(self, num_tokens: int) -> Seq[Drafter]:
-        return [*super().make_drafters(num_tokens), LLMADrafter(LLMAConfig(1, 3, require_full_copy=False))]
-
-
-@pytest.mark.costly("plays a random history")
-@pytest.mark.parametrize("machine", few([CascadeMachine, DraftModelMachine, ReversedMachine], ci=1))
-@pytest.mark.hypothesis
-def test_after_any_arrivals_preemptions_and_trims_it_drafts_what_a_fresh_drafter_drafts(
-    machine: type[DraftModelMachine],
-) -> None:
-    run_with_preemption(machine, share=4, num_steps=15)
-
-
-@pytest.mark.parametrize("budget", few(["adaptive", "fixed"], ci=1))
-def test_under_one_memory_limit_target_and_draft_model_preempt_and_stay_exact(
-    budget: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    draft = TargetModel(tiny_model("opt", seed=3, vocab_size=11, max_model_len=144))
-    monkeypatch.setattr("emssd.decoding.assembly.load_model", lambda path, **options: (draft, None))
-    model = tiny_model("llama", vocab_size=11, max_model_len=144)
-    target_bytes, draft_bytes = 2 * 2 * 16 * 8, 2 * 2 * 32 * 8  # layers, keys and values, heads and their size, float64
-    num_tokens = 230
-    engine = Engine.from_model(
-        model,
-        drafter=CascadeConfig(["llma", "draft_model"], {"llma": {"copy_length": 3}, "draft_model": {"path": "tiny"}}),
-        backend=RaggedConfig(kernels=Kernels.torch),  # whose pages hold narrow heads without padding
-        budget=budget,
-        batch_size=4,
-        max_step_tokens=16,
-        kv_memory=str(num_tokens * (target_bytes + draft_bytes)),
-        on_drafter_error="fail",
-    )
-    prompts = [[1, 2, 3], [4] * 20, [5, 6], [1, 2, 3]]
-    done = engine.generate(prompts, 120, ignore_eos=True)
-    references = References(engine.target, 120)
-    assert [generation.token_ids for generation in done] == [references[tuple(ids)] for ids in prompts]
-    assert engine.report.num_preempted > 0
-    assert engine.report.kv_usage.peak_pool <= num_tokens * target_bytes
-    assert engine.runner.usage.held == 0

@@ -25,7 +25,6 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from tests.support.tiers import looped
 
 VOCAB_SIZE = 13
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -125,15 +124,6 @@ def test_it_drafts_the_draft_models_own_greedy_continuation(architecture: str) -
     assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
 
 
-@looped("budget", [[0, 0, 0], [0, 3, 0], [4, 0, 1], [1, 1, 1], [0, 0, 4]])
-def test_uneven_budgets_are_filled_exactly(budget: list[int]) -> None:
-    model = draft_model()
-    prompts = [[3, 4, 5], [6], [7, 8, 9, 10]]
-    with torch.inference_mode():
-        draft = make_drafter(model).propose(Batch(tuple(map(sequence, prompts, "abc"))), budget)
-    assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
-
-
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
 def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculative_tokens: int) -> None:
     target = draft_model()
@@ -157,30 +147,6 @@ def test_rows_that_its_cache_has_no_room_for_draft_nothing_in_that_step() -> Non
         drafter.release(["c"])
         assert drafter.propose(Batch(tuple(rows[1:2])), [4]).lengths == [4]  # two pages beside that of the first row
         assert drafter.propose(Batch(tuple(rows[2:])), [1]).lengths == [0]
-
-
-@pytest.mark.parametrize("head_dim", [10, 16])
-def test_target_and_draft_model_hold_equally_many_tokens_however_their_heads_are_padded(
-    head_dim: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape: dict[str, Any] = {"vocab_size": VOCAB_SIZE, "max_model_len": 144, "dtype": torch.float32}
-    target, narrow = tiny_model("llama", head_dim=16, **shape), tiny_model("llama", seed=3, head_dim=head_dim, **shape)
-    draft = TargetModel(narrow)
-    monkeypatch.setattr("emssd.decoding.assembly.load_model", lambda path, **options: (draft, None))
-    prompts = [[3, 4, 5, 3], [6] * 30, [7, 8]]
-    expected = Engine.from_model(target, drafter="none").generate(prompts, 100, ignore_eos=True)
-    limit = 262_000
-    engine = Engine.from_model(
-        target, drafter=DraftModelConfig("narrow"), budget="fixed", kv_memory=str(limit), on_drafter_error="fail"
-    )
-    drafter: Any = engine.drafting.drafters[0].drafter
-    caches = [engine.runner.backend, drafter._runner.backend]
-    pages = {next(n for n in range(1, 99) if not each.fits({"a": 16 * n})) for each in caches}
-    assert len(pages) == 1
-    done = engine.generate(prompts, 100, ignore_eos=True)
-    assert [ours.token_ids for ours in done] == [theirs.token_ids for theirs in expected]
-    assert all(generation.num_drafted > 50 for generation in done)
-    assert 0.7 * limit < sum(each.kv_usage.peak_pool for each in caches) <= limit
 
 
 def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:
@@ -260,7 +226,3 @@ def test_a_draft_of_nothing_is_a_config_error(num_speculative_tokens: int) -> No
 def test_a_draft_model_that_is_not_there_is_told_with_its_path() -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
         Engine.from_model(tiny_model(), drafter=DraftModelConfig("/nowhere"))
-
-
-def test_releasing_what_was_never_seen_is_no_error() -> None:
-    make_drafter(draft_model()).release(["never seen"])

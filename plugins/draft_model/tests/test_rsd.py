@@ -12,14 +12,12 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
-from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafters import BeamShape, ChildrenShape, SampledShape
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingMethod, SamplingParams
@@ -105,13 +103,6 @@ def test_a_smaller_limit_gives_the_beginning_of_the_same_tree(shape: str) -> Non
 
 
 @shapes
-def test_trees_end_where_the_row_does(shape: str) -> None:
-    whole = drafted(shape, [row_of(WARM)])
-    for length in (1, 2, 3):
-        assert nodes(drafted(shape, [row_of(WARM, length=length)]), 0) == nodes(whole.shallow([length - 1]), 0)
-
-
-@shapes
 def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
     """A G-test over seeds."""
     rows = [row_of(replace(WARM, seed=seed), seed) for seed in range(600)]
@@ -169,14 +160,6 @@ def test_the_text_is_the_same_at_every_batch_size(shape: str, batch_size: int) -
         engine = make_engine(draft_model_drafter(model(), SHAPES[shape], VOCAB), size)
         texts.append({done.request_id: done.token_ids for done in engine.run(requests)})
     assert texts[0] == texts[1]
-
-
-def test_a_union_tells_no_distributions() -> None:
-    drafter = draft_model_drafter(model(), SHAPES["rsd_s"], VOCAB)
-    union = UnionDrafter([CheckedDrafter(drafter, None, VOCAB, on_error="fail")])
-    draft = union.propose(Batch((row_of(WARM),)), [9])
-    assert draft.lengths == [9]
-    assert draft.q is None
 
 
 @pytest.mark.parametrize(

@@ -8,26 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 from emssd_adaptive.policy import AdaptiveBudget
-from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape
-from emssd_llma import LLMAConfig
-from emssd_llma.drafter import LLMADrafter
-from emssd_union.drafter import UnionDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafters import ModelDrafter, StaticShape
+from emssd.drafters import StaticShape
 from emssd.drafting import BudgetPolicy, Drafter
-from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sampling.choice import Node
-from emssd.sequences import Generation, Request, Row
+from emssd.sequences import Generation, Request
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
@@ -133,82 +126,6 @@ def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str,
     decode(engine, requests_of(kinds, 4 * (shape.depth + 1)))
     assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * len(kinds)}
     assert set(ranks) == {0}
-
-
-@looped("kind", ["chain", *sure_shapes()])
-def test_it_stays_right_where_rows_are_preempted_and_end_in_the_midst_of_drafts(kind: str) -> None:
-    shape: str | Shape = "chain" if kind == "chain" else sure_shapes()[kind]
-    ranks = [] if isinstance(shape, str) else watched(shape)
-    engine = make_engine(draft_model_drafter(target(), shape, VOCAB), 5, max_tokens=80)
-    done = decode(engine, requests_of([KINDS[name] for name in ("warm", "hot", "top-k", "penalties", "top-p")], 24))
-    assert engine.report.num_preempted > 0
-    assert set(ranks) <= {0}
-    if kind in ("chain", "static chain"):
-        assert [each.num_accepted for each in done] == [each.num_drafted for each in done]
-    assert sum(each.num_accepted for each in done) > 5 * 12
-
-
-def other_seed(node: Node, row: Row) -> Node:
-    return replace(node, key=node.key ^ 1)
-
-
-def other_position(node: Node, row: Row) -> Node:
-    return replace(node, position=node.position - 1)
-
-
-def no_noise(node: Node, row: Row) -> Node:
-    return Node(SamplingParams(temperature=0.0))
-
-
-def no_processing(node: Node, row: Row) -> Node:
-    return replace(node, params=SamplingParams())
-
-
-def prompt_of_nothing(node: Node, row: Row) -> Node:
-    return replace(node, num_prompt=0)
-
-
-MUTATIONS = [
-    *((kind, change) for kind in ("warm", "top-k") for change in (other_seed, other_position, no_noise)),
-    *((kind, no_processing) for kind in ("cool", "top-k", "top-p", "bias", "penalties", "greedy with a penalty")),
-    ("penalties", prompt_of_nothing),
-]
-
-
-@looped("tree", ["chain", "static"])
-@pytest.mark.parametrize(("kind", "change"), MUTATIONS)
-def test_with_anything_else_it_is_wrong_at_times(kind: str, change: Any, tree: str) -> None:
-    """So the tests above can fail; tokens are right all the same."""
-
-    class Changed(ModelDrafter):
-        def node_of(self, row: Row) -> Node:
-            return change(super().node_of(row), row)  # type: ignore[no-any-return]
-
-    chains: Any = type("ChangedChains", (Changed, DraftModelDrafter), {})
-    trees: Any = type("ChangedTrees", (Changed, ModelDrafter), {})
-    shape = StaticShape([2, 1, 2])
-    ranks, chosen = watched(shape), "chain" if tree == "chain" else shape
-    engine = make_engine(draft_model_drafter(target(), chosen, VOCAB, of_chains=chains, of_trees=trees))
-    done = decode(engine, requests_of([KINDS[kind]] * 3, MOST_NEW))
-    if tree == "chain":
-        assert sum(each.num_accepted for each in done) < sum(each.num_drafted for each in done)
-    else:
-        assert set(ranks) > {0}
-
-
-@looped("tree", DRAFT_MODEL_OPTIONS)
-def test_merged_with_others_or_behind_them_it_is_right_too(tree: str) -> None:
-    """In a union, and as the second drafter in turn, as cascade asks it."""
-    asked = requests_of([KINDS["warm"], KINDS["top-p"], None], 20)
-    for together in (True, False):
-        drafter = draft_model_drafter(target(), StaticShape([2, 1, 2]) if tree == "static" else tree, VOCAB)
-        ranks = watched(drafter.shape) if isinstance(drafter, ModelDrafter) else list[int | None]()
-        llma = LLMADrafter(LLMAConfig())
-        pair = [CheckedDrafter(each, None, VOCAB, on_error="fail") for each in (llma, drafter)]
-        engine = make_engine(UnionDrafter(pair) if together else [llma, drafter])
-        done = decode(engine, asked)
-        assert set(ranks) <= {0}
-        assert sum(each.num_accepted for each in done) >= 3 * 8
 
 
 @looped("tree", DRAFT_MODEL_OPTIONS)

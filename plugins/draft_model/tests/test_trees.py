@@ -29,11 +29,8 @@ from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import DenseBackend, greedy_reference
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
+from emssd.testing.oracle import greedy_reference
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
 
@@ -198,15 +195,6 @@ def test_the_first_nodes_are_the_most_probable_and_parents_come_first(kind: str)
 
 
 @looped("kind", SHAPES)
-@looped("remaining", [1, 2, 3, 4])
-def test_no_node_is_deeper_than_the_row_may_grow(kind: str, remaining: int) -> None:
-    rows = [sequence([3, 4], "a", remaining), sequence([5], "b", 30)]
-    draft = propose(make_drafter(make_shape(kind)), rows, [14, 14])
-    assert max(depths(draft.tree(0)), default=0) == min(remaining - 1, make_shape(kind).depth)
-    assert max(depths(draft.tree(1))) == make_shape(kind).depth or kind != "static"
-
-
-@looped("kind", SHAPES)
 @looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
     drafter = make_drafter(make_shape(kind), draft_model("opt", max_model_len=16))
@@ -250,15 +238,6 @@ def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> No
         assert max(lengths) <= tree.num_nodes, "what is not among the best can never be drafted"
         assert set(tree.cached) == set(tree.choices) - {-1} == set(tree.parents) - {-1}
     assert draft.lengths[2] == 2
-
-
-@pytest.mark.parametrize("limit", [1, 2, 3])
-def test_a_few_nodes_take_no_more_passes_than_a_chain_of_them(limit: int) -> None:
-    drafter = make_drafter(make_shape("dynamic"), draft_model(sharpness=8.0))
-    computed = watch(drafter)
-    assert propose(drafter, [sequence(PROMPTS[0])], [limit]).lengths == [limit]
-    assert len(computed) <= limit
-    assert all(packed.num_tokens <= limit - 1 for packed in computed[1:])
 
 
 def test_a_temperature_sharpens_the_probabilities_and_so_deepens_the_tree() -> None:
@@ -400,67 +379,6 @@ def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_i
     assert drafter._runner.usage.held == 0
 
 
-@pytest.mark.costly("two models, on all kinds of trees")
-@pytest.mark.parametrize("kind", SHAPES)
-@looped("limit", [2, 20])
-@looped("eos", [frozenset(), frozenset({5, 7})])
-@looped("make_backend", [lambda: backend_for(draft_model()), None])
-def test_tokens_are_those_of_greedy_decoding(kind: str, limit: int, eos: frozenset[int], make_backend: Any) -> None:
-    target = TargetModel(tiny_model("llama", seed=5, vocab_size=VOCAB_SIZE, max_model_len=64))
-    backend = DenseBackend()
-    backend.allocate(replace(target.kv_cache_spec(5), trees=True))
-    engine = Engine(
-        CausalLMRunner(target, backend_for(target) if make_backend else backend),
-        make_drafter(make_shape(kind)),
-        batch_size=3,
-        eos_token_ids=eos,
-        on_drafter_error="fail",
-    )
-    prompts = [[3, 4, 5, 3], [6], [7, 8], [9, 3, 9, 3, 9], [10]]
-    done = engine.generate(prompts, limit)
-    assert [list(each.token_ids) for each in done] == [
-        greedy_reference(target.model, each, limit, eos) for each in prompts
-    ]
-    assert limit == 1 or engine.report.num_drafted > 0
-    assert limit < 20 or eos or 0 < engine.report.num_accepted < engine.report.num_drafted
-
-
-class AsFresh(ModelDrafter):
-    """A drafter that compares each of its drafts with that of a drafter without a past."""
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        if any(budget):
-            fresh = make_drafter(self.shape).propose(batch, budget)
-            assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(batch))), "its cache drifted"
-        return draft
-
-
-class TreeMachine(EngineMachine):
-    own: AsFresh | None = None
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return PagedBackend(ReferenceKernels(head_dims=(8,)), page_size=page_size)
-
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return st.tuples(st.sampled_from(sorted(SHAPES)), st.booleans()).map(self.make_drafters)
-
-    def make_drafters(self, chosen: tuple[str, bool]) -> Seq[Drafter]:
-        kind, alone = chosen
-        self.own = AsFresh(CausalLMRunner(draft_model(), backend_for(draft_model())), VOCAB_SIZE, make_shape(kind))
-        return [self.own] if alone else [RandomDrafter(VOCAB_SIZE, 3, seed=1), self.own]
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self.own is not None:
-            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
-
-
-@pytest.mark.hypothesis
-def test_in_any_run_the_tokens_are_those_of_greedy_decoding() -> None:
-    run_with_preemption(TreeMachine, share=20, num_steps=12)
-
-
 def test_where_the_draft_model_overflows_it_is_sure_of_nothing_and_other_rows_draft_what_they_would() -> None:
     drafter, alone = make_drafter(StaticShape([2, 2])), sequence([3, 4], "b")
     expected = nodes(propose(make_drafter(StaticShape([2, 2])), [alone], [6]), 0)
@@ -486,13 +404,6 @@ def test_ids_that_only_the_draft_model_has_are_never_drafted() -> None:
     assert int(draft.token_ids.max()) < VOCAB_SIZE
     assert draft.confidence is not None
     assert sum(c for c, parent in zip(draft.confidence, draft.tree(0), strict=True) if parent < 0) > 0.5
-
-
-def test_more_children_than_there_are_tokens_are_all_tokens() -> None:
-    draft = propose(make_drafter(StaticShape([100])), [sequence([3, 4, 5])], [100])
-    assert sorted(draft.token_ids.tolist()) == list(range(VOCAB_SIZE))
-    assert draft.confidence is not None
-    assert math.isclose(sum(draft.confidence), 1.0)
 
 
 @looped(
@@ -528,7 +439,3 @@ def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
     assert asked == [("small", True), ("small", False)]
     assert (trees.drafts_trees, trees.num_speculative_tokens) == (True, 7)
     assert (chain.drafts_trees, chain.num_speculative_tokens) == (False, 4)
-
-
-def test_releasing_what_was_never_seen_is_no_error() -> None:
-    make_drafter(make_shape("static")).release(["never seen"])

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.paired import DEPTH, HEADS, decode, make_engine
+from tests.support.perfect_head import write_perfect_eagle3
 from tests.support.random_heads import random_head
+from tests.support.right_drafters import DEPTH, decode, trial
 
 CHAIN = {"tree": "chain", "depth": DEPTH}
 # The perfect head reads the streams 1, 2 and 3: outputs of the layers 0, 1 and 2.
@@ -20,7 +21,7 @@ RIGHT = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": WRONG}  # and
 
 def perfect(config: dict[str, Any]) -> dict[str, Any]:
     """Options of a drafter with a perfect head of this config."""
-    return CHAIN | {"path": HEADS["eagle3"].write(Path(mkdtemp(prefix="emssd-head-")), **config)}
+    return CHAIN | {"path": write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **config)}
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
@@ -29,7 +30,7 @@ def test_a_wrong_guess_is_noticed(
     config: dict[str, Any], layers: str, backend: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="emssd")
-    engine = make_engine("eagle3", perfect(config), backend)
+    engine = trial("eagle3").make_engine(perfect(config), backend)
     decode(engine)
     assert engine.report.num_accepted == engine.report.num_drafted > 0
     (line,) = (each for each in caplog.messages if "foresees" in each)
@@ -39,7 +40,7 @@ def test_a_wrong_guess_is_noticed(
 
 @pytest.mark.parametrize("layer_ids", ["hs", "output"])
 def test_what_the_user_says_is_not_measured(layer_ids: str) -> None:
-    engine = make_engine("eagle3", perfect(WRONG) | {"layer_ids": layer_ids})
+    engine = trial("eagle3").make_engine(perfect(WRONG) | {"layer_ids": layer_ids})
     decode(engine)
     report = engine.report
     assert (report.num_accepted == report.num_drafted, report.num_steps < 12) == ((layer_ids == "output",) * 2)
@@ -47,5 +48,5 @@ def test_what_the_user_says_is_not_measured(layer_ids: str) -> None:
 
 def test_the_guess_is_kept_where_nothing_is_foreseen(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="emssd")
-    decode(make_engine("eagle3", CHAIN | {"path": random_head("eagle3").path}))
+    decode(trial("eagle3").make_engine(CHAIN | {"path": random_head("eagle3").path}))
     assert "(drafter.layer_ids=" in caplog.text

@@ -1,14 +1,13 @@
-"""An adapter that is always right is always accepted; with any fault it is not, and no token ever changes.
+"""An adapter drafts what its formulas say, as far as it is sure and reaches.
 
 Oracles: plain decoding and sampling by hand; the adapter's formulas written anew, without a cache. float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -17,177 +16,66 @@ import emssd_kangaroo
 import pytest
 import torch
 from emssd_kangaroo import KangarooConfig
-from emssd_kangaroo.runner import KangarooRunner
 
-import emssd.drafters.levels
-from emssd.decoding.packing import pack_nodes
 from emssd.drafters import ModelDrafter
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.model.borrowed import ShallowRunner
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
+from tests.support import right_drafters
 from tests.support.heads import Weights, dense_layer, dense_rms, random_weights, write_head
 from tests.support.perfect_head import SIZE, VOCAB
-from tests.support.self_drafts import (
-    KINDS,
-    NUM_NEW,
-    PROMPTS,
-    decode,
-    is_full,
-    make_engine,
-    run_in_little_memory,
-    target,
-)
+from tests.support.right_drafters import loading, perfect_adapter
+from tests.support.right_drafts import PROMPTS, Trial
 from tests.support.tiers import looped
-
-LENGTH, EXIT = 4, 2
-Build = Callable[[DrafterContext], Drafter]
-
-
-@cache
-def perfect_adapter() -> tuple[dict[str, Any], Weights]:
-    """The last layer of a target whose MLPs do nothing, and its final norm."""
-    model: Any = target().model
-    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
-    names = ["input_layernorm.weight", *(f"self_attn.{name}.weight" for name in attention)]
-    state = model.state_dict()
-    weights = {f"layers.0.{name}": state[f"model.layers.{EXIT}.{name}"] for name in names}
-    config = {key: value for key, value in model.config.to_dict().items() if key not in ("architectures", "dtype")}
-    return config | {"num_hidden_layers": 1}, weights | {"norm.weight": state["model.norm.weight"]}
 
 
 def written(config: dict[str, Any], weights: Weights, file: str = "pytorch_model.bin") -> str:
     return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, weights, file)
 
 
-@cache
-def perfect_path() -> str:
-    return written(*perfect_adapter())
-
-
-def drafter(*, sure: bool = True, **options: Any) -> Build:
-    """`sure`: of the noise of sampling too."""
-
-    def build(context: DrafterContext) -> Drafter:
-        (spec,) = emssd_kangaroo.emssd_drafters()
-        usual = {"path": perfect_path(), "num_layers": EXIT, "num_speculative_tokens": LENGTH, "min_confidence": 0.0}
-        made: ModelDrafter = spec.build(KangarooConfig(**(usual | options)), context)
-        if sure:
-            made.shape.temperature = 0.01
-        return made
-
-    return build
-
-
-@looped("backend", ["ragged", "padded"])
-@looped("kinds", KINDS)
-def test_an_adapter_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
-    engine = make_engine(drafter(), backend)
-    decode(engine, KINDS[kinds])
-    assert is_full(engine, LENGTH)
+def trial(options: Mapping[str, Any] | None = None, **loaded: Any) -> Trial:
+    """One with an engine of these options; with another `load`, perhaps, or another target."""
+    own = replace(right_drafters.trial("kangaroo"), **loaded)
+    own.make_engine(options)
+    return own
 
 
 def test_an_adapter_that_adds_nothing_is_right_behind_all_layers() -> None:
     config, weights = perfect_adapter()
     nothing = {"layers.0.self_attn.o_proj.weight": torch.zeros(SIZE, 30, dtype=torch.float64)}
-    engine = make_engine(drafter(path=written(config, weights | nothing), num_layers=3))
-    decode(engine)
-    assert is_full(engine, LENGTH)
-
-
-def test_prompts_in_pieces() -> None:
-    engine = make_engine(drafter(), max_step_tokens=6, batch_size=2)
-    assert all(generation.num_accepted > NUM_NEW // 2 for generation in decode(engine))
-
-
-def test_rows_that_are_preempted_begin_anew() -> None:
-    engine = run_in_little_memory(drafter())
-    assert engine.report.num_accepted == engine.report.num_drafted > 0
+    own = trial({"path": written(config, weights | nothing), "num_layers": 3})
+    own.decode()
+    assert own.is_full()
 
 
 def test_a_chain_ends_behind_a_token_that_is_not_sure_enough() -> None:
-    few, more = (make_engine(drafter(sure=False, min_confidence=least)) for least in (1.0, 0.5))
-    decode(few)
-    decode(more)
-    assert {*few.report.acceptance_histogram} == {1, 2}, "one token at most is drafted where none is sure"
-    assert max(more.report.acceptance_histogram) > 2
-    assert more.report.num_accepted == more.report.num_drafted
+    unsure = loading(emssd_kangaroo, KangarooConfig, lambda: {"path": written(*perfect_adapter())}, sure=False)
+    few, more = (trial({"min_confidence": least}, load=unsure) for least in (1.0, 0.5))
+    few.decode()
+    more.decode()
+    assert {*few.engine.report.acceptance_histogram} == {1, 2}, "one token at most is drafted where none is sure"
+    assert max(more.engine.report.acceptance_histogram) > 2
+    assert more.engine.report.num_accepted == more.engine.report.num_drafted
 
 
 def test_an_adapter_with_a_longest_row_drafts_no_further() -> None:
     config, weights = perfect_adapter()
     short = {"max_position_embeddings": 20, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}
-    engine = make_engine(drafter(path=written(config | short, weights)))
-    long = decode(engine)[3]
+    long = trial({"path": written(config | short, weights)}).decode()[3]
     assert len(PROMPTS[3]) == 17
     assert 0 < long.num_accepted <= 3
 
 
 def test_the_memory_of_both_caches_is_told_and_given_back() -> None:
-    engine = make_engine(drafter())
-    runner: Any = engine.drafting.drafters[0].drafter._runner  # type: ignore[attr-defined]
-    decode(engine)
+    own = trial()
+    runner: Any = own.engine.drafting.drafters[0].drafter._runner
+    own.decode()
     parts = runner._shallow.usage, runner._adapter.usage
     assert all(part.peak_held > 0 for part in parts)
     assert runner.usage.peak_held == sum(part.peak_held for part in parts)
     assert runner.usage.held == 0
-
-
-def streams_of_other_tokens(patch: pytest.MonkeyPatch) -> None:
-    run = ShallowRunner.run
-
-    def rolled(self: Any, packed: Any) -> Any:
-        output = run(self, packed)
-        return replace(output, hidden={index: each.roll(1, 0) for index, each in output.hidden.items()})
-
-    patch.setattr(ShallowRunner, "run", rolled)
-
-
-def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
-    def shifted(*arguments: Any) -> Any:
-        packed = pack_nodes(*arguments)
-        return replace(packed, position_ids=packed.position_ids + 1)
-
-    patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
-
-
-def positions_of_the_adapter(patch: pytest.MonkeyPatch) -> None:
-    """Those of drafted tokens are one too low."""
-    run = KangarooRunner.run
-
-    def shifted(self: Any, packed: Any) -> Any:
-        adapter, wrong = self._adapter.run, packed.position_ids - int(packed.lengths[0] == 1)
-
-        def low(packed: Any, inputs: torch.Tensor) -> torch.Tensor:
-            return adapter(replace(packed, position_ids=wrong.clamp(min=0)), inputs)
-
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(self._adapter, "run", low)
-            return run(self, packed)
-
-    patch.setattr(KangarooRunner, "run", shifted)
-
-
-FAULTS: dict[str, tuple[dict[str, Any], Callable[[pytest.MonkeyPatch], None] | None]] = {
-    "behind one layer less": ({"num_layers": EXIT - 1}, None),
-    "behind one layer more": ({"num_layers": EXIT + 1}, None),
-    "streams of other tokens": ({}, streams_of_other_tokens),
-    "nodes one position too deep": ({}, positions_of_nodes),
-    "nodes one position too shallow in the adapter": ({}, positions_of_the_adapter),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_accepted_less_and_no_token_changes(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options, plant = FAULTS[fault]
-    if plant is not None:
-        plant(monkeypatch)
-    engine = make_engine(drafter(**options))
-    decode(engine)
-    assert not is_full(engine, LENGTH)
-    assert engine.report.num_drafted > 0
 
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -233,12 +121,13 @@ def test_it_drafts_what_the_formulas_say_without_a_cache(architecture: str) -> N
             drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
             return draft
 
-    def build(context: DrafterContext) -> Drafter:
-        made = drafter(path=written(CONFIG, weights), num_layers=1, num_speculative_tokens=3)(context)
+    def load(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
+        made = right_drafters.trial("kangaroo").load(options, context)
         made.__class__ = Noted
         return made
 
-    engine = make_engine(build, model=model)
+    options = {"path": written(CONFIG, weights), "num_layers": 1, "num_speculative_tokens": 3}
+    engine = trial(options, load=load, target=model).engine
     engine.generate([(3, 4, 5, 6, 3, 4), (8,), (9, 10, 9, 10, 9, 10, 11)], 12, ignore_eos=True)
     for tokens, drafted in drafts:
         assert drafted == naive(model.model, weights, tokens, len(drafted))
@@ -251,16 +140,16 @@ def test_names_of_a_whole_model_are_known(file: str) -> None:
     config, weights = perfect_adapter()
     named = {f"model.{name}": each.clone() for name, each in weights.items()}
     computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
-    engine = make_engine(drafter(path=written(config, named | computed, file)))
-    decode(engine)
-    assert is_full(engine, LENGTH)
+    own = trial({"path": written(config, named | computed, file)})
+    own.decode()
+    assert own.is_full()
 
 
 def test_what_was_chosen_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "emssd"):
-        make_engine(drafter())
+        trial()
     assert caplog.messages == [
-        "drafter=kangaroo: Kangaroo adapter, read from pytorch_model.bin",
+        "drafter=kangaroo: Kangaroo adapter, read from model.safetensors",
         "drafter=kangaroo: rotary base 10000, the head's own",
         "drafter=kangaroo: reads the residual stream behind 2 layers, as drafter.num_layers says and no file does",
     ]
@@ -305,7 +194,7 @@ def test_files_of_something_else_are_refused(file: str) -> None:
     change, words = FILES[file]
     change(config, weights)
     with pytest.raises(ConfigError) as raised:
-        make_engine(drafter(path=written(config, weights)))
+        trial({"path": written(config, weights)})
     assert f": {words}" in str(raised.value)
 
 
@@ -321,5 +210,5 @@ def test_files_of_something_else_are_refused(file: str) -> None:
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        make_engine(drafter(**options))
+        trial(options)
     assert words in str(raised.value)

@@ -104,25 +104,6 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
     assert chain == expected
 
 
-def test_a_copy_from_the_prompt_stops_at_its_end() -> None:
-    row = sequence([3, 4, 5, 6], [7, 3, 4])
-    assert chains(LLMADrafter(LLMAConfig(require_full_copy=False)), [row], [7]) == [[5, 6]]
-
-
-@looped("budget", [0, 1, 3, 7, 50])
-def test_the_budget_of_each_row_is_respected(budget: int) -> None:
-    text = [3, 4, *range(10, 30), 3, 4]
-    drafter = LLMADrafter(LLMAConfig())
-    assert drafter.num_speculative_tokens == 7
-    rows = [sequence(text, name="a"), sequence(text, name="b")]
-    assert [len(chain) for chain in chains(drafter, rows, [budget, 2])] == [min(budget, 7), 2]
-
-
-def test_a_text_shorter_than_the_match_drafts_nothing() -> None:
-    drafter = LLMADrafter(LLMAConfig(match_length=3, require_full_copy=False))
-    assert chains(drafter, [sequence([3, 3])], [7]) == [[]]
-
-
 def test_a_released_request_is_forgotten_and_its_name_can_be_used_again() -> None:
     drafter = LLMADrafter(LLMAConfig(copy_length=2))
     assert chains(drafter, [sequence([3, 4, 5, 6, 3, 4])], [7]) == [[5, 6]]

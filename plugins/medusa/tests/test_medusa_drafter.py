@@ -7,7 +7,6 @@ formulas written anew. float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
 from itertools import product
@@ -17,24 +16,17 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
-from emssd_medusa.heads import MedusaHeads
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.trees import read_trees
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.model import TargetModel
-from emssd.sequences import Batch, Request
-from tests.support.fed_heads import KINDS, NUM_NEW, PROMPTS, Trial, earlier_states, states_of_other_nodes
+from emssd.sequences import Batch
+from tests.support import right_drafters
 from tests.support.heads import Weights, random_weights, write_head
 from tests.support.hidden import right_states
-from tests.support.perfect_medusa import NUM_HEADS, SIZE, VOCAB, lagging_target, write_perfect_medusa
+from tests.support.perfect_medusa import SIZE, VOCAB
+from tests.support.right_drafts import Trial
 from tests.support.tiers import looped
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -42,99 +34,11 @@ SHAPES: dict[str, dict[str, Any]] = {
     "static": {"tree": "static"},
     "dynamic": {"tree": "dynamic", "num_nodes": 14},
 }
-SHARPNESS = 8.0  # of the target: its first choices are in every tree
-
-
-@cache
-def heads_path(vllm: bool = False) -> str:
-    return write_perfect_medusa(Path(mkdtemp(prefix="emssd-heads-")), SHARPNESS, vllm=vllm)
 
 
 @cache
 def trial() -> Trial:
-    def load(options: Mapping[str, Any], context: Any) -> MedusaDrafter:
-        return MedusaDrafter.load(MedusaConfig(**({"path": heads_path()} | dict(options))), context)
-
-    return Trial(TargetModel(lagging_target(sharpness=SHARPNESS)), NUM_HEADS, load)
-
-
-def test_the_text_is_worth_guessing() -> None:
-    texts = [trial().text(str(row), prompt, None) for row, prompt in enumerate(PROMPTS)]
-    assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 60
-
-
-@looped("kinds", KINDS)
-@looped("shape", SHAPES)
-def test_heads_that_are_always_right_are_always_accepted(shape: str, kinds: str) -> None:
-    trial().make_engine(SHAPES[shape])
-    trial().decode(KINDS[kinds])
-    assert trial().is_full()
-
-
-@pytest.mark.parametrize("shape", ["chain", "dynamic"])
-def test_padded(shape: str) -> None:
-    trial().make_engine(SHAPES[shape], "padded")
-    trial().decode(KINDS["mixed"])
-    assert trial().is_full()
-
-
-@pytest.mark.parametrize("kinds", KINDS)
-def test_heads_of_some_tokens_only(kinds: str) -> None:
-    trial().make_engine(SHAPES["dynamic"] | {"path": heads_path(vllm=True)})
-    trial().decode(KINDS[kinds])
-    assert trial().is_full()
-
-
-@pytest.mark.parametrize("max_step_tokens", [5, 24])
-def test_prompts_in_pieces(max_step_tokens: int) -> None:
-    trial().make_engine(SHAPES["chain"], max_step_tokens=max_step_tokens, batch_size=2)
-    for generation in trial().decode():
-        assert generation.num_accepted == generation.num_drafted > NUM_NEW // 2
-
-
-def test_rows_that_are_preempted_begin_anew() -> None:
-    trial().decode_preempted(SHAPES["chain"])
-
-
-def test_a_step_that_failed_is_drafted_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    trial().make_engine(SHAPES["dynamic"])
-    trial().failing_steps(monkeypatch)
-    assert trial().is_full()
-
-
-def other_heads(patch: pytest.MonkeyPatch) -> None:
-    """Each level is that of the head for the level above."""
-    forward = MedusaHeads.forward
-    patch.setattr(MedusaHeads, "forward", lambda self, *given: forward(self, *given).roll(1, 0))
-
-
-def states_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    forward = MedusaHeads.forward
-    patch.setattr(MedusaHeads, "forward", lambda self, hidden, *given: forward(self, hidden.roll(1, 0), *given))
-
-
-def states_before_the_norm(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(MedusaDrafter, "hidden_layers", (1,))
-
-
-FAULTS = {
-    "other heads": other_heads,
-    "earlier states": earlier_states(MedusaDrafter),
-    "states of rejected nodes": states_of_other_nodes,
-    "states of other rows": states_of_other_rows,
-    "states before the norm": states_before_the_norm,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_heads_that_are_fed_wrongly_are_accepted_less_and_no_token_changes(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FAULTS[fault](monkeypatch)
-    engine = trial().make_engine(SHAPES["static"])
-    trial().decode()
-    assert not trial().is_full()
-    assert engine.report.num_drafted > 0
+    return right_drafters.trial("medusa")
 
 
 @cache
@@ -211,33 +115,8 @@ def test_the_most_probable_combinations_are_drafted(shape: str, monkeypatch: pyt
         return draft
 
     monkeypatch.setattr(MedusaDrafter, "propose", compared)
-    engine.generate(PROMPTS[:2], 14, ignore_eos=True)
+    engine.generate(trial().prompts[:2], 14, ignore_eos=True)
     assert num_compared > 8
-
-
-PROMPT = st.sampled_from([(6,), (1, 1), (7, 8, 3), *map(tuple, PROMPTS)])
-SAMPLING = st.sampled_from([None, None, *KINDS["sampled"], *KINDS["mixed"]])
-
-
-@settings(max_examples=10)
-@given(
-    rows=st.lists(st.tuples(PROMPT, st.integers(1, 14), SAMPLING), min_size=1, max_size=5),
-    seed=st.integers(0, 1),
-    shape=st.sampled_from(sorted(SHAPES)),
-    backend=st.sampled_from(["ragged", "padded"]),
-    batch_size=st.integers(1, 4),
-    max_step_tokens=st.sampled_from([64, 6]),
-)
-def test_no_token_depends_on_the_heads(
-    rows: Any, seed: int, shape: str, backend: str, batch_size: int, max_step_tokens: int
-) -> None:
-    options = SHAPES[shape] | {"path": random_heads(seed)[0]}
-    steps = {"max_step_tokens": max_step_tokens} if backend == "ragged" else {}
-    engine = trial().make_engine(options, backend, batch_size=batch_size, **steps)
-    requests = [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, num_new, kind) in enumerate(rows)]
-    for generation in engine.run(requests):
-        prompt, num_new, kind = rows[int(generation.request_id)]
-        assert generation.token_ids == trial().text(generation.request_id, prompt, kind, num_new)
 
 
 @looped(
@@ -264,17 +143,3 @@ def test_a_published_tree_is_cut_to_the_levels_there_are(depth: int | None, num_
     tree = read_trees("emssd_medusa")["mc_sim_7b_63"]
     engine = trial().make_engine({"tree": "static", "depth": depth})
     assert engine.drafting.num_speculative_tokens == sum(each <= (depth or 4) for each in tree.depths) == num_nodes
-
-
-def test_it_is_offered() -> None:
-    engine = Engine.assemble(
-        trial().target,
-        None,
-        drafter=MedusaConfig(path=heads_path(), tree=TreeKind.chain),
-        backend="ragged",
-        budget="fixed",
-        options=EngineOptions(batch_size=4, on_drafter_error=OnDrafterError.fail),
-    )
-    trial().engine = engine
-    trial().decode()
-    assert trial().is_full()

@@ -11,27 +11,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from emssd_mtp import MtpConfig
-from emssd_mtp.drafter import load_drafter
-from emssd_mtp.head import MtpHead
 from emssd_mtp.loading import load_mtp
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from emssd.decoding.caches import make_backend
-from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters.heads.loading import Lent
-from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.target import TargetSizes
-from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
-from emssd.plugins.registry import Registry
-from emssd.sampling import SamplingParams
-from emssd.sequences import Request
-from emssd.testing.oracle import greedy_reference
-from tests.support import sampling as reference
 from tests.support.heads import Weights, dense_rms, run_ragged
 from tests.support.peers import all_double
 from tests.support.tiers import looped
@@ -192,28 +179,6 @@ def test_rows_pieces_and_trees_are_as_the_formulas_say(kind: str, backend: str) 
         assert torch.allclose(again, naive(made(kind), whole)[-1], rtol=1e-5, atol=1e-6)
 
 
-def swapped_halves(head: MtpHead) -> None:
-    head.eh_proj.weight.data = head.eh_proj.weight.data.roll(SIZE, 1)
-
-
-def swapped_norms(head: MtpHead) -> None:
-    head.enorm, head.hnorm = head.hnorm, head.enorm
-
-
-def no_last_norm(head: MtpHead) -> None:
-    head.norm = torch.nn.Identity()
-
-
-@pytest.mark.parametrize("fault", [swapped_halves, swapped_norms, no_last_norm])
-@torch.inference_mode()
-def test_the_comparison_sees_faults(fault: Any) -> None:
-    head = load_mtp(made("glm").path, lent("glm")).head
-    fault(head)
-    inputs = torch.randn(5, 2 * SIZE, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    ((last, _, _),) = run_ragged(head, [(inputs, 2, inputs[:1], [-1])])
-    assert (last - naive(made("glm"), inputs)[-1]).abs().max() > 0.05
-
-
 @pytest.mark.parametrize("kind", ["glm", "deepseek"])
 @torch.inference_mode()
 def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(kind: str) -> None:
@@ -226,32 +191,6 @@ def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(ki
     assert torch.equal(own.head.embed(ids, borrowed.embed), extra["embed_tokens"][ids])
     hidden = torch.randn(4, SIZE, dtype=torch.float64)
     assert torch.allclose(own.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
-
-
-@looped("tree", [TreeKind.chain, TreeKind.dynamic])
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_token_depends_on_it(kind: str, tree: TreeKind) -> None:
-    model = target(kind)
-    spec = model.kv_cache_spec(3)
-    context = DrafterContext(
-        VOCAB, None, lambda path: pytest.fail("no"), lambda name, values: pytest.fail("no"), "fail",
-        BorrowedTarget(model), spec, lambda own: make_backend(own, "ragged", Registry()),
-    )  # fmt: skip
-    drafter = load_drafter(MtpConfig(tree=tree, num_nodes=7, top_k=3), context)  # from the target's own checkpoint
-    options = EngineOptions(batch_size=2, max_step_tokens=16, on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(model, None, drafter=drafter, backend="ragged", budget="fixed", options=options)
-    kinds = [None, SamplingParams(temperature=0.8, seed=1), SamplingParams(temperature=0.8, seed=2)]
-    prompts = [(1, 2, 3, 4), (5,), (6, 7, 6, 7, 6, 7)]
-    requests = [Request(str(i), prompts[i], 12, sampling=kinds[i]) for i in range(3)]
-    for generation in engine.run(requests):
-        row = int(generation.request_id)
-        params = kinds[row]
-        if params is None:
-            expected = tuple(greedy_reference(model.model, prompts[row], 12))
-        else:
-            expected = tuple(reference.sampled(model.model, prompts[row], 12, params, generation.request_id))
-        assert generation.token_ids == expected
-    assert engine.report.num_drafted > 0
 
 
 def broken(kind: str, folder: Path, change: Any = None, **config: Any) -> str:

@@ -7,51 +7,33 @@ without a cache. float64.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import emssd_pard.drafter
 import pytest
 import torch
 from emssd_pard import PardConfig
 from emssd_pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 
-import emssd.drafters.levels
-from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
-from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.decoding.packing import pack
 from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Generation, Request, Row
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References, greedy_reference
+from emssd.testing.oracle import References
 from tests.support import sampling as reference
 from tests.support.looking_back import DISTANCE, VOCAB, looking_back_model
-from tests.support.tiers import looped
 
 MODEL_LEN, NUM_NEW, LENGTH = 144, 31, DISTANCE + 1  # the longest chain that can be foreseen
 WIDE, MASK = VOCAB + 4, VOCAB + 2  # ids of the draft model
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2], [7, 8, 2, 2, 6, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1]]
-KINDS: dict[str, list[SamplingParams | None]] = {
-    "greedy": [None] * 4,
-    "sampled": [SamplingParams(temperature=1 + row, seed=row) for row in range(4)],
-    "mixed": [
-        None,
-        SamplingParams(temperature=6.0, seed=1),
-        SamplingParams(temperature=0.0, repetition_penalty=1.5),
-        SamplingParams(temperature=3.0, top_p=0.9, frequency_penalty=0.4, logit_bias={2: 3.0}, seed=2),
-    ],
-}
 
 
 @cache
@@ -81,45 +63,11 @@ def make_drafter(
     return PardDrafter(CausalLMRunner(model, made), VOCAB, mask, length)
 
 
-def make_engine(backend: Any = "ragged", drafter: PardDrafter | None = None, **options: Any) -> Engine:
-    chosen = EngineOptions(on_drafter_error=OnDrafterError.fail, **({"batch_size": 4} | options))
-    drafter = drafter or make_drafter(draft_model(), backend)
-    return Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=chosen)
-
-
 @cache
 def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
     if params is None:
         return references()[prompt]
     return reference.sampled(target().model, prompt, NUM_NEW, params, name)
-
-
-def decode(engine: Engine, kinds: Sequence[SamplingParams | None] = (None,) * 4) -> list[Generation]:
-    """In order; every token is that of decoding by hand."""
-    pairs = enumerate(zip(PROMPTS, kinds, strict=True))
-    requests = [Request(str(row), tuple(ids), NUM_NEW, sampling=kind) for row, (ids, kind) in pairs]
-    done = {generation.request_id: generation for generation in engine.run(requests)}
-    for request in requests:
-        assert done[request.request_id].token_ids == text(request.request_id, request.prompt_ids, request.sampling)
-    return [done[request.request_id] for request in requests]
-
-
-def is_full(done: Sequence[Generation]) -> bool:
-    """Whether every row was drafted for in all of its steps but the last, and all of that was accepted."""
-    whole, left = divmod(NUM_NEW, LENGTH + 1)
-    steps = whole + (1 if left else 0)
-    return all(each.num_steps == steps and each.num_accepted == each.num_drafted for each in done)
-
-
-def test_the_text_is_worth_guessing() -> None:
-    texts = [text(str(row), tuple(prompt), None) for row, prompt in enumerate(PROMPTS)]
-    assert len({each[place : place + 3] for each in texts for place in range(NUM_NEW - 2)}) > 30
-
-
-@looped("backend", ["ragged", "padded"])
-@looped("kinds", KINDS)
-def test_a_draft_model_that_is_always_right_is_always_accepted(kinds: str, backend: str) -> None:
-    assert is_full(decode(make_engine(backend), KINDS[kinds]))
 
 
 def test_it_says_how_sure_it_is() -> None:
@@ -168,82 +116,6 @@ def test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives(back
         running = [row for row in running if row not in gone]
     drafter.release([row.request_id for row in running])
     assert drafter._runner.usage.held == 0
-
-
-def masks_too_deep(patch: pytest.MonkeyPatch) -> None:
-    def shifted(rows: Any, draft: Any) -> PackedInputs:
-        packed = pack(rows, draft)
-        return replace(packed, position_ids=packed.position_ids + (packed.input_ids == MASK))
-
-    patch.setattr(emssd_pard.drafter, "pack", shifted)
-
-
-def one_mask_further(patch: pytest.MonkeyPatch) -> None:
-    """The logits behind a mask are taken for the draft before."""
-    slots = PardDrafter.slots
-    patch.setattr(PardDrafter, "slots", lambda self, rows: slots(self, rows).roll(1, 0))
-
-
-def kv_of_masks(patch: pytest.MonkeyPatch) -> None:
-    """It stays in the cache as that of the tokens that came in their place."""
-
-    def keep(self: Any, names: Any, kv_lens: Any, sources: Any = ()) -> None:
-        self._cache.held |= {name: length + LENGTH - 1 for name, length in zip(names, kv_lens, strict=True)}
-
-    patch.setattr(PardDrafter, "_keep", keep)
-
-
-def another_mask(patch: pytest.MonkeyPatch) -> None:
-    begin = PardDrafter.__init__
-
-    def planted(self: Any, runner: Any, vocab_size: int, mask: int, length: int) -> None:
-        begin(self, runner, vocab_size, mask + 1, length)
-
-    patch.setattr(PardDrafter, "__init__", planted)
-
-
-def noise_of_the_newest_token(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(emssd.drafters.levels, "behind", lambda node, depth, path=(): node)
-
-
-FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "masks one position too deep": masks_too_deep,
-    "logits of the place before": one_mask_further,
-    "KV of masks": kv_of_masks,
-    "another mask": another_mask,
-    "noise of another position": noise_of_the_newest_token,
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_model_that_is_fed_wrongly_is_accepted_less_and_no_token_changes(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    FAULTS[fault](monkeypatch)
-    done = decode(make_engine(), KINDS["sampled"])
-    assert not is_full(done)
-    assert all(each.num_drafted for each in done)
-
-
-@looped("kinds", KINDS)
-@looped("backend", ["ragged", "padded"])
-def test_no_token_depends_on_the_draft_model(backend: str, kinds: str) -> None:
-    decode(make_engine(backend, make_drafter(random_model(), backend), batch_size=3), KINDS[kinds])
-
-
-def test_prompts_in_pieces_and_rows_that_come_and_go() -> None:
-    assert is_full(decode(make_engine(max_step_tokens=5, batch_size=2)))
-
-
-def test_rows_that_are_preempted_begin_anew() -> None:
-    backend = RaggedConfig(kernels=Kernels.torch)
-    drafter = make_drafter(draft_model(), backend, max_tokens=192)
-    limit = str(192 * target().kv_cache_spec(1).bytes_per_token())
-    engine = make_engine(backend, drafter, kv_memory=limit, max_step_tokens=16, batch_size=3)
-    for prompt, generation in zip(PROMPTS, engine.generate(PROMPTS, 90, ignore_eos=True), strict=True):
-        assert generation.token_ids == tuple(greedy_reference(target().model, prompt, 90))
-        assert generation.num_accepted == generation.num_drafted > 0
-    assert engine.report.num_preempted > 0
 
 
 def test_it_does_not_draft_beyond_its_length_or_its_memory() -> None:

@@ -10,23 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_padded import PaddedConfig
 from emssd_pld import Occurrence, PLDConfig
 from emssd_pld.drafter import PLDDrafter
-from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import ragged_backend
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from emssd import Engine
-from emssd.attention import AttentionBackend
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import decode_in_little_memory, run_with_preemption
 from tests.support.tiers import looped
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
@@ -120,16 +114,6 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
     assert chains(PLDDrafter(config), [sequence(text)], [3]) == [expected]
 
 
-def test_a_preempted_request_begins_anew_with_the_tokens_it_has() -> None:
-    drafter = PLDDrafter(PLDConfig(num_speculative_tokens=2))
-    row = sequence([3, 4, 5, 6, 3], [4])
-    assert chains(drafter, [row], [2]) == [[5, 6]]
-    drafter.release(["a", "never seen"])
-    assert chains(drafter, [sequence([3, 4, 5])], [2]) == [[]]
-    drafter.release(["a"])
-    assert chains(drafter, [sequence([9, 8, 7, 6, 9, 8])], [2]) == [[7, 6]]
-
-
 @looped(
     "options",
     [
@@ -149,48 +133,3 @@ def test_sizes_that_cannot_be_are_config_errors_that_name_the_option(options: di
 def test_an_occurrence_that_does_not_exist_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"drafter\.occurrence is 'middle'; choose first or last"):
         PLDDrafter(PLDConfig(occurrence="middle"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("backend", "num_kv_tokens"),
-    [
-        (RaggedConfig(kernels=Kernels.torch), 256),  # narrow heads without padding
-        (PaddedConfig(), None),  # keeps no memory limit
-    ],
-    ids=["ragged", "padded"],
-)
-def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
-    backend: Any, num_kv_tokens: int | None
-) -> None:
-    drafter = PLDDrafter(PLDConfig(num_speculative_tokens=4))
-    engine = decode_in_little_memory(drafter, backend, num_kv_tokens)
-    assert 0 < engine.report.num_accepted < engine.report.num_drafted
-    assert drafter._indexes == {}
-
-
-class PLDMachine(EngineMachine):
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return ragged_backend(page_size)
-
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return CONFIGS.map(AsDefined)
-
-
-class AsDefined(PLDDrafter):
-    """Compares each of its drafts with the definition."""
-
-    def __init__(self, config: PLDConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        assert split(draft) == [
-            by_definition(self.config, row.tokens, limit) for row, limit in zip(batch, budget, strict=True)
-        ]
-        return draft
-
-
-@pytest.mark.hypothesis
-def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    run_with_preemption(PLDMachine, share=4, num_steps=12)

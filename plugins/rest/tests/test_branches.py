@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.errors import ConfigError
-from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+from tests.support.tree_drafts import paths_of, row_of, tree_of
 
 TOKENS = st.integers(3, 5)
 TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=1, max_size=20)
@@ -120,15 +120,3 @@ def test_as_published_there_are_so_many_nodes_and_any_branches(tmp_path: Path) -
 def test_numbers_that_cannot_be_are_config_errors(tmp_path: Path, options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"^{sentence}"):
         RestDrafter(RestConfig(**options), opened(tmp_path, [[1, 2]]))
-
-
-def test_outputs_are_greedy_in_fewer_steps_than_with_chains(tmp_path: Path) -> None:
-    draw = Random(1)
-    store = opened(tmp_path, [[draw.randrange(11) for _ in range(60)] for _ in range(40)])
-    prompts = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
-    chains, trees = (
-        decode_with_trees(RestDrafter(RestConfig(min_match=1, num_speculative_tokens=4, branches=n), store), prompts)
-        for n in (1, 6)
-    )
-    assert trees.report.num_accepted > chains.report.num_accepted > 0
-    assert trees.report.num_steps < chains.report.num_steps

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -12,8 +11,6 @@ from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.store import Store
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -23,21 +20,13 @@ from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 
 VOCAB_SIZE = 13
-PROMPTS = [[3, 4, 5, 6, 7, 3, 4], [8], [9, 10, 9, 11], [12, 5, 5]]
-NUM_NEW = 24
 
 
 @cache
 def target(architecture: str = "llama") -> Any:
     return tiny_model(architecture, seed=5, vocab_size=VOCAB_SIZE)
-
-
-@cache
-def references(architecture: str = "llama") -> list[list[int]]:
-    return [greedy_reference(target(architecture), prompt, NUM_NEW) for prompt in PROMPTS]
 
 
 def made(folder: Path, documents: list[list[int]], **options: Any) -> str:
@@ -60,45 +49,6 @@ def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({f"w{i}": i for i in range(num_words)})))
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize("architecture", ["llama", "opt"])
-def test_with_its_own_outputs_in_the_store_the_target_decodes_the_same_in_few_steps(
-    tmp_path: Path, architecture: str, backend: str
-) -> None:
-    expected = references(architecture)
-    store = made(tmp_path, [prompt + new for prompt, new in zip(PROMPTS, expected, strict=True)])
-    engine = Engine.from_model(
-        target(architecture), drafter=RestConfig(store), backend=backend, budget="fixed", batch_size=3
-    )
-    done = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
-    assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in expected]
-    assert sum(generation.num_accepted for generation in done) > len(PROMPTS) * NUM_NEW / 2
-    assert all(generation.num_drafted for generation in done)
-
-
-# A first run of a model takes seconds, and explaining a failure minutes.
-@pytest.mark.costly("many random stores")
-@settings(deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@given(
-    seed=st.integers(0, 999),
-    batch_size=st.integers(1, 4),
-    min_match=st.integers(1, 3),
-    max_matches=st.sampled_from([1, 4, 5000]),
-    num_speculative_tokens=st.integers(1, 10),
-)
-def test_with_random_text_in_the_store_the_target_decodes_the_same(
-    tmp_path_factory: pytest.TempPathFactory, backend: str, seed: int, batch_size: int, min_match: int, **options: int
-) -> None:
-    draw = Random(seed)
-    text = [[draw.randrange(VOCAB_SIZE) for _ in range(draw.randrange(1, 200))] for _ in range(draw.randrange(1, 20))]
-    store = made(tmp_path_factory.mktemp("random"), text)
-    config = RestConfig(store, min_match=min_match, **options)
-    engine = Engine.from_model(target(), drafter=config, backend=backend, budget="fixed", batch_size=batch_size)
-    done = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
-    assert [generation.token_ids for generation in done] == [tuple(tokens) for tokens in references()]
-
-
 def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     text = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 12], [3, 4, 11]]
     drafter = RestDrafter(RestConfig(num_speculative_tokens=4), Store.open(made(tmp_path, text)))
@@ -108,16 +58,6 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     draft = drafter.propose(batch, budget)
     check_draft(draft, batch, budget, VOCAB_SIZE)
     assert chains(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
-
-
-def test_it_remembers_nothing_of_a_row(tmp_path: Path) -> None:
-    drafter = RestDrafter(RestConfig(), Store.open(made(tmp_path, [[3, 4, 5, 6, 7, 3, 4, 8]])))
-    row = sequence([3, 4])
-    first = chains(drafter.propose(Batch((row,)), [10]))
-    row.extend([5, 6])
-    assert chains(drafter.propose(Batch((row,)), [10])) == [[7, 3, 4, 8]]
-    assert chains(drafter.propose(Batch((sequence([3, 4]),)), [10])) == first
-    drafter.release(["a", "never seen"])
 
 
 def chains(draft: Draft) -> list[list[int]]:

@@ -110,13 +110,6 @@ def test_a_draft_never_runs_across_two_documents(tmp_path: Path) -> None:
     assert searched.chain(*searched.longest([5, 6], 2, 16), 10, 5000) == []
 
 
-def test_ids_that_the_store_does_not_know_match_nothing_and_what_comes_after_them_does(tmp_path: Path) -> None:
-    searched = StoreSearch(made(tmp_path / "store", [[1, 2, 3, 4]]))
-    for strange in (5, 65_535, 65_536, 10**6):
-        assert searched.longest([2, strange], 1, 16) == (0, range(0))
-        assert searched.longest([1, strange, 2, 3], 1, 16)[0] == 2
-
-
 @pytest.mark.parametrize(("largest", "kind"), [(65_534, ">u2"), (65_535, ">u4"), (200_000, ">u4")])
 def test_ids_of_any_size_are_kept(tmp_path: Path, largest: int, kind: str) -> None:
     store = made(tmp_path / "store", [[largest, 7, 8, largest, 7, 9]])

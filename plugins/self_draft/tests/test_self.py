@@ -8,8 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +21,14 @@ from emssd_union import UnionConfig
 import emssd.drafters.levels
 import emssd.model.rounded
 from emssd.decoding.engine import Engine
-from emssd.decoding.packing import pack_nodes
-from emssd.drafters import GrowingRow, SharedDrafter
-from emssd.drafting import Drafter, DrafterContext
+from emssd.drafters import SharedDrafter
 from emssd.errors import ConfigError
 from emssd.model.int8 import rounded
 from emssd.model.rounded import RoundedRunner
 from emssd.native import load_kernels
 from emssd.testing.models import tiny_model
-from tests.support.self_drafts import KINDS, decode, make_engine, run_in_little_memory, target
+from tests.support.right_drafters import decode, loading, target
+from tests.support.right_drafts import KINDS, Trial
 from tests.support.tiers import looped
 
 DEPTH = 4
@@ -40,14 +37,13 @@ SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "dynamic": {"tree": "dynamic",
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
 
-def drafter(**options: Any) -> Callable[[DrafterContext], Drafter]:
-    def build(context: DrafterContext) -> Drafter:
-        (spec,) = emssd_self_draft.emssd_drafters()
-        made: SharedDrafter = spec.build(SelfConfig(**({"depth": DEPTH} | options)), context)
-        made.shape.temperature = 0.01
-        return made
+def trial() -> Trial:
+    load = loading(emssd_self_draft, SelfConfig, lambda: {"depth": DEPTH})
+    return Trial(target(), DEPTH, load, waits=False)
 
-    return build
+
+def make_engine(backend: str = "ragged", **options: Any) -> Engine:
+    return trial().make_engine(options, backend)
 
 
 @pytest.fixture
@@ -69,7 +65,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @looped("kinds", KINDS)
 @EVERY_SHAPE
 def test_exact_weights_are_always_accepted(shape: str, kinds: str, backend: str) -> None:
-    engine = make_engine(drafter(**SHAPES[shape]), backend)
+    engine = make_engine(backend, **SHAPES[shape])
     decode(engine, KINDS[kinds])
     (at_first, *_), accepted = sorted(engine.report.acceptance_histogram), engine.report.mean_acceptance_length
     assert at_first == 1
@@ -82,13 +78,13 @@ def test_exact_weights_are_always_accepted(shape: str, kinds: str, backend: str)
 @looped("kinds", KINDS)
 @EVERY_SHAPE
 def test_rounded_weights_change_no_token(shape: str, kinds: str, bits: int) -> None:
-    engine = make_engine(drafter(bits=bits, **SHAPES[shape]))
+    engine = make_engine(bits=bits, **SHAPES[shape])
     decode(engine, KINDS[kinds])
     assert engine.report.num_accepted > 0
 
 
 def test_the_first_layers_alone() -> None:
-    engine = make_engine(drafter(layers=1))
+    engine = make_engine(layers=1)
     decode(engine)
     assert engine.report.num_drafted > 0
 
@@ -96,51 +92,7 @@ def test_the_first_layers_alone() -> None:
 @pytest.mark.costly("little memory makes many steps")
 @EVERY_SHAPE
 def test_rows_that_are_preempted_and_prompts_in_pieces(shape: str) -> None:
-    run_in_little_memory(drafter(**SHAPES[shape]))
-
-
-def positions_of_nodes(patch: pytest.MonkeyPatch) -> None:
-    def shifted(*arguments: Any) -> Any:
-        packed = pack_nodes(*arguments)
-        return replace(packed, position_ids=packed.position_ids + 1)
-
-    patch.setattr(emssd.drafters.levels, "pack_nodes", shifted)
-
-
-def logits_of_other_rows(patch: pytest.MonkeyPatch) -> None:
-    catch_up = SharedDrafter.catch_up
-
-    def rolled(self: Any, rows: list[GrowingRow]) -> torch.Tensor:
-        return catch_up(self, rows).roll(1, 0)
-
-    patch.setattr(SharedDrafter, "catch_up", rolled)
-
-
-FAULTS = {"nodes one position too deep": positions_of_nodes, "logits of other rows": logits_of_other_rows}
-
-
-@pytest.mark.usefixtures("exact")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_accepted_less_and_no_token_changes(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    FAULTS[fault](monkeypatch)
-    engine = make_engine(drafter())
-    decode(engine)
-    assert engine.report.num_accepted < engine.report.num_drafted
-
-
-def test_kv_in_a_committed_slot_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests see it if a draft writes where the target has committed."""
-    run = RoundedRunner.run
-
-    def one_too_early(self: Any, packed: Any) -> Any:
-        if min(packed.kv_lens) < 3:
-            return run(self, packed)
-        before = tuple(length - 1 for length in packed.kv_lens)
-        return run(self, replace(packed, kv_lens=before, position_ids=packed.position_ids - 1))
-
-    monkeypatch.setattr(RoundedRunner, "run", one_too_early)
-    with pytest.raises(AssertionError):
-        decode(make_engine(drafter()))
+    trial().decode_preempted(SHAPES[shape], all_right=False)
 
 
 def test_a_draft_computes_no_token_that_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +111,7 @@ def test_a_draft_computes_no_token_that_is_committed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(SharedDrafter, "_begin", noted)
     monkeypatch.setattr(RoundedRunner, "run", checked)
-    decode(make_engine(drafter(**SHAPES["dynamic"])))
+    decode(make_engine(**SHAPES["dynamic"]))
     assert starts
     assert all(starts)
 
@@ -272,16 +224,6 @@ def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
     assert list((tmp_path / "cache").rglob("emssd_native.so"))
 
 
-def test_four_bits_are_near_the_weight() -> None:
-    """Within half a step, but for the side that has one number less: a whole one there."""
-    weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
-    step = rounded(weight, 4).scale.abs().float().repeat_interleave(32, 1)
-    off = (rounded(weight, 4).dense(torch.float32) - weight).abs()
-    assert bool((off <= 1.02 * step).all())
-    assert float((off / step).mean()) < 0.3
-    assert torch.equal(rounded(torch.zeros(2, 40), 4).dense(torch.float32), torch.zeros(2, 40))
-
-
 @looped(
     ("options", "words"),
     [
@@ -293,5 +235,5 @@ def test_four_bits_are_near_the_weight() -> None:
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        make_engine(drafter(**options))
+        make_engine(**options)
     assert str(raised.value) == words

@@ -15,13 +15,10 @@ from emssd_suffix.drafter import SuffixDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.drafting.checked import check_draft
+from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
-from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+from tests.support.tree_drafts import paths_of, row_of, tree_of
 
 Paths = dict[tuple[int, ...], float]
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
@@ -145,35 +142,3 @@ def test_the_end_of_a_remembered_output_is_no_token_of_a_tree() -> None:
 def test_no_branch_is_a_config_error(branches: int) -> None:
     with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1"):
         SuffixDrafter(SuffixConfig(branches=branches))
-
-
-@pytest.mark.parametrize("cache_tokens", [0, 200])
-def test_outputs_are_greedy_in_fewer_steps_than_with_chains(cache_tokens: int) -> None:
-    config = SuffixConfig(4, max_spec_factor=3.0, branches=4, cache_tokens=cache_tokens)
-    prompts = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
-    trees, chains = (decode_with_trees(SuffixDrafter(replace(config, branches=n)), prompts) for n in (4, 1))
-    assert trees.report.num_accepted > chains.report.num_accepted > 0
-    assert trees.report.num_steps <= chains.report.num_steps
-
-
-class Checked(SuffixDrafter):
-    """Drafts what a drafter without a past drafts, each row within the rules."""
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        check_draft(draft, batch, budget, 11, trees=self.drafts_trees)
-        for number, (row, limit) in enumerate(zip(batch, budget, strict=True)):
-            alone = SuffixDrafter(self._config).propose(Batch((row,)), [limit])
-            assert paths_of(draft, number) == paths_of(alone)
-        return draft
-
-
-class SuffixTreeMachine(EngineMachine):
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return CONFIGS.map(Checked)
-
-
-@pytest.mark.hypothesis
-@pytest.mark.costly("plays random histories")
-def test_after_any_arrivals_and_preemptions_it_drafts_as_if_new_and_outputs_are_greedy() -> None:
-    run_with_preemption(SuffixTreeMachine, share=5, num_steps=10)

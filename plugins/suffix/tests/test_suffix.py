@@ -10,21 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from emssd_padded import PaddedConfig
-from emssd_ragged import Kernels, RaggedConfig
-from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import SEPARATOR
 from emssd_suffix.drafter import SuffixDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason, Request, Row
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import decode_in_little_memory, run_with_preemption
 from tests.support.tiers import looped
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
@@ -206,15 +200,6 @@ def test_the_cache_knows_outputs_only_and_only_of_requests_that_finished() -> No
     assert drafted(drafter, sequence([4], name="c")) == [9]
 
 
-def test_a_row_drafts_the_same_alone_and_among_others() -> None:
-    texts = [[3, 4, 5] * 4, [5, 5, 5, 5], [3, 4, 6, 3, 4]]
-    together = SuffixDrafter(SuffixConfig())
-    batch = Batch(tuple(sequence(text, name=str(i)) for i, text in enumerate(texts)))
-    alone = [drafted(SuffixDrafter(SuffixConfig()), row) for row in batch]
-    assert split(together.propose(batch, [15, 15, 15])) == alone
-    assert all(alone)
-
-
 @looped(
     ("options", "sentence"),
     [
@@ -233,37 +218,3 @@ def test_a_row_drafts_the_same_alone_and_among_others() -> None:
 def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(options: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"drafter.{sentence}"):
         SuffixDrafter(SuffixConfig(**options))
-
-
-@looped(
-    ("backend", "num_kv_tokens"),
-    [
-        (RaggedConfig(kernels=Kernels.torch), 256),  # narrow heads without padding
-        (PaddedConfig(), None),  # keeps no memory limit
-    ],
-)
-@looped("cache_tokens", [0, 200])
-def test_continuous_batches_are_greedy_exactly_also_where_rows_are_preempted(
-    backend: Any, num_kv_tokens: int | None, cache_tokens: int
-) -> None:
-    drafter = SuffixDrafter(SuffixConfig(6, max_spec_factor=2.0, cache_tokens=cache_tokens))
-    engine = decode_in_little_memory(drafter, backend, num_kv_tokens)
-    assert 0 < engine.report.num_accepted < engine.report.num_drafted
-    assert drafter._rows == {}
-    if drafter._cache is not None:
-        assert 0 < drafter._cache.num_tokens <= cache_tokens
-        assert not any(matchers for _, matchers in drafter._cache._generations)
-
-
-class SuffixMachine(EngineMachine):
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return ragged_backend(page_size)
-
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return CONFIGS.map(AsDefined)
-
-
-@pytest.mark.hypothesis
-@pytest.mark.costly("plays random histories")
-def test_after_any_arrivals_and_preemptions_it_drafts_as_defined_and_outputs_are_greedy() -> None:
-    run_with_preemption(SuffixMachine, share=4, num_steps=12)

@@ -16,7 +16,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from emssd_cascade import CascadeConfig
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_llma.drafter import LLMADrafter
@@ -42,10 +41,9 @@ from tests.support import paged_plugin
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
-from tests.support.tree_drafts import decode_with_trees, paths_of, row_of, tree_of
+from tests.support.tree_drafts import paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
-PROMPTS = [[3, 4, 5] * 4, [7], [8, 9, 8, 10, 8], [1, 2, 1, 3, 1, 4, 1]]
 
 
 class Told(Drafter):
@@ -176,14 +174,6 @@ def test_what_all_agree_on_is_verified_once_and_what_one_only_has_beside_it() ->
     assert second.outcomes[0].target_ids == ([3, 4, 6, 8, 7], [1])
 
 
-def test_rows_that_the_engine_gave_to_another_drafter_are_heard_of_as_not_drafted_for() -> None:
-    told = Told(chains([3, 4]))
-    whole, batch = union(told), Batch((row_of([1]),))
-    whole.observe(Outcome(batch, Draft.empty(1), ((),), ([5],)))
-    (heard,) = told.outcomes
-    assert (heard.draft.lengths, heard.accepted, heard.target_ids) == ([0], (range(0),), ([5],))
-
-
 class Raising(Told):
     """Fails where it is told to."""
 
@@ -221,13 +211,6 @@ def test_or_ends_the_run_and_the_others_hear_of_the_step_all_the_same(where: str
     with pytest.raises(PluginError, match=r"drafter Raising (failed in|broke its interface)"):
         whole.observe(verified(batch, whole.propose(batch, [9]), 0))
     assert len(good.outcomes) == (where == "observe")
-
-
-def test_all_are_told_to_forget_and_to_begin_anew() -> None:
-    told = [Told(chains([])), Told(chains([]))]
-    union(*told).release(iter(["a", "never seen"]))
-    union(*told).reset()
-    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
 
 
 def test_a_replay_among_them_makes_it_a_replay() -> None:
@@ -288,12 +271,6 @@ def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
         assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
 
 
-def test_a_union_may_be_one_of_a_cascade() -> None:
-    within = {"drafters": ["llma", "pld"], "options": {"pld": {"branches": 2}}}
-    engine = assembled(CascadeConfig(["suffix", "union"], {"union": within}))
-    assert [type(each.drafter) for each in engine.drafting.drafters] == [SuffixDrafter, UnionDrafter]
-
-
 def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:
     made: list[tuple[str, Mapping[str, Any]]] = []
 
@@ -307,18 +284,6 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
     assert made == [("x", {}), ("y", {"length": 3})]
     with pytest.raises(PluginError, match="drafter 'x' of union failed in propose"):
         drafter.propose(Batch((row_of([1]),)), [9])
-
-
-def test_through_the_registry_a_draft_model_shares_the_memory_and_outputs_are_greedy() -> None:
-    config = UnionConfig(["suffix", "draft_model"], {"suffix": {"branches": 3}, "draft_model": {"path": "anywhere"}})
-    limit = 600 * target().kv_cache_spec(1).bytes_per_token()
-    engine = assembled(config, batch_size=3, kv_memory=str(limit), on_drafter_error="fail")
-    plain = assembled("none", batch_size=3)
-    outputs = [[done.token_ids for done in each.generate(PROMPTS, 30)] for each in (engine, plain)]
-    assert outputs[0] == outputs[1]
-    own = engine.drafting.drafters[0].drafter.drafters[1].drafter._runner  # type: ignore[attr-defined]
-    assert own.usage.peak_pool > 0
-    assert own.usage.peak_pool + engine.runner.usage.peak_pool <= limit
 
 
 def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
@@ -350,12 +315,6 @@ def retrieval(branches: int = 2) -> list[Drafter]:
     return [LLMADrafter(llma), SuffixDrafter(SuffixConfig(4, max_spec_factor=3.0))]
 
 
-def test_together_they_accept_more_than_each_alone() -> None:
-    together = decode_with_trees(union(*retrieval()), PROMPTS)
-    alone = [decode_with_trees(each, PROMPTS) for each in retrieval()]
-    assert together.report.num_accepted > max(each.report.num_accepted for each in alone) > 0
-
-
 class UnionMachine(EngineMachine):
     own: AsFresh | None = None
 
@@ -376,3 +335,10 @@ class UnionMachine(EngineMachine):
 @pytest.mark.costly("plays random histories")
 def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
     run_with_preemption(UnionMachine, share=4, num_steps=12)
+
+
+def test_all_are_told_to_forget_and_to_begin_anew() -> None:
+    told = [Told(chains([])), Told(chains([]))]
+    union(*told).release(iter(["a", "never seen"]))
+    union(*told).reset()
+    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
