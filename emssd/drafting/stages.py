@@ -97,8 +97,7 @@ class DraftStages:
         self._most = []
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
             self._failed = None
-            limits = _limits(drafter, most, batch, still) if self.drafts_trees else [min(each, most) for each in still]
-            step = self._step = BudgetStep(batch, tuple(limits), num_other, stage)
+            step = self._step = BudgetStep(batch, _limits(drafter, most, batch, still), num_other, stage)
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
@@ -193,11 +192,13 @@ class DraftStages:
             drafter.reset()
 
 
-def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> list[int]:
-    """``[B]`` the most that `drafter` can draft for each row, where another drafts trees: chains end before the row."""
+def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
+    """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
     if drafter.drafts_trees:
-        return [min(limit, most, _MOST_NODES) for limit in still]
-    return [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
+        return tuple([min(limit, most, _MOST_NODES) for limit in still])
+    return tuple(
+        [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
+    )
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -222,8 +221,8 @@ class WatchedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __call__(self, plan: StepPlan, backend: AttentionBackend, indices: Seq[int] = ()) -> Computed:
-        computed = self._inner(plan, backend, indices)
+    def __call__(self, plan: StepPlan, backend: AttentionBackend, *options: Any, **more: Any) -> Computed:
+        computed = self._inner(plan, backend, *options, **more)
         self._watch.said.append((self._watch.packed, computed.logits.clone()))
         self._watch.faults("after forward")
         return computed

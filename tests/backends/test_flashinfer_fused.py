@@ -26,6 +26,7 @@ from emssd.drafters.heads.config import DecoderConfig
 from emssd.drafters.heads.head import LayerHead
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.target import Computed
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -54,7 +55,13 @@ def history(model: Any, fusing: Fusing | None, num_tokens: int = 6) -> list[torc
     """The logits of all steps of a run with drafts, which are accepted and rejected."""
     runner, found = runner_of(model, fusing), list[torch.Tensor]()
     compute = runner._compute
-    runner._compute = lambda plan: (out := compute(plan), found.append(out.logits.clone()))[0]  # type: ignore[method-assign]
+
+    def noted(*given: Any) -> Computed:
+        out = compute(*given)
+        found.append(out.logits.clone())
+        return out
+
+    runner._compute = noted  # type: ignore[method-assign]
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
     engine.generate([[1, 5, 6], [9], [8, 2, 8], [4, 4]], num_tokens, ignore_eos=True)
     return found

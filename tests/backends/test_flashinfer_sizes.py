@@ -131,8 +131,9 @@ class TestWorkspace:
         kernels.attention(LAYER, static=static(66, 17))
         assert size_of(kernels) == 20, "twice as much is beyond it"
 
-    def test_masked_recordings_need_as_much(self, modules: list[Any]) -> None:
+    def test_masked_recordings_need_as_much(self, modules: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = allocated(None)
+        monkeypatch.setattr(kernels, "_mask_of", lambda layer: Staging(MIB, CPU))
         kernels.attention(LAYER, masked=True, static=static(512, 256))
         assert round(size_of(kernels)) == 522
 

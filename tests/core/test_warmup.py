@@ -67,5 +67,5 @@ def test_every_drafter_is_told_and_one_that_fails_is_named(oracle: Any) -> None:
     with pytest.warns(PluginWarning, match="failed in reset"):
         warm_up(engine, requests())
     assert engine.drafting.drafters[0].failure is not None
-    assert suffix._memory is not None
-    assert not suffix._memory._caches
+    assert suffix._cache is not None
+    assert suffix._cache.num_tokens == 0

@@ -57,6 +57,7 @@ def test_a_sentence_may_go_on_in_the_next_line(tmp_path: Path) -> None:
     assert [*faults(path)] == [(3, "'those of it that'")]
 
 
+@pytest.mark.costly("reads all files of the project")
 def test_the_exit_status_says_whether_there_are_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0, capsys.readouterr().out
     assert all((ROOT / path).exists() for path in CLEAN)

@@ -121,6 +121,7 @@ def mixed() -> list[Request]:
 
 
 @pytest.mark.parametrize("drafter", only(DRAFTERS, ci=DRAFTERS.keys() - NIGHTLY))
+@pytest.mark.costly("all backends")
 def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str) -> None:
     asked = mixed()
     expected = Expected(asked)
