@@ -141,7 +141,7 @@ def line_of(name: str, cell: dict[str, Any]) -> list[str]:
 
 
 def markdown(files: Seq[str]) -> str:
-    """The × plain of each cell, with τ in brackets: a column for each setting, of which it shows what others lack."""
+    """Per cell and setting × plain end to end, × plain decoding, and τ; a column's title is what others lack."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
     shared = set.intersection(*(set(row["options"]) for row in rows)) if len(rows) > 1 else set()
     titles = [", ".join(word for word in row["options"] if word not in shared) for row in rows]
@@ -149,7 +149,8 @@ def markdown(files: Seq[str]) -> str:
     lines = [["", *titles], ["---"] * (1 + len(rows))]
     for name in names:
         cells = [row["cells"].get(name) for row in rows]
-        lines.append([name, *(f"{cell['ratio']:.2f} ({cell['tau']:.2f})" if cell else "" for cell in cells)])
+        texts = [[f"{cell[key]:.2f}" for key in ("ratio", "decode_ratio", "tau")] if cell else [""] for cell in cells]
+        lines.append([name, *(" · ".join(each) for each in texts)])
     equal = [[cell["equal_rows"] for cell in row["cells"].values()] for row in rows]
     wrong = sum(each < max(row) for row in equal for each in row)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nCells with rows unlike plain: {wrong}"

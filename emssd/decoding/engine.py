@@ -121,15 +121,13 @@ class Engine(Assembled):
             timer, (schedule, batch) = self._make_timer(), self._schedule()
             draft = self.drafting.propose(batch, schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
-            is_plain = schedule.batch.is_plain
-            packed = pack(
-                schedule.batch.rows, known := draft.within(self.runner.vocab_size), schedule.prefills, greedy=is_plain
-            )
+            known, is_plain = draft.within(self.runner.vocab_size), schedule.batch.is_plain
+            packed = pack(schedule.batch.rows, known, schedule.prefills, greedy=is_plain)
             timer.lap("plan")
             with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
-            verified = self._verify(schedule.batch, draft, known, output)
+            verified = self._verify(schedule.batch.rows, draft, known, output, is_plain)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
             outcome = outcome_of(batch, draft, verified, packed, output)
@@ -298,10 +296,11 @@ class Engine(Assembled):
         """Computes the masks of grammars during what is done within."""
         return self.grammars.beside(states_in(rows, draft))
 
-    def _verify(self, batch: Batch, draft: Draft, known: Draft, output: ModelOutput) -> list[Verified]:
+    def _verify(
+        self, rows: Seq[Row], draft: Draft, known: Draft, output: ModelOutput, is_plain: bool
+    ) -> list[Verified]:
         """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
-        rows, logits, is_plain = batch.rows, output.logits, batch.is_plain
-        best = best_tokens(logits, self.drafting.num_candidates)
+        logits, best = output.logits, best_tokens(output.logits, self.drafting.num_candidates)
         if is_plain:
             verified = verify(greedy_tokens(logits) if output.greedy is None else output.greedy, draft, best)
         else:

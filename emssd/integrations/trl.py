@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -204,14 +204,18 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
 
     For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
-    A program is compiled of the class's own, and of no other.
+    Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
+    own, and of no other.
     """
     before = vars(model).get("_original_forward")
-    is_own = before is not None and before == MethodType(type(model).forward, model)
+    left = getattr(vars(model).get("forward") if before is None else before, "__func__", None)
+    if getattr(left, "__globals__", {}).get("__name__") == "trl.trainer.utils":  # which names it so
+        left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
+    is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
     plain = nullcontext() if before is None else replaced_forward(model, before)
     with lock_of(model), torch.autocast(model.device.type, enabled=False):
         if compiles and is_own:
-            given = {name: vars(model).pop(name) for name in ("forward", "_original_forward")}
+            given = {name: vars(model).pop(name) for name in ("forward", "_original_forward") if name in vars(model)}
             try:
                 yield
             finally:

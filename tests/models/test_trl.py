@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import runpy
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -131,6 +132,11 @@ def test_a_compiled_rollout_copies_the_weights_as_they_are_now() -> None:
     step_in_place(model)
     after = rollouts(PROMPTS, trainer)
     assert model.forward is wrapped
+    model.forward = model._original_forward
+    del model._original_forward  # as it leaves it where there is no mixed precision
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # such as that nothing is compiled
+        assert rollouts(PROMPTS, trainer)["completion_ids"] == after["completion_ids"]
     del model.forward
     assert after["completion_ids"] != before["completion_ids"]
     assert after["completion_ids"] == [plainly(model, ids) for ids in after["prompt_ids"]]
