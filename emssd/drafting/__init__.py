@@ -7,7 +7,7 @@ from emssd.drafting.draft import Draft, HiddenStates, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.drafting.lookup import LookupDrafter, Occurrence
-from emssd.drafting.ngrams import NGramCounts, NGramDrafter
+from emssd.drafting.ngrams import NGramDrafter
 from emssd.metrics.stats import StageStats, StepStats
 
 __all__ = [
@@ -21,7 +21,6 @@ __all__ = [
     "GoesOn",
     "HiddenStates",
     "LookupDrafter",
-    "NGramCounts",
     "NGramDrafter",
     "Occurrence",
     "Outcome",

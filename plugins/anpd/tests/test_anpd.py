@@ -11,7 +11,8 @@ from emssd_anpd.drafter import ANPDDrafter
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft, NGramCounts, Outcome
+from emssd.drafting import Draft, Outcome
+from emssd.drafting.ngrams import NGramCounts
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 
