@@ -208,18 +208,19 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     own, and of no other.
     """
     before = vars(model).get("_original_forward")
-    left = getattr(vars(model).get("forward") if before is None else before, "__func__", None)
+    left: Any = getattr(vars(model).get("forward") if before is None else before, "__func__", None)
     if getattr(left, "__globals__", {}).get("__name__") == "trl.trainer.utils":  # which names it so
         left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
     is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
     plain = nullcontext() if before is None else replaced_forward(model, before)
     with lock_of(model), torch.autocast(model.device.type, enabled=False):
         if compiles and is_own:
-            given = {name: vars(model).pop(name) for name in ("forward", "_original_forward") if name in vars(model)}
+            own: dict[str, Any] = vars(model)
+            given: dict[str, Any] = {name: own.pop(name) for name in ("forward", "_original_forward") if name in own}
             try:
                 yield
             finally:
-                vars(model).update(given)
+                own.update(given)
         else:
             with plain:
                 yield

@@ -160,7 +160,7 @@ class HiddenRecordedMachine(HiddenMachine):
 @pytest.mark.parametrize("machine", few([HiddenRecordedMachine, HiddenRaggedMachine], ci=1))
 @pytest.mark.hypothesis
 def test_any_run_gives_the_states_of_one_plain_pass(machine: type[EngineMachine]) -> None:
-    run_with_preemption(machine, share=4, num_steps=12)
+    run_with_preemption(machine, share=6, num_steps=12)
 
 
 def test_a_recorded_step_writes_its_states_anew() -> None:
