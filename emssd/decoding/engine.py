@@ -121,13 +121,17 @@ class Engine(Assembled):
             timer, (schedule, batch) = self._make_timer(), self._schedule()
             draft = self.drafting.propose(batch, schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
-            known, is_plain = draft.within(self.runner.vocab_size), schedule.batch.is_plain
-            packed = pack(schedule.batch.rows, known, schedule.prefills, greedy=is_plain)
+            packed = pack(
+                schedule.batch.rows,
+                known := draft.within(self.runner.vocab_size),
+                schedule.prefills,
+                greedy=schedule.batch.is_plain,
+            )
             timer.lap("plan")
             with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
-            verified = self._verify(schedule.batch.rows, draft, known, output, is_plain)
+            verified = self._verify(schedule.batch.rows, draft, known, output, packed.greedy)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
             outcome = outcome_of(batch, draft, verified, packed, output)
