@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def _import_libraries() -> None:
-    """What most runs need, once; nothing of the project, which each run imports from its own copy."""
+    """Prepare what most runs need, once; nothing of the project, which each run imports from its own copy."""
     for name in _LIBRARIES:
         import_module(name)
     import_module("torch").set_num_threads(1)

@@ -25,7 +25,7 @@ _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "dist", "build",
 
 
 class Result(NamedTuple):
-    """What became of the tests of one run; all are names without parameters.
+    """The results of the tests of one run; all are names without parameters.
 
     Attributes:
         passed, failed: tests that ran, and how many seconds each took.
@@ -80,7 +80,7 @@ class Run:
             _as_child(lambda: _tested(copy, cache, changed, arguments, self._told), copy.log)
 
     def poll(self) -> Result | None:
-        """What came out; ``None`` as long as it runs."""
+        """The result; ``None`` as long as it runs."""
         seconds = time.monotonic() - self._begin
         pid, _ = os.waitpid(self._pid, os.WNOHANG)
         if not pid:
@@ -103,7 +103,7 @@ class Run:
         return Result(told["passed"], told["failed"], told["error"], seconds)
 
     def wait(self) -> Result:
-        """What came out, once it has ended."""
+        """The result, once it has ended."""
         while (result := self.poll()) is None:
             time.sleep(0.05)
         return result
@@ -164,5 +164,5 @@ def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], 
 
 
 def _sources(tree: Path) -> list[str]:
-    """What a path to import from begins with, so that the copy comes before the project."""
+    """The first part of a path to import from, so that the copy comes before the project."""
     return [str(tree), *sorted(str(path) for path in (tree / "plugins").iterdir() if path.is_dir())]

@@ -1,4 +1,4 @@
-"""What drafting takes by levels of trees, when the policy looks at drafts again, and what its first steps draft."""
+"""The policy learns what levels of trees take, looks at drafts again in time, and drafts a little in its first steps."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def chains(draft: Draft) -> list[list[int]]:
 
 
 def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
-    """What the draft model itself continues with, without any cache."""
+    """Continue as the draft model itself does, without any cache."""
     text = list(tokens)
     with torch.inference_mode():
         for _ in range(count):

@@ -116,7 +116,7 @@ class TestToolkit:
         machine.tools.discard("nvcc")
 
     def told(self) -> str:
-        """What FlashInfer gets to hear."""
+        """The arguments that FlashInfer gets."""
         availability.point_to_toolkit()
         return os.environ["CUDA_HOME"]
 

@@ -93,7 +93,7 @@ class Naive:
         self.hidden = states[-1]
 
     def children(self, path: Seq[int]) -> list[tuple[float, int]]:
-        """What may follow `path`, the most probable first, with its logarithm."""
+        """Return what may follow `path`, the most probable first, with its logarithm."""
         head = len(path)
         place, behind = f"hydra_mlp.{head}.{self.dropout}", f"hydra_lm_head.{head}{'.1' if self.dropout else ''}"
         x = torch.cat([self.hidden, *(self.embeddings[token] for token in (self.newest, *path))])

@@ -30,7 +30,7 @@ def opened(folder: Path, documents: list[list[int]]) -> Store:
 
 
 def continuations(config: RestConfig, documents: list[list[int]], tokens: list[int]) -> list[list[int]]:
-    """What follows each place of the longest end of `tokens` that stands in the documents."""
+    """Return what follows each place of the longest end of `tokens` that stands in the documents."""
     for size in range(min(config.max_match, len(tokens)), config.min_match - 1, -1):
         found = [
             text[end:]

@@ -95,7 +95,7 @@ def drafts(draw: st.DrawFn, num_rows: int) -> Draft:
 
 
 def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
-    """What becomes of `draft` with a target whose choice hangs on the way to a node and on nothing else."""
+    """Return the outcome of `draft` with a target whose choice hangs on the way to a node and on nothing else."""
     chosen = []
     for row, sequence in enumerate(batch):
         for path in [(), *paths_of(draft, row)]:
