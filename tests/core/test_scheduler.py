@@ -1,4 +1,4 @@
-"""Schedulers choose the rows of each step: static batches, continuous ones in pieces and with preemption, and limits of drafts.
+"""Schedulers choose rows: static batches, continuous ones in pieces and with preemption, and limits of drafts.
 
 `ContinuousScheduler` is run through random histories without any model, and each schedule is held to what the class
 and `Schedule` say of it.

@@ -1,4 +1,4 @@
-"""The policy learns what levels of trees take, looks at drafts again in time, and drafts a little in its first steps."""
+"""The policy learns what levels of trees take, looks at drafts again, and drafts a little in its first steps."""
 
 from __future__ import annotations
 

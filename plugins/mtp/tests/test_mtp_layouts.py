@@ -142,7 +142,7 @@ def lent(kind: str, own_tables: bool = False) -> Lent:
 
 
 def naive(head: Made, inputs: torch.Tensor) -> torch.Tensor:
-    """Compute by the formulas, for pairs ``[n, 2 * SIZE]``, ``[n, SIZE]``. The layer is Transformers', on whole texts."""
+    """Compute by formula, for pairs ``[n, 2 * SIZE]``, ``[n, SIZE]``. The layer is Transformers', on whole texts."""
     embeds, features = inputs.chunk(2, dim=-1)
     plus = float(head.longer.config.model_type in ("qwen3_next", "qwen3_5_text"))  # whose norms multiply by 1 + w
     enorm, hnorm, norm = (head.extra[name] + plus for name in ("enorm", "hnorm", "shared_head.norm"))
