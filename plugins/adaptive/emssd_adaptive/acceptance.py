@@ -9,7 +9,7 @@ from emssd_adaptive.siblings import Siblings
 
 __all__ = ["Acceptance"]
 
-_PRIOR_WEIGHT = 3.0  # drafted tokens that the run's average counts for in a row's own estimate
+_PRIOR_WEIGHT = 6.0  # drafted tokens that the run's average counts for in a row's own estimate
 _GLOBAL_MEMORY = 400.0  # drafted tokens that the run's average looks back on
 _MEMORY_OF_PROBES = 8.0  # first tokens, and later ones, that it looks back on in a probe, as they are long ago
 _FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt of it grows old

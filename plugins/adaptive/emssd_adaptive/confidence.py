@@ -61,7 +61,8 @@ class Calibration:
     def worths(self, trees: Iterable[Seq[int]], confidences: Iterable[Seq[float]]) -> list[list[float]]:
         """``[B]`` for each node of some trees the probability that it is accepted, with all on the way to it.
 
-        Siblings exclude each other: where the chances of a node's children add up to more than 1, all are scaled down.
+        Siblings exclude each other: where the chances of a node's children add up to more than 1, all but the first
+        child's, which is the best known, are scaled down.
 
         Args:
             trees: ``[B]`` the parents of the nodes.
@@ -72,14 +73,19 @@ class Calibration:
 
 
 def _worths(tree: Seq[int], confidences: Seq[float], lines: Seq[tuple[float, float]]) -> list[float]:
-    totals, chances = [0.0] * (len(tree) + 1), list[float]()  # by parent: the chances of its children
+    firsts, others, chances = [0.0] * (len(tree) + 1), [0.0] * (len(tree) + 1), list[float]()  # by parent
     for parent, confidence in zip(tree, confidences, strict=True):
-        total, place = totals[parent + 1], bisect_right(_EDGES, confidence)
-        start, more = lines[place + _NUM_BINS // 2 if total else place]  # no chance is 0
+        is_first, place = not firsts[parent + 1], bisect_right(_EDGES, confidence)
+        start, more = lines[place if is_first else place + _NUM_BINS // 2]  # no chance is 0
         chances.append(chance := start + more * confidence)
-        totals[parent + 1] = total + chance
-    found = [1.0]  # of the origin, then of the nodes
+        if is_first:
+            firsts[parent + 1] = chance
+        else:
+            others[parent + 1] += chance
+    found, seen = [1.0], set[int]()  # of the origin, then of the nodes
     for parent, chance in zip(tree, chances, strict=True):
-        total = totals[parent + 1]
-        found.append(found[parent + 1] * (chance / total if total > 1.0 else chance))
+        if parent in seen:
+            chance *= min(1.0, (1.0 - firsts[parent + 1]) / others[parent + 1])
+        seen.add(parent)
+        found.append(found[parent + 1] * chance)
     return found[1:]

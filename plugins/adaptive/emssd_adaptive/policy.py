@@ -127,6 +127,8 @@ class AdaptiveBudget(BudgetPolicy):
     def _choose_limits(self, step: BudgetStep, record: StageRecord) -> list[int]:
         """``[B]`` how much of each row to draft for the best expected rate, the time of drafting included."""
         tokens, seconds, rises = self._without(step, sum(step.limits))
+        if record.tells_soon(_NEGLIGIBLE * seconds):
+            return list(step.limits)  # `trim` chooses
         worths = record.worths_before(step.batch.request_ids, step.limits)
         for row, catch_up in zip(worths, record.catch_up_seconds(self._lengths), strict=True):
             if row and catch_up:

@@ -22,6 +22,7 @@ MAX_BACKOFF = 16
 _TOKENS = 32.0  # unit of the features
 _AT_ONCE, _LATER = 4, 16  # catching up with more tokens than this is charged to as many steps
 _REST = 8  # steps
+_MOST_VAIN = 8  # drafts
 
 
 class StageRecord:
@@ -45,9 +46,20 @@ class StageRecord:
         self.num_idle, self._probe_interval, self._backoff = 0, probe_interval, 1
         # Drafts did not pay for these rows when that was last worked out; for so many steps it is taken for granted.
         self._rows_at_rest, self._rest = set[str](), 0
+        self._num_vain = 0  # drafts of which nothing was verified, since one of which something was
+        self._longest, self._longest_seconds = 0, FadingRegression(1)  # of a row, and seconds of drafting so many
         # The most levels of a row's draft so far, and the most nodes that a row whose draft is a tree could have.
         self._deepest, self._most_nodes = 0, 0
         self._depths, self._is_tree = list[int](), False  # of what each row drafted in this step
+
+    def tells_soon(self, seconds: float) -> bool:
+        """Whether drafts of any length take less than `seconds`, and then say what they are worth.
+
+        No longer so after several drafts of which nothing was verified.
+        """
+        return (
+            self._profile.is_known and self._num_vain < _MOST_VAIN and self._longest_seconds.coefficients[0] < seconds
+        )
 
     def worths_before(self, request_ids: Seq[str], limits: Seq[int]) -> list[list[float]]:
         """``[B]`` up to each row's limit, what the nodes of a draft that is yet to be made are expected to be worth.
@@ -148,6 +160,11 @@ class StageRecord:
             self.wake()
         if any(self._depths):  # to find nothing is quick, and says nothing about what it takes to draft
             self._see_depths(stats.budget)
+            self._num_vain = 0 if any(stats.drafted) else self._num_vain + 1
+            if (longest := max(stats.budget)) > self._longest:
+                self._longest, self._longest_seconds = longest, FadingRegression(1)
+            if longest == self._longest:
+                self._longest_seconds.observe([1.0], stats.seconds / pace)
             rows = [row for row, limit in zip(names, stats.budget, strict=True) if limit]
             num_behind = sum([lengths[row] - self._seen.get(row, 0) for row in rows])
             num_levels = self.levels(max(stats.budget))

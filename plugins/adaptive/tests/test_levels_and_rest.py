@@ -219,3 +219,31 @@ def test_the_first_steps_draft_all_once_and_few_tokens_otherwise(
     assert run.num_choices == 0
     run.step(names, 16)
     assert run.num_choices == 1
+
+
+def test_drafts_that_tell_their_worth_are_soon_known_until_eight_were_in_vain() -> None:
+    record, batch = StageRecord(16, 32), batch_of("a")
+
+    def draft_once(kept: int) -> None:
+        record.worths_of(batch.request_ids, draft := Draft.from_chains([[1, 1]], [[0.5, 0.5]]))
+        outcome = Outcome(batch, draft.cut([kept]), ((),), ())
+        record.observe(outcome, StageStats((2,), (kept,), 0.01), {"a": 0})
+
+    assert not record.tells_soon(1.0), "no draft was seen"
+    draft_once(2)
+    assert record.tells_soon(0.02)
+    assert not record.tells_soon(0.005), "that is less than drafting takes"
+    for _ in range(7):
+        draft_once(0)
+    assert record.tells_soon(0.02)
+    draft_once(0)
+    assert not record.tells_soon(0.02)
+    draft_once(1)
+    assert record.tells_soon(0.02)
+
+
+def test_where_drafts_tell_soon_what_they_are_worth_all_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch).idle("ab")
+    run.policy._stages[0].wake()
+    monkeypatch.setattr(StageRecord, "tells_soon", lambda record, seconds: 0 < seconds < 0.1)
+    assert run.step("ab") == [4, 4], "and `trim` keeps what pays"

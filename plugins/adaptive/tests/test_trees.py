@@ -357,6 +357,17 @@ TOLD = [None, lambda rank: 0.9 if rank == 0 else 0.3, lambda rank: 0.0, lambda r
 """No confidence, a plausible one, and such as mean nothing."""
 
 
+def test_siblings_that_were_never_tried_take_nothing_from_the_first_child() -> None:
+    calibration = Calibration()
+    for _ in range(200):
+        calibration.fade()
+        calibration.observe([([0], 0)] * 9 + [([0], -1)], [0.9])
+    alone, *_ = calibration.worths([[-1], [-1] * 4], [[0.9], [0.9] * 4])[0]
+    first, *others = calibration.worths([[-1] * 4], [[0.9] * 4])[0]
+    assert first == alone == pytest.approx(0.9, abs=0.02)
+    assert sum(others) == pytest.approx(1 - first)
+
+
 @looped("told", TOLD)
 def test_with_probes_hopeless_trees_cost_next_to_nothing(told: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(), SHAPE, steep, (0.02,), told).warm()
