@@ -6,9 +6,8 @@ Use it as ``python benchmarks/peers_report.py RUNS --peers FILE --out DIR --titl
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +16,9 @@ from emssd.errors import ConfigError, exit_on_error
 from emssd.report.__main__ import make_parser, report
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
-from emssd.report.rows import machine_name
+from emssd.report.rows import machine_name, read
 from emssd.report.sections import Section, sections
-from emssd.report.sources import read
-from emssd.report.tables import code, escape, listed, pairs, table_of
+from emssd.report.tables import Table, code, escape, listed, pairs
 
 __all__ = ["main", "peers", "read_peers"]
 
@@ -139,26 +137,25 @@ def _of_runs(section: Section, runs: _Runs) -> None:
     cells = sorted((cell for run in runs for cell in run.cells), key=_rank)
     speeds = {place(cell): Spread.of(cell["tokens_per_second"]) for cell in cells if "failed" not in cell}
 
-    def speed(cell: _Cell) -> str:
-        return "failed: " + cell["failed"].splitlines()[0] if "failed" in cell else speeds[place(cell)].text(",.0f")
-
-    def ratio(cell: _Cell) -> str:
-        ours, its = speeds.get(("emssd", *place(cell)[1:])), speeds.get(place(cell))
-        return f"{ours.median / its.median:.2f}" if ours and its and cell["peer"] != "emssd" else ""
-
-    def equal(name: str, cell: _Cell) -> str:
-        found = {"own greedy": cell.get("equal_to_own_greedy")} | cell.get("equal_rows", {})
-        return "" if found.get(name) is None else f"{found[name]}/{cell.get('num_rows', '?')}"
-
     outputs = dict.fromkeys(["own greedy", *(name for cell in cells for name in cell.get("equal_rows", {}))])
-    columns: dict[str, Callable[[_Cell], str]] = {
-        "batch": lambda cell: str(cell["batch_size"]),
-        "mode": lambda cell: str(cell["mode"]),
-        "engine": lambda cell: str(cell["peer"]),
-        "tokens/s (min–max)": speed,
-        "emssd ÷ it": ratio,
-    }
-    section.table(table_of(cells, columns | {f"= {name}": partial(equal, name) for name in outputs}, left=3))
+
+    def line(cell: _Cell) -> dict[str, str | None]:
+        mine = speeds.get(place(cell))
+        speed = mine.text(",.0f") if mine else "failed: " + cell["failed"].splitlines()[0]
+        ours = speeds.get(("emssd", *place(cell)[1:])) if cell["peer"] != "emssd" else None
+        equal = {"own greedy": cell.get("equal_to_own_greedy")} | cell.get("equal_rows", {})
+        return {
+            "batch": str(cell["batch_size"]),
+            "mode": str(cell["mode"]),
+            "engine": str(cell["peer"]),
+            "tokens/s (min–max)": speed,
+            "emssd ÷ it": f"{ours.median / mine.median:.2f}" if ours and mine else None,
+        } | {
+            f"= {name}": None if equal.get(name) is None else f"{equal[name]}/{cell.get('num_rows', '?')}"
+            for name in outputs
+        }  # fmt: skip
+
+    section.table(Table.of(map(line, cells), left=3))
     for mode in dict.fromkeys(mode for _, mode, _ in speeds):
         lines = []
         for index, name in enumerate(names):  # a colour for each engine, the same in all modes

@@ -47,8 +47,8 @@ def main(arguments: Seq[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     if not re.fullmatch(r"[\w.-]+", options.name):
         raise ConfigError(f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only")
+    from emssd.report.rows import read
     from emssd.report.sections import sections
-    from emssd.report.sources import read
 
     found = sections(read(options.runs))
     markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)

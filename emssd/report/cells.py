@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import NamedTuple
 from emssd.report.rows import Row, machine_name
 from emssd.report.tables import grouped
 
-__all__ = ["WITHOUT_BASELINE", "Cell", "Grid", "Line", "Setting", "Spread", "grids", "setting_names"]
+__all__ = ["WITHOUT_BASELINE", "Cell", "Grid", "Line", "Setting", "Spread", "grids", "marks", "setting_names"]
 
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
 """Experiments that count, or time single steps, and so run no plain greedy decoding."""
@@ -151,13 +152,13 @@ class Cell:
     """The repeats of one line at one batch size.
 
     Attributes:
-        baselines: tokens/s of each row's own baseline in the same repeat; ``None`` where there is none.
+        speedup: ratio to the row's own baseline within each repeat; ``None`` for a baseline, and where none was run.
     """
 
     line: Line
     batch_size: int
     rows: tuple[Row, ...]
-    baselines: tuple[float | None, ...]
+    speedup: Spread | None
 
     def spread(self, figure: str | Callable[[Row], float]) -> Spread:
         """Of a metric, by name, or of a function of rows."""
@@ -167,18 +168,25 @@ class Cell:
         """The median of a `spread`, as text."""
         return format(self.spread(figure).median, form)
 
-    @property
-    def speedup(self) -> Spread | None:
-        """Ratio to the baseline within each repeat; ``None`` for a baseline, and where none was run."""
-        ratios = [row.rate / base for row, base in zip(self.rows, self.baselines, strict=True) if base]
-        return Spread.of(ratios) if ratios else None
+    def total(self, histogram: str) -> Counter[int]:
+        """A histogram among the metrics, summed over the repeats; without what was counted 0 times."""
+        counts = Counter[int]()
+        for row in self.rows:
+            counts.update({int(number): count for number, count in row.metrics[histogram].items() if count})
+        return counts
 
-    def speedup_text(self) -> str:
+    @property
+    def place(self) -> dict[str, str | None]:
+        """The first two columns of a table of cells."""
+        return {"batch": str(self.batch_size), "method": self.line.label}
+
+    @property
+    def speedup_text(self) -> str | None:
         """The speed-up, and in how many repeats there is a baseline if not in all."""
         spread, number = self.speedup, len(self.rows)
         if spread is None:
             wanted = self.line.speculate and self.rows[0].experiment not in WITHOUT_BASELINE
-            return "no baseline" if wanted else ""
+            return "no baseline" if wanted else None
         return spread.text() + (f", baseline in {spread.count} of {number} repeats" if spread.count < number else "")
 
 
@@ -195,34 +203,41 @@ class Grid:
     cells: tuple[Cell, ...]
 
     @property
+    def rows(self) -> list[Row]:
+        """Of all cells."""
+        return [row for cell in self.cells for row in cell.rows]
+
+    @property
     def mark(self) -> str:
-        """``""``, or what every title and legend has to say of weights or drafts that are made up."""
-        made_up = any(row.random_weights for row in self.rows)
-        return ", ".join(["random weights"] * made_up + ["replay"] * any(row.replay for row in self.rows))
+        """The marks of its rows."""
+        return marks(self.rows)
 
     @property
     def title(self) -> str:
         """Its name, with what has to be said of it."""
         return f"{self.name} ({self.mark})" if self.mark else self.name
 
-    @property
-    def rows(self) -> list[Row]:
-        """Of all cells."""
-        return [row for cell in self.cells for row in cell.rows]
-
     def by_line(self) -> dict[Line, list[Cell]]:
         """The cells of each line from the smallest batch size on, in the order of the paper."""
         return dict(sorted(grouped(self.cells, lambda cell: cell.line).items(), key=lambda item: item[0].rank))
 
-    def get(self, method: str, batch_size: int) -> Cell | None:
+    def get(self, method: str | None, batch_size: int) -> Cell | None:
         """The cell of a method."""
         found = (cell for cell in self.cells if (cell.line.method, cell.batch_size) == (method, batch_size))
         return next(found, None)
 
-    def ratio(self, above: str, below: str, batch_size: int) -> Spread | None:
+    def ratio(self, above: str | None, below: str, batch_size: int) -> str | None:
         """Tokens/s of one method ÷ those of another within each repeat; ``None`` if either was not run."""
         top, bottom = self.get(above, batch_size), self.get(below, batch_size)
-        return Spread.within_repeats(top.rows, bottom.rows, lambda row: row.rate) if top and bottom else None
+        ratio = Spread.within_repeats(top.rows, bottom.rows, lambda row: row.rate) if top and bottom else None
+        return ratio.text() if ratio else None
+
+
+def marks(rows: Iterable[Row]) -> str:
+    """``""``, or what every title and legend has to say of weights or drafts that are made up."""
+    found = list(rows)
+    made_up = any(row.random_weights for row in found)
+    return ", ".join(["random weights"] * made_up + ["replay"] * any(row.replay for row in found))
 
 
 def grids(rows: Iterable[Row], setting: Callable[[Row], Setting] = Setting.of) -> list[Grid]:
@@ -231,10 +246,11 @@ def grids(rows: Iterable[Row], setting: Callable[[Row], Setting] = Setting.of) -
     baselines = grouped((row for mine in by_setting.values() for row in mine if not row.speculate), _key)
     names, found = setting_names(by_setting), []
     for each, mine in by_setting.items():
-        cells = [
-            Cell(line, size, tuple(repeats), tuple(_baseline(row, baselines.get(_key(row), ())) for row in repeats))
-            for (size, line), repeats in grouped(mine, lambda row: (row.batch_size, Line.of(row))).items()
-        ]
+        cells = []
+        for (size, line), repeats in grouped(mine, lambda row: (row.batch_size, Line.of(row))).items():
+            bases = [_baseline(row, line, baselines.get(_key(row), ())) for row in repeats]
+            ratios = [row.rate / base for row, base in zip(repeats, bases, strict=True) if base]
+            cells.append(Cell(line, size, tuple(repeats), Spread.of(ratios) if ratios else None))
         found.append(Grid(each, names[each], tuple(sorted(cells, key=lambda cell: (cell.batch_size, cell.line.rank)))))
     return found
 
@@ -244,13 +260,13 @@ def _key(row: Row) -> tuple[object, ...]:
     return (row.source, row.repeat, row.batch_size, Setting.of(row)._replace(drafter=""))
 
 
-def _baseline(row: Row, others: Seq[Row]) -> float | None:
+def _baseline(row: Row, line: Line, others: Seq[Row]) -> float | None:
     """Tokens/s of plain greedy decoding with the same kernels; that of the same drafter's sweep is preferred."""
     if not row.speculate:
         return None
-    wanted, line = ("backend_options", row.backend_options), Line.of(row)
-    if line.method is not None:
-        wanted = ("method", str(line.baseline))
-    found = [other for other in others if getattr(other, wanted[0]) == wanted[1]]
+    if line.method is None:
+        found = [other for other in others if other.backend_options == row.backend_options]
+    else:
+        found = [other for other in others if other.method == line.baseline]
     nearest = [other for other in found if other.drafter_options == row.drafter_options] or found
     return statistics.median(other.rate for other in nearest) if nearest else None

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
+
+from emssd.report.cells import grids
+from emssd.report.rows import Row, Simulation, parse
+from emssd.report.sections.acceptance import expected_ratio
+from emssd.report.sections.methods import crossings, speed_table
+from emssd.report.sections.steps import step_table, steps_of
+from emssd.report.tables import Table as PlainTable
+from emssd.report.tables import grouped
 
 if TYPE_CHECKING:  # a report of rows needs no torch
     from emssd.data.prompts import FailedPrompt
     from emssd.decoding.check import CheckReport, Difference
     from emssd.decoding.distribution_check import DistributionReport
-from collections.abc import Iterable, Mapping
-
-from rich.console import RenderableType
-from rich.text import Text
-
-from emssd.report.cells import grids
-from emssd.report.rows import Row, Simulation, parse
-from emssd.report.sections.methods import crossings, speed_table
-from emssd.report.sections.padding import expected_ratio
-from emssd.report.sections.steps import step_table, steps_of
-from emssd.report.tables import Table as PlainTable
-from emssd.report.tables import grouped
 
 __all__ = ["print_check", "print_failures", "print_report", "summary"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emssd.errors import ConfigError
 from emssd.report.cells import Spread
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
+__all__ = ["Curve", "Points", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
 
 _COLOURS = {  # told apart by the colour-blind, too
     "vanilla": "#d55e00",
@@ -41,19 +40,15 @@ _SHORT = 30  # characters of a legend's entry that leave room for two side by si
 _SIZE = (5.2, 3.7)  # inches; narrow enough to be read on a phone
 _SETTINGS: Any = {"svg.hashsalt": "emssd", "svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5}
 
+Points = Mapping[Any, float | Spread]
+"""y by x; of a `Spread` the median, with a bar from the least to the greatest."""
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """A line of a plot.
 
-    Attributes:
-        points: y by x; of a `Spread` the median, with a bar from the least to the greatest.
-        style: ``measured`` (marks and a line), ``paper`` (dashed), ``floor`` (dotted), ``marks`` (no line) or ``level``
-            (thin).
-    """
+class Curve(NamedTuple):
+    """A line of a plot, in one of the styles above."""
 
     label: str
-    points: Mapping[Any, float | Spread]
+    points: Points
     colour: str
     style: str = "measured"
 
@@ -63,7 +58,7 @@ def colour(method: str | None, index: int = 0) -> str:
     return _COLOURS.get(method or "", _CYCLE[index % len(_CYCLE)])
 
 
-def coloured(lines: Mapping[str, Mapping[Any, float | Spread]], style: str = "measured") -> list[Curve]:
+def coloured(lines: Mapping[str, Points], style: str = "measured") -> list[Curve]:
     """A curve for the points of each name, in a colour of its own."""
     return [Curve(name, points, colour(None, index), style) for index, (name, points) in enumerate(lines.items())]
 
@@ -101,15 +96,14 @@ def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
 
 
 def _draw(axes: Axes, line: Curve, marker: str) -> None:
-    xs = sorted(line.points)
-    values = [line.points[x] for x in xs]
-    ys = [value.median if isinstance(value, Spread) else value for value in values]
-    axes.plot(xs, ys, color=line.colour, label=line.label, **({"marker": marker} | _STYLES[line.style]))
-    bars = [(x, value.low, value.high) for x, value in zip(xs, values, strict=True) if isinstance(value, Spread)]
-    if bars:
-        middles, halves = [(low + high) / 2 for _, low, high in bars], [(high - low) / 2 for _, low, high in bars]
-        style: dict[str, Any] = {"fmt": "none", "ecolor": line.colour, "capsize": 2, "linewidth": 0.9}
-        axes.errorbar([x for x, *_ in bars], middles, halves, **style)
+    points = sorted(line.points.items())
+    ys = [y.median if isinstance(y, Spread) else y for _, y in points]
+    axes.plot(
+        [x for x, _ in points], ys, color=line.colour, label=line.label, **{"marker": marker, **_STYLES[line.style]}
+    )
+    if bars := [(x, (y.low + y.high) / 2, (y.high - y.low) / 2) for x, y in points if isinstance(y, Spread)]:
+        xs, middles, halves = zip(*bars, strict=True)
+        axes.errorbar(xs, middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
 
 
 def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Seq[str], *, mark: str = "") -> str:
@@ -159,12 +153,10 @@ def _svg(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> str:
     import matplotlib as mpl
 
     handles, labels = axes.get_legend_handles_labels()
-    if max(map(len, labels), default=0) > _SHORT:
-        columns = 1
     if labels:
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8.5, title=mark or None,
-            title_fontsize=8, columnspacing=1.2, handlelength=1.8,
+            handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > _SHORT else columns,
+            frameon=False, fontsize=8.5, title=mark or None, title_fontsize=8, columnspacing=1.2, handlelength=1.8,
         )  # fmt: skip
     written = io.StringIO()
     with mpl.rc_context(_SETTINGS):

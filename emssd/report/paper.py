@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["CNN_DAILYMAIL", "DATASETS", "PADDING", "SPEEDUPS", "STEP_MS", "Dataset", "Padding", "label"]
+__all__ = ["CNN_DAILYMAIL", "DATASETS", "PADDING", "SPEEDUPS", "STEP_MS", "STEP_ROWS", "Dataset", "Padding", "label"]
 
 CNN_DAILYMAIL = "CNN/Daily Mail"
 
+STEP_ROWS = 16
 STEP_MS = {1: 16.6, 5: 22.6}
 """The inference time figure, as quoted: ms of a step of OPT-6.7b, 16 rows behind 512 tokens, by tokens per sample."""
 

@@ -6,12 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import chain
 from typing import TypeVar
 
 import rich.table
 from rich.text import Text
 
-__all__ = ["Code", "Table", "code", "escape", "grouped", "listed", "pairs", "pivot", "table_of"]
+__all__ = ["Code", "Table", "code", "escape", "grouped", "listed", "pairs", "pivot"]
 
 _Item = TypeVar("_Item")
 _Key = TypeVar("_Key")
@@ -30,6 +31,14 @@ class Table:
     columns: Seq[str]
     lines: Seq[Seq[str]]
     left: int = 1
+
+    @classmethod
+    def of(cls, lines: Iterable[Mapping[str, str | None]], left: int = 1) -> Table:
+        """Each line gives its texts by their columns. A column that is ``None`` in all of them is left out."""
+        lines = list(lines)
+        columns = dict.fromkeys(chain.from_iterable(lines))
+        kept = [name for name in columns if any(line.get(name) is not None for line in lines)]
+        return cls(kept, [[line.get(name) or "" for name in kept] for line in lines], left)
 
     def markdown(self) -> str:
         """As Markdown that shows each cell as it is."""
@@ -50,18 +59,11 @@ class Table:
         return shown
 
 
-def table_of(items: Iterable[_Item], columns: Mapping[str, Callable[[_Item], str]], left: int = 1) -> Table:
-    """A line for each item, without the columns that are empty throughout."""
-    lines = [[text(item) for text in columns.values()] for item in items]
-    kept = [index for index in range(len(columns)) if any(line[index] for line in lines)]
-    names = list(columns)
-    return Table([names[index] for index in kept], [[line[index] for index in kept] for line in lines], left)
-
-
-def pivot(corner: str, cells: Mapping[tuple[str, str], str]) -> Table:
+def pivot(corner: str, cells: Mapping[tuple[str, str], str | None]) -> Table:
     """Texts by the names of their line and column, each in the order in which they first come."""
     names, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
-    return Table([corner, *columns], [[name, *(cells.get((name, column), "") for column in columns)] for name in names])
+    lines = [[name, *(cells.get((name, column)) or "" for column in columns)] for name in names]
+    return Table([corner, *columns], lines)
 
 
 def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:

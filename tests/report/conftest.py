@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from emssd.report.rows import Row, parse
+from emssd.report.rows import Row, parse, read
 from emssd.report.sections import Section, sections
-from emssd.report.sources import read
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 GREEDY = ("greedy", "ragged_greedy")

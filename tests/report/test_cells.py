@@ -42,7 +42,7 @@ def test_a_speedup_is_the_median_ratio_within_a_repeat(rates: list[tuple[float, 
     grid = _only(rows)
     cell = grid.get("vanilla", 2)
     assert cell is not None
-    assert "baseline" not in cell.speedup_text()
+    assert "baseline" not in cell.speedup_text
     expected = [vanilla / greedy for greedy, vanilla, _ in rates]  # how fast the machine was does not matter
     assert cell.speedup is not None
     assert cell.speedup.median == pytest.approx(statistics.median(expected))
@@ -71,7 +71,7 @@ def test_a_baseline_of_another_repeat_batch_size_model_or_file_does_not_count() 
     rows = [row(method="vanilla"), *(row(method="greedy", **change) for change in others)]
     cell = next(cell for grid in grids(rows) for cell in grid.cells if cell.line.method == "vanilla")
     assert cell.speedup is None
-    assert cell.speedup_text() == "no baseline"
+    assert cell.speedup_text == "no baseline"
 
 
 def test_repeats_without_a_baseline_are_counted_and_the_others_show() -> None:
@@ -79,21 +79,21 @@ def test_repeats_without_a_baseline_are_counted_and_the_others_show() -> None:
     cell = _only(rows).get("vanilla", 2)
     assert cell is not None
     assert cell.speedup == Spread(2.0, 2.0, 2.0, 1)
-    assert cell.speedup_text() == "2.00, baseline in 1 of 2 repeats"
+    assert cell.speedup_text == "2.00, baseline in 1 of 2 repeats"
 
 
 @looped("experiment", ["padding_ratio", "acceptance", "step_time"])
 def test_experiments_that_run_no_plain_decoding_lack_no_baseline(experiment: str) -> None:
     cell = _only([row(experiment, "vanilla")]).get("vanilla", 2)
     assert cell is not None
-    assert cell.speedup_text() == ""
+    assert cell.speedup_text is None
 
 
 def test_a_baseline_has_no_speedup_and_is_not_said_to_lack_one() -> None:
     cell = _only(_rows([(10, 20, 1)])).get("greedy", 2)
     assert cell is not None
     assert cell.speedup is None
-    assert cell.speedup_text() == ""
+    assert cell.speedup_text is None
 
 
 def test_a_baseline_of_another_drafters_sweep_serves_and_one_of_the_same_is_preferred() -> None:

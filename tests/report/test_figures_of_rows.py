@@ -26,7 +26,6 @@ def test_the_floor_of_a_step_done_by_hand() -> None:
     assert floor.byte_seconds == pytest.approx((4e6 + 200 * 2e3) / 1e10)
     assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * 100) / 1e11)
     assert floor.bound == "bytes"
-    assert floor.tokens_per_second == pytest.approx(4 / floor.seconds)
 
 
 @given(st.integers(1, 64), st.integers(1, 200), st.floats(1e9, 1e12), st.floats(1e9, 1e15))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from emssd.report.__main__ import main
+from emssd.report.rows import read
 from emssd.report.sections import sections
 from emssd.report.sections.origins import mixtures
-from emssd.report.sources import read
 from emssd.report.tables import Table
 from tests.support.tiers import looped
 

@@ -14,8 +14,7 @@ from rich.console import Console
 
 from emssd.report import summary
 from emssd.report.__main__ import main
-from emssd.report.rows import Row, parse
-from emssd.report.sources import read
+from emssd.report.rows import Row, parse, read
 from tests.support.tiers import looped
 
 from .conftest import measured, simulation, value, write
@@ -122,7 +121,6 @@ def test_a_row_keeps_what_it_was_given() -> None:
     assert isinstance(row, Row)
     assert (row.source, row.method, row.batch_size, row.repeat) == ("file", "ragged", 16, 3)
     assert row.metrics == given["metrics"]
-    assert row.overrides == tuple(given["overrides"])
 
 
 def _shown(rows: list[dict[str, Any]]) -> str:

@@ -54,11 +54,11 @@ def test_a_row_whose_options_are_no_list_is_refused() -> None:
 
 @looped("end", ["\u2028", "\u2029", "\x85"])
 def test_what_only_unicode_calls_a_lines_end_does_not_end_a_row(end: str, tmp_path: Path) -> None:
-    row = value() | {"overrides": [f"data.template=a{end}b"]}
+    row = value() | {"options": [f"data.template=a{end}b"]}
     write(tmp_path, [])
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row, ensure_ascii=False)] * 2) + "\n", encoding="utf-8")
     read = read_rows(tmp_path / "rows.jsonl")
-    assert [each.overrides for each in read if isinstance(each, Row)] == [(f"data.template=a{end}b",)] * 2
+    assert [each.options for each in read if isinstance(each, Row)] == [(f"data.template=a{end}b",)] * 2
 
 
 def test_an_error_names_the_line_of_the_file(tmp_path: Path) -> None:

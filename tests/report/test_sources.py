@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from emssd.report.sources import read
+from emssd.report.rows import read
 
 from .conftest import value, write
 

@@ -1,35 +1,48 @@
-"""The sections of a report, in its order."""
+"""The sections of a report. ``sections.toml`` has their titles and first paragraphs, in the order of the page."""
 
 from __future__ import annotations
 
-from emssd.report.sections.acceptance import ACCEPTANCE
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from emssd.report.rows import Material
+from emssd.report.sections import acceptance, drafts, methods, origins, steps
 from emssd.report.sections.common import Plot, Section
-from emssd.report.sections.drafts import DRAFTERS, TREES
-from emssd.report.sections.methods import COMPARISONS, CROSSOVER, own
-from emssd.report.sections.origins import plain_runs, provenance
-from emssd.report.sections.padding import PADDING_RATIO, appendix
-from emssd.report.sections.steps import STEP_TIME, time_of_steps
-from emssd.report.sources import Material
-from emssd.report.tables import grouped
+from emssd.report.tables import escape, grouped
 
 __all__ = ["Plot", "Section", "sections"]
 
-_BEFORE = (*COMPARISONS, PADDING_RATIO, ACCEPTANCE, STEP_TIME)
-_AFTER = (CROSSOVER, DRAFTERS, TREES)  # the simulation of the paper's appendix
+_WRITERS: dict[str, Callable[[Section, list[Any]], None]] = {  # the others compare methods
+    "padding_ratio": acceptance.padding_ratio,
+    "acceptance": acceptance.acceptance,
+    "step_time": steps.step_time,
+    "appendix": acceptance.appendix,
+    "crossover": methods.crossover,
+    "drafters": drafts.drafters,
+    "trees": drafts.trees,
+}
 
 
 def sections(material: Material) -> list[Section]:
     """All sections that `material` has rows for; the last one says where all of it comes from."""
-    rows = grouped(material.rows, lambda row: row.experiment)
-    known = {about.experiment for about in (*_BEFORE, *_AFTER)}
-    others = [mine for name, mine in rows.items() if name not in known]
-    found = [
-        *(about.section(rows.get(about.experiment, [])) for about in _BEFORE),
-        *appendix(material.simulations),
-        *(about.section(rows.get(about.experiment, [])) for about in _AFTER),
-        *(own(mine, number) for number, mine in enumerate(others)),
-        time_of_steps(material.rows),
-        plain_runs(material),
-        provenance(material),
-    ]
-    return [section for section in found if section is not None]
+    about = tomllib.loads(Path(__file__).with_name("sections.toml").read_text(encoding="utf-8"))
+    measured = grouped(material.rows, lambda row: row.experiment)
+    own = [rows for name, rows in measured.items() if name not in about]
+    found = []
+    for kind, texts in about.items():
+        if kind == "appendix":
+            parts = {f"appendix_{number}": [each] for number, each in enumerate(material.simulations)}
+        elif kind == "own":
+            parts = {f"own{number}": rows for number, rows in enumerate(own)}
+        else:
+            parts = {kind: measured[kind]} if kind in measured else {}
+        for name, rows in parts.items():
+            section = Section.of(rows, name, escape(texts["title"].format(first=rows[0])), texts["claim"])
+            introduction = len(section.blocks)
+            _WRITERS.get(kind, methods.compare)(section, rows)
+            if len(section.blocks) > introduction:
+                found.append(section)
+    plain = [*steps.time_of_steps(material.rows), *origins.plain_runs(material.runs), origins.provenance(material)]
+    return [*found, *plain]

@@ -1,127 +1,94 @@
-"""Methods by batch size: Figure 1, Tables 2 to 4, the appendix's datasets, a user's own, and where speculation pays."""
+"""Methods by batch size, beside the paper's: Figure 1, Tables 2 to 4, datasets, a user's own, and what pays where."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from functools import partial
 from math import log2
 
 from emssd.report import paper
-from emssd.report.cells import Cell, Grid, Line, Spread, grids
+from emssd.report.cells import Grid, Line, Spread, grids
 from emssd.report.figures import Curve, colour, speed_chart
 from emssd.report.rows import Row, per
-from emssd.report.sections.common import CELL, About, Section, speedup_curves
-from emssd.report.tables import Table, escape, grouped, listed, table_of
+from emssd.report.sections.common import Section
+from emssd.report.tables import Table, grouped, listed
 
-__all__ = ["COMPARISONS", "CROSSOVER", "advice", "crossing_at", "crossings", "own", "speed_table"]
+__all__ = ["advice", "compare", "crossing_at", "crossings", "crossover", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
+
+_PRINTED = {
+    "fig1": ("llma", ["opt-6.7b"]),
+    "ablation": ("llma", ["opt-6.7b"]),
+    "llma_models": ("llma", ["opt-2.7b", "opt-13b"]),
+    "draft_models": ("draft_model", ["opt-2.7b", "opt-6.7b", "opt-13b"]),
+    "datasets": ("draft_model", ["opt-13b"]),
+}
+"""The paper's drafter and models, by experiment; the first model stands beside rows of other models."""
 
 _DATA = {"gsm8k": "GSM8K", "spec_math": "GSM8K", "mt_bench": "MT-Bench", "spec_mt_bench": "MT-Bench"}
 """Tasks with prompts of the paper's datasets; others stand beside those of CNN/Daily Mail."""
 
 
-def _compare(section: Section, rows: list[Row], *, drafter: str = "", models: Seq[str] = ("",)) -> None:
-    """A table and a plot for each setting, beside the paper's figures.
-
-    Args:
-        drafter, models: of the paper's figures; the first model where that of the rows is not among them.
-    """
+def compare(section: Section, rows: list[Row]) -> None:
+    """A table and a plot for each setting, beside the paper's figures where it has some."""
     found = grids(rows)
     if section.name == "datasets":
         _datasets(section, found)
+    drafter, models = _PRINTED.get(section.name, ("", [""]))
     for grid in found:
         model = grid.setting.model if grid.setting.model in models else models[0]
-        data = _data(grid) if section.name == "datasets" else paper.CNN_DAILYMAIL
+        task = grid.setting.data.partition(",")[0] if section.name == "datasets" else ""
+        data = _DATA.get(task, paper.CNN_DAILYMAIL)
         printed, called = paper.SPEEDUPS.get((drafter, model, data), {}), f"{paper.label(model)}, {data}"
-        theirs = {m: printed[m] for m in printed if any(cell.line.method == m for cell in grid.cells)}
+        theirs = {
+            method: printed[method] for method in printed if any(cell.line.method == method for cell in grid.cells)
+        }
         section.head(grid)
-        section.table(speed_table(grid, theirs, called, _PADDED if section.name == "ablation" else {}))
+        section.table(speed_table(grid, theirs, called, padding=section.name == "ablation"))
         if section.name == "ablation":
             _balance(section, grid, printed)
+        dashed = [Curve(f"paper: {Line(name).label}", theirs[name], colour(name), "paper") for name in theirs]
         title = f"Speed-up by batch size: {grid.title}" + (f"; dashed, the paper's {called}" if theirs else "")
-        section.draw(title, speed_chart(grid.title, [*speedup_curves(grid), *_dashed(theirs)], grid.mark))
+        section.draw(title, _chart(grid, dashed))
 
 
-_llma, _draft_model = (partial(_compare, drafter=name) for name in ("llma", "draft_model"))
-
-COMPARISONS = (
-    About(
-        "fig1",
-        "Figure 1: speed-up by batch size",
-        "In the paper its method is faster than the vanilla one at every batch size, and the more so the larger the "
-        "batch.",
-        partial(_llma, models=["opt-6.7b"]),
-    ),
-    About(
-        "ablation",
-        "Table 2: unpadding the KV cache, the inputs, or both",
-        "The paper's text says that unpadding the KV cache gains more; its Table 2, that unpadding the inputs does.",
-        partial(_llma, models=["opt-6.7b"]),
-    ),
-    About(
-        "llma_models",
-        "Table 3: LLMA on models of several sizes",
-        "In the paper the vanilla method's speed-up falls quickly with the batch size, that of its own more gradually.",
-        partial(_llma, models=["opt-2.7b", "opt-13b"]),
-    ),
-    About(
-        "draft_models",
-        "Table 4: drafts by a draft model",
-        "In the paper OPT-125m drafts 4 tokens for every row, and its method is faster than the vanilla one "
-        "throughout.",
-        partial(_draft_model, models=["opt-2.7b", "opt-6.7b", "opt-13b"]),
-    ),
-    About(
-        "datasets",
-        "Appendix: several datasets",
-        "The paper's appendix says that its method gains the more, the more is padded.",
-        partial(_draft_model, models=["opt-13b"]),
-    ),
-)
+def _chart(grid: Grid, more: Seq[Curve] = ()) -> str:
+    """A curve by batch size for each line that has speed-ups."""
+    lines = [
+        Curve(line.label, {cell.batch_size: cell.speedup for cell in cells if cell.speedup}, colour(line.method, index))
+        for index, (line, cells) in enumerate(grid.by_line().items())
+    ]
+    return speed_chart(grid.title, [*lines, *more], grid.mark)
 
 
-def own(rows: list[Row], number: int) -> Section | None:
-    """The section of an experiment that the paper does not have, and that has no section of its own."""
-    title = f"Experiment {escape(rows[0].experiment)}"
-    claim = "An experiment of your own; the paper has nothing to compare it with."
-    return About(rows[0].experiment, title, claim, _compare).section(rows, f"own{number}")
+def speed_table(grid: Grid, theirs: _Theirs | None = None, called: str = "", *, padding: bool = False) -> Table:
+    """Tokens/s, speed-up and padding of all cells, and the paper's speed-up where it has one.
 
-
-_PADDED: dict[str, Callable[[Cell], str]] = {
-    "padded inputs / new token": lambda cell: cell.median(per("input_padding_tokens", "num_new_tokens")),
-    "KV slots lost / new token": lambda cell: cell.median(per("kv_padding_slots", "num_new_tokens")),
-}
-
-
-def speed_table(
-    grid: Grid, theirs: _Theirs | None = None, called: str = "", more: Mapping[str, Callable[[Cell], str]] | None = None
-) -> Table:
-    """Tokens/s, speed-up and padding of all cells, and the paper's speed-up where it has one."""
-
-    def over_vanilla(cell: Cell) -> str:
-        alike = cell.line.baseline == "greedy" and cell.line.method != "vanilla"
-        ratio = grid.ratio(cell.line.method or "", "vanilla", cell.batch_size) if alike else None
-        return "" if ratio is None else ratio.text()
-
-    def printed(cell: Cell) -> str:
-        ratio = (theirs or {}).get(cell.line.method or "", {}).get(cell.batch_size)
-        return "" if ratio is None else f"{ratio:.2f}"
-
-    columns: dict[str, Callable[[Cell], str]] = {
-        "tokens/s": lambda cell: cell.spread("decode_tokens_per_second").text(",.0f"),
-        "speed-up": Cell.speedup_text,
-        "÷ vanilla": over_vanilla,
-        f"paper's speed-up, {called}": printed,
-        "τ": lambda cell: cell.median("mean_acceptance_length"),
-        "padding/new": lambda cell: cell.median("padding_per_new_token", ".0%"),
-        **(more or {}),
-        "repeats": lambda cell: str(len(cell.rows)),
-    }
-    return table_of(grid.cells, CELL | columns, left=2)
+    Args:
+        called: whose speed-ups the paper's are.
+        padding: tell the padding of the inputs from that of the KV cache.
+    """
+    lines = []
+    for cell in grid.cells:
+        method, size = cell.line.method, cell.batch_size
+        alike = cell.line.baseline == "greedy" and method != "vanilla"
+        printed = (theirs or {}).get(method or "", {}).get(size)
+        line = cell.place | {
+            "tokens/s": cell.spread("decode_tokens_per_second").text(",.0f"),
+            "speed-up": cell.speedup_text,
+            "÷ vanilla": grid.ratio(method, "vanilla", size) if alike else None,
+            f"paper's speed-up, {called}": f"{printed:.2f}" if printed else None,
+            "τ": cell.median("mean_acceptance_length"),
+            "padding/new": cell.median("padding_per_new_token", ".0%"),
+        }
+        if padding:
+            line["padded inputs / new token"] = cell.median(per("input_padding_tokens", "num_new_tokens"))
+            line["KV slots lost / new token"] = cell.median(per("kv_padding_slots", "num_new_tokens"))
+        lines.append(line | {"repeats": str(len(cell.rows))})
+    return Table.of(lines, left=2)
 
 
 _RATIOS = {
@@ -133,16 +100,16 @@ _RATIOS = {
 
 def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     """Compare the gains of the two unpaddings, and the costs of a padded input and a lost slot."""
-    printed = {size: f"{ratio / theirs['unpad_kv'][size]:.2f}" for size, ratio in theirs["unpad_inputs"].items()}
     lines = []
     for size in sorted({cell.batch_size for cell in grid.cells}):
-        here = [grid.ratio(above, below, size) for above, below in _RATIOS.values()]
-        if any(here):
-            lines.append([str(size), *(each.text() if each else "" for each in here), printed.get(size, "")])
+        here = {name: grid.ratio(above, below, size) or "" for name, (above, below) in _RATIOS.items()}
+        printed = theirs["unpad_inputs"].get(size, 0.0) / theirs["unpad_kv"].get(size, 1.0)
+        if any(here.values()):
+            lines.append({"batch": str(size), **here, "inputs ÷ KV in the paper": f"{printed:.2f}" if printed else ""})
     if not lines:
         return
     section.say("Tokens/s of one method ÷ another's; where *inputs ÷ KV* is above 1, unpadding the inputs gains more.")
-    section.table(Table(["batch", *_RATIOS, "inputs ÷ KV in the paper"], lines))
+    section.table(Table.of(lines))
     row = grid.rows[0]
     token = 2 * row.costs["matmul_parameters"] / row.provenance["hardware"]["flops_per_second"]
     slot = row.costs["kv_bytes_per_token"] / row.provenance["hardware"]["bytes_per_second"]
@@ -152,17 +119,8 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     )
 
 
-def _dashed(theirs: _Theirs) -> list[Curve]:
-    return [
-        Curve(f"paper: {Line(method).label}", by_size, colour(method), "paper") for method, by_size in theirs.items()
-    ]
-
-
-def _data(grid: Grid) -> str:
-    return _DATA.get(grid.setting.data.partition(",")[0], paper.CNN_DAILYMAIL)
-
-
 def _datasets(section: Section, found: Seq[Grid]) -> None:
+    """Lengths, padding and speed-ups of all datasets at one batch size."""
     common = set.intersection(*({cell.batch_size for cell in grid.cells} for grid in found))
     if not common:
         return
@@ -172,7 +130,7 @@ def _datasets(section: Section, found: Seq[Grid]) -> None:
         vanilla, ours, *others = (grid.get(name, size) for name in ("vanilla", "unpad_both", "ragged", "flashinfer"))
         samples = next(cell for cell in grid.cells if cell.batch_size == size).rows[0].samples
         padding = vanilla.median("padding_per_new_token", ".1%") if vanilla else ""
-        speedups = [cell.speedup_text() if cell else "" for cell in (vanilla, ours, others[0] or others[1])]
+        speedups = [(cell and cell.speedup_text) or "" for cell in (vanilla, ours, others[0] or others[1])]
         lengths = [f"{statistics.mean(samples['num_prompt_tokens']):.0f}", f"{max(samples['num_new_tokens']):.0f}"]
         lines.append([grid.title, *lengths, padding, *speedups])
     for each in paper.DATASETS:
@@ -183,21 +141,13 @@ def _datasets(section: Section, found: Seq[Grid]) -> None:
     section.table(Table(columns, lines))
 
 
-def _crossover(section: Section, rows: list[Row]) -> None:
+def crossover(section: Section, rows: list[Row]) -> None:
+    """Up to which batch size speculation pays, and the fastest at each."""
     for grid in grids(rows):
         section.head(grid)
         for table in (crossings(grid), advice(grid), speed_table(grid)):
             section.table(table)
-        chart = speed_chart(grid.title, speedup_curves(grid), grid.mark)
-        section.draw(f"Speed-up by batch size: {grid.title}", chart)
-
-
-CROSSOVER = About(
-    "crossover",
-    "Crossover: where speculation stops paying",
-    "Up to which batch size speculation pays, for one model, machine and kind of prompts.",
-    _crossover,
-)
+        section.draw(f"Speed-up by batch size: {grid.title}", _chart(grid))
 
 
 def crossings(grid: Grid) -> Table:

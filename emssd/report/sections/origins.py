@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
 from typing import Any
 
 from emssd.report.figures import coloured, curves
-from emssd.report.rows import Row, Simulation, machine_name
+from emssd.report.rows import Material, PlainRun, machine_name
 from emssd.report.sections.common import Section
-from emssd.report.sources import Material, PlainRun
-from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs, table_of
+from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs
 
 __all__ = ["mixtures", "plain_runs", "provenance"]
 
@@ -21,70 +20,61 @@ _Metrics = Mapping[str, Any]
 _SPEED = "decode_tokens_per_second"
 
 
-def plain_runs(material: Material) -> Section | None:
-    """Runs that are no part of an experiment."""
-    if not material.runs:
-        return None
-    section = Section("runs", "Single runs")
-    section.say(
+def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
+    """The section of runs that are no part of an experiment, if there are any."""
+    if not runs:
+        return []
+    section = Section(
+        "runs",
+        "Single runs",
         "Speed-ups are against plain greedy decoding in the same run (check=greedy), else against the run with "
-        "drafter=none that is equal in all but drafter and budget. A title says where a model or drafts are made up."
+        "drafter=none that is equal in all but drafter and budget. A title says where a model or drafts are made up.",
     )
-    section.warn_if_busy(
-        *(metrics for run in material.runs for metrics in (run.metrics, run.metrics.get("greedy", {})))
-    )
-    plain = [run.metrics for run in material.runs if run.metrics.get("setting", {}).get("drafter") == "none"]
+    found = [run.metrics for run in runs]
+    section.warn_if_busy(*found, *(metrics.get("greedy", {}) for metrics in found))
+    plain = [metrics for metrics in found if metrics.get("setting", {}).get("drafter") == "none"]
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
-
-    def speedup(run: PlainRun) -> str:
-        base = baselines.get(_setting(run.metrics))
-        ratio = run.metrics.get("speedup", run.metrics[_SPEED] / base if base else None)
-        return "" if ratio is None else f"{ratio:.2f}"
-
-    def check(run: PlainRun) -> str:
-        found = run.metrics.get("check")
-        return f"{found['exact']} exact, {found['ties']} ties, {found['differences']} different" if found else ""
-
-    columns: dict[str, Callable[[PlainRun], str]] = {
-        "run": lambda run: str(run.metrics["title"]),
-        "tokens/s, end to end": lambda run: f"{run.metrics['tokens_per_second']:,.1f}",
-        "tokens/s, decode": lambda run: f"{run.metrics[_SPEED]:,.1f}",
-        "speed-up, decode": speedup,
-        "τ": lambda run: f"{run.metrics['mean_acceptance_length']:.2f}",
-        "check=greedy": check,
-        "folder": lambda run: Code(run.name),
-    }
-    section.table(table_of(material.runs, columns))
-    if defined := [run.metrics for run in material.runs if run.metrics.get("acceptance", {}).get("vllm")]:
+    section.table(Table.of(_figures(run, baselines.get(_setting(run.metrics))) for run in runs))
+    if defined := [metrics for metrics in found if metrics.get("acceptance", {}).get("vllm")]:
         section.say("Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:")
-        section.table(table_of(defined, _DEFINITIONS))
-    titles = [run.metrics["title"] for run in material.runs]
-    mark = ", ".join(mark for mark in ("random weights", "replay") if any(mark in title for title in titles))
-    told = [run.metrics for run in material.runs if "setting" in run.metrics]
-    sweeps = [
-        members
-        for members in grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
-        if len(members) > 1
-    ]
+        section.table(Table.of(map(_definitions, defined)))
+    told = [metrics for metrics in found if "setting" in metrics]
+    alike = grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
+    sweeps = [members for members in alike if len(members) > 1]
     if sweeps and find_spec("matplotlib") is None:  # a table alone is a report, too
         section.say('Plots need matplotlib: pip install "emssd[plots]".')
-    elif sweeps:
-        for members in sweeps:
-            _draw(section, members, mark)
-    return section
+        return [section]
+    made_up = (mark for mark in ("random weights", "replay") if any(mark in metrics["title"] for metrics in found))
+    mark = ", ".join(made_up)
+    for members in sweeps:
+        _draw(section, members, mark)
+    return [section]
 
 
-def _shares(who: str, name: str) -> Callable[[_Metrics], str]:
-    return lambda metrics: " ".join(f"{share:.2f}" for share in metrics["acceptance"][who][name])
+def _figures(run: PlainRun, base: float | None) -> dict[str, str | None]:
+    metrics = run.metrics
+    speedup = metrics.get("speedup", metrics[_SPEED] / base if base else None)
+    check = metrics.get("check")
+    return {
+        "run": str(metrics["title"]),
+        "tokens/s, end to end": f"{metrics['tokens_per_second']:,.1f}",
+        "tokens/s, decode": f"{metrics[_SPEED]:,.1f}",
+        "speed-up, decode": None if speedup is None else f"{speedup:.2f}",
+        "τ": f"{metrics['mean_acceptance_length']:.2f}",
+        "check=greedy": check and f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
+        "folder": Code(run.name),
+    }
 
 
-_DEFINITIONS: dict[str, Callable[[_Metrics], str]] = {
-    "run": lambda metrics: str(metrics["title"]),
-    "vLLM, speculators: length": lambda metrics: f"{metrics['acceptance']['vllm']['mean_acceptance_length']:.2f}",
-    "SpecForge: accept_length": lambda metrics: f"{metrics['acceptance']['specforge']['accept_length']:.2f}",
-    "vLLM: per position": _shares("vllm", "per_position"),
-    "speculators: cond_acc": _shares("speculators", "cond_acc"),
-}
+def _definitions(metrics: _Metrics) -> dict[str, str]:
+    found = metrics["acceptance"]
+    return {
+        "run": str(metrics["title"]),
+        "vLLM, speculators: length": f"{found['vllm']['mean_acceptance_length']:.2f}",
+        "SpecForge: accept_length": f"{found['specforge']['accept_length']:.2f}",
+        "vLLM: per position": " ".join(f"{share:.2f}" for share in found["vllm"]["per_position"]),
+        "speculators: cond_acc": " ".join(f"{share:.2f}" for share in found["speculators"]["cond_acc"]),
+    }
 
 
 def _setting(metrics: _Metrics, *, but: str = "") -> str | None:
@@ -107,15 +97,15 @@ def _draw(section: Section, members: Seq[_Metrics], mark: str) -> None:
     section.draw(f"Tokens/s of single runs by batch size: {', '.join(lines)}", svg)
 
 
+_Origin = dict[str, str]
+
+
 def provenance(material: Material) -> Section:
     """Commands, commits, machines, versions and dates; and what was mixed."""
-    section = Section("provenance", "Where this comes from")
-    for warning in mixtures(material):
-        section.say(f"**Warning**: {warning}")
-    seen = Counter((row.experiment, *_origin(row.provenance)) for row in _all(material))
-    columns = ["experiment", "command", "machine", "rates", "commit", "versions", "date", "seeds", "rows"]
-    lines = [[name, Code(command), *rest, str(count)] for (name, command, *rest), count in seen.items()]
-    section.table(Table(columns, lines, left=8))
+    warnings = (f"**Warning**: {warning}" for warning in mixtures(material))
+    section = Section("provenance", "Where this comes from", *warnings)
+    seen = Counter(tuple(origin.items()) for origin in _origins(material))
+    section.table(Table.of([{**dict(origin), "rows": str(count)} for origin, count in seen.items()], left=8))
     alike = grouped(
         material.runs, lambda run: "; ".join(pairs(run.metrics.get(key, {})) for key in ("versions", "hardware"))
     )
@@ -127,24 +117,28 @@ def provenance(material: Material) -> Section:
 def mixtures(material: Material) -> list[str]:
     """Experiments whose rows come from several machines, commits or versions."""
     found = []
-    for name, rows in grouped(_all(material), lambda row: row.experiment).items():
-        origins = [_origin(row.provenance) for row in rows]
-        for what, place in (("machines", 1), ("commits", 3), ("versions", 4)):
-            values = dict.fromkeys(origin[place] for origin in origins)
+    for name, origins in grouped(_origins(material), lambda origin: origin["experiment"]).items():
+        for what, column in (("machines", "machine"), ("commits", "commit"), ("versions", "versions")):
+            values = dict.fromkeys(origin[column] for origin in origins)
             if len(values) > 1:
                 found.append(f"rows of {escape(name)} come from several {what}: {escape(listed(values))}.")
     return found
 
 
-def _all(material: Material) -> list[Row | Simulation]:
-    return [*material.rows, *material.simulations]
-
-
-def _origin(each: Mapping[str, Any]) -> tuple[str, ...]:
-    """Command, machine, rates, commit, versions, date and seeds."""
-    hardware = each["hardware"]
-    rates = ""
-    if "bytes_per_second" in hardware:
-        rates = f"{hardware['bytes_per_second'] / 1e9:,.3g} GB/s, {hardware['flops_per_second'] / 1e12:,.3g} TFLOP/s"
-    versions, seeds = pairs(each["versions"]), pairs(each.get("seed", {}))
-    return each["command"], machine_name(hardware), rates, each["commit"] or "installed", versions, each["date"], seeds
+def _origins(material: Material) -> list[_Origin]:
+    """Of each row: the columns of the table that says where it comes from."""
+    found = []
+    for row in [*material.rows, *material.simulations]:
+        origin, hardware = row.provenance, row.provenance["hardware"]
+        memory, rate = (hardware.get(name, 0.0) for name in ("bytes_per_second", "flops_per_second"))
+        found.append({
+            "experiment": row.experiment,
+            "command": Code(origin["command"]),
+            "machine": machine_name(hardware),
+            "rates": f"{memory / 1e9:,.3g} GB/s, {rate / 1e12:,.3g} TFLOP/s" if memory else "",
+            "commit": origin["commit"] or "installed",
+            "versions": pairs(origin["versions"]),
+            "date": origin["date"],
+            "seeds": pairs(origin.get("seed", {})),
+        })  # fmt: skip
+    return found
