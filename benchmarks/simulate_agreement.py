@@ -37,7 +37,7 @@ from emssd.plugins.registry import Registry
 from emssd.sequences import Request
 from emssd.simulate import FittedCurve, Simulator, Trace
 from emssd.simulate import warm_up as warm_up_simulated
-from emssd.simulate.commands import make_budget
+from emssd.simulate.__main__ import make_budget
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import logged_steps, record_trace
 

@@ -89,7 +89,7 @@ def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str,
     return _job(config, job, overrides) | {
         "max_acceptance": longest,
         "num_steps": int(values["num_steps"]),
-        "points": [dataclasses.asdict(point) for point in points],
+        "points": points,
         "provenance": provenance(torch.device("cpu"), torch.float32) | {"seed": {"simulation": 0}},
     }
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import product
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,17 +19,7 @@ from emssd.simulate.curves import Roofline
 from emssd.simulate.simulator import Simulator
 from emssd.simulate.traces import geometric_trace
 
-__all__ = [
-    "QUANTITIES",
-    "Estimate",
-    "Expected",
-    "Point",
-    "acceptance_pmf",
-    "appendix_point",
-    "appendix_points",
-    "expected",
-    "max_pmf",
-]
+__all__ = ["QUANTITIES", "Expected", "acceptance_pmf", "appendix_points", "expected", "max_pmf"]
 
 _Array = npt.NDArray[np.float64]
 
@@ -109,65 +102,35 @@ QUANTITIES = ("tau_max", "padding_length", "padding_ratio")
 _NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)  # a curve on which every step takes no time
 
 
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """A mean over simulated steps, which are independent.
-
-    Attributes:
-        error: its standard error: the steps' sample standard deviation ÷ √steps.
-    """
-
-    mean: float
-    error: float
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One p and batch size.
-
-    Attributes:
-        simulated: by name, as in `QUANTITIES`.
-    """
-
-    p: float
-    batch_size: int
-    exact: Expected
-    simulated: dict[str, Estimate]
-
-
-def appendix_point(
-    p: float, batch_size: int, *, max_acceptance: int = 8, num_steps: int = 2000, seed: int = 0
-) -> Point:
-    """`num_steps` steps of a static batch, whose rows are long enough to be there in all of them.
-
-    Args:
-        p: probability that a drafted token is right, given that those before it are.
-        max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
-        num_steps: at least 2.
-    """
-    trace = geometric_trace(
-        p,
-        batch_size,
-        num_speculative_tokens=max_acceptance - 1,
-        max_new_tokens=max_acceptance * (num_steps + 1),
-        seed=seed,
-    )
-    run = Simulator(trace, StaticScheduler(batch_size), FixedBudget(), _NO_TIME).run(num_steps)
-    taus = np.asarray([step.acceptance for step in run.steps], dtype=np.float64)
-    longest = taus.max(axis=1)
-    padding = longest - taus.mean(axis=1)
-    samples = dict(zip(QUANTITIES, (longest, padding, padding / longest), strict=True))
-    exact = expected(acceptance_pmf(p, max_acceptance), batch_size)
-    errors = {name: float(values.std(ddof=1)) / num_steps**0.5 for name, values in samples.items()}
-    return Point(p, batch_size, exact, {name: Estimate(float(samples[name].mean()), errors[name]) for name in samples})
-
-
 def appendix_points(
     chances: Iterable[float], batch_sizes: Seq[int], *, max_acceptance: int = 8, num_steps: int = 2000, seed: int = 0
-) -> list[Point]:
-    """All pairs, each with a seed of its own, counted up from `seed`."""
-    pairs = [(p, batch_size) for batch_size in batch_sizes for p in chances]
-    return [
-        appendix_point(p, batch_size, max_acceptance=max_acceptance, num_steps=num_steps, seed=seed + i)
-        for i, (p, batch_size) in enumerate(pairs)
-    ]
+) -> list[dict[str, Any]]:
+    """All pairs of p and batch size, each with a seed of its own, counted up from `seed`.
+
+    Of each, ``p``, ``batch_size``, the values that are expected (``exact``), and for each of `QUANTITIES` the ``mean``
+    over simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
+
+    Args:
+        max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
+        num_steps: at least 2, of a static batch whose rows are long enough to be there in all of them.
+    """
+    points = []
+    for place, (batch_size, p) in enumerate(product(batch_sizes, list(chances))):
+        trace = geometric_trace(
+            p,
+            batch_size,
+            num_speculative_tokens=max_acceptance - 1,
+            max_new_tokens=max_acceptance * (num_steps + 1),
+            seed=seed + place,
+        )
+        run = Simulator(trace, StaticScheduler(batch_size), FixedBudget(), _NO_TIME).run(num_steps)
+        taus = np.asarray([step.acceptance for step in run.steps], dtype=np.float64)
+        longest = taus.max(axis=1)
+        padding = longest - taus.mean(axis=1)
+        simulated = {
+            name: {"mean": float(values.mean()), "error": float(values.std(ddof=1)) / num_steps**0.5}
+            for name, values in zip(QUANTITIES, (longest, padding, padding / longest), strict=True)
+        }
+        exact = dataclasses.asdict(expected(acceptance_pmf(p, max_acceptance), batch_size))
+        points.append({"p": p, "batch_size": batch_size, "exact": exact, "simulated": simulated})
+    return points

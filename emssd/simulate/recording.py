@@ -25,12 +25,15 @@ class TraceRecorder(Drafter):
 
     Args:
         drafter: what to ask; its ``num_speculative_tokens`` is the budget.
+
+    Attributes:
+        rows: by request id the sequences that were seen.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
         self._drafter = drafter
-        self._rows: dict[str, Row] = {}
+        self.rows: dict[str, Row] = {}
         self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -38,7 +41,7 @@ class TraceRecorder(Drafter):
         token_ids = draft.token_ids.tolist()
         for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
             position = len(row.tokens) - len(row.request.prompt_ids)
-            self._rows[row.request_id] = row
+            self.rows[row.request_id] = row
             self._guesses.setdefault(row.request_id, {})[position] = token_ids[start:stop]
         return Draft.empty(len(batch))
 
@@ -48,17 +51,12 @@ class TraceRecorder(Drafter):
     def release(self, request_ids: Iterable[str]) -> None:
         self._drafter.release(request_ids)
 
-    @property
-    def rows(self) -> dict[str, Row]:
-        """By request id the sequences that were seen."""
-        return self._rows
-
     def stage(self, request_id: str) -> StageTrace:
         """The recorded trace of a request that has ended.
 
         Drafted tokens behind an EOS count as wrong: nobody knows what the target would have gone on with.
         """
-        output = self._rows[request_id].output_ids
+        output = self.rows[request_id].output_ids
         made = [self._guesses[request_id][position] for position in range(len(output))]
         right = []
         for position, guess in enumerate(made):

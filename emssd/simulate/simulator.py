@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 from rich.table import Table
 
@@ -26,7 +27,7 @@ from emssd.simulate.recording import StepLog
 from emssd.simulate.trace_drafter import TraceDrafter
 from emssd.simulate.traces import VOCAB_SIZE, RequestTrace, StageTrace, Trace
 
-__all__ = ["Simulation", "Simulator", "Summary", "summarize", "summary_table", "warm_up"]
+__all__ = ["Simulation", "Simulator", "summarize", "summary_table", "warm_up"]
 
 _PAGE_SIZE = 16  # tokens, as the paged backends have it by default
 
@@ -164,46 +165,36 @@ def _beginning(request: RequestTrace) -> RequestTrace:
     return RequestTrace(request.request_id, min(PROMPT_TOKENS, request.num_prompt), length, tuple(stages))
 
 
-Summary = dict[str, str | int | float]
-"""A simulated run: ``label``, what ran, and its figures. Their names and formulas are those of ``docs/metrics.md``."""
-
-_COLUMNS = (  # heading, figure, format
-    ("tokens/s", "tokens_per_second", ",.1f"),
-    ("tokens/step", "tokens_per_step", ",.2f"),
-    ("steps", "num_steps", ",d"),
-    ("new tokens", "num_new_tokens", ",d"),
-    ("τ̄", "mean_acceptance_length", ".2f"),
-    ("drafted", "mean_draft_length", ".2f"),
-    ("δ̄/τmax", "padding_ratio", ".1%"),
-    ("fill", "batch_fill", ".1%"),
-    ("preempted", "num_preempted", ",d"),
-    ("seconds", "seconds", ".2f"),
-)
+_FIGURES = {  # name, and if the table shows it: its heading there and its format
+    "num_steps": ("steps", ",d"),
+    "num_new_tokens": ("new tokens", ",d"),
+    "num_computed_tokens": None,
+    "tokens_per_step": ("tokens/step", ",.2f"),
+    "seconds": ("seconds", ".2f"),
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "mean_acceptance_length": ("τ̄", ".2f"),
+    "mean_draft_length": ("drafted", ".2f"),
+    "padding_ratio": ("δ̄/τmax", ".1%"),
+    "batch_fill": ("fill", ".1%"),
+    "num_preempted": ("preempted", ",d"),
+}
 
 
-def summarize(simulation: Simulation, label: str) -> Summary:
-    """The figures of `simulation`; seconds and tokens/s are simulated, and count all steps, prompts included."""
+def summarize(simulation: Simulation, label: str) -> dict[str, Any]:
+    """The figures of `simulation`, under the names of ``docs/metrics.md``, and a ``label`` that says what ran. Seconds
+    and tokens/s are simulated, and count all steps, prompts included.
+    """
     report = simulation.report
-    metrics = report.metrics()
-    return {
-        "label": label,
-        "num_steps": report.num_steps,
-        "num_new_tokens": report.num_new_tokens,
-        "num_computed_tokens": report.num_tokens,
-        "tokens_per_step": report.num_new_tokens / max(report.num_steps, 1),
-        "seconds": report.total_seconds,
-        "tokens_per_second": report.tokens_per_second,
-        "mean_acceptance_length": report.mean_acceptance_length,
-        **{name: metrics[name] for name in ("mean_draft_length", "padding_ratio", "batch_fill")},
-        "num_preempted": report.num_preempted,
-    }
+    steps = {"tokens_per_step": report.num_new_tokens / max(report.num_steps, 1), "seconds": report.total_seconds}
+    metrics = report.metrics() | steps
+    return {"label": label} | {name: metrics[name] for name in _FIGURES}
 
 
-def summary_table(summaries: Iterable[Summary]) -> Table:
-    """One line of figures per run."""
+def summary_table(run: Mapping[str, Any]) -> Table:
+    """The figures of a run, as `summarize` gives them, in one line."""
     table = Table("run", title="simulated, not measured", title_justify="left", title_style="bold")
-    for heading, _, _ in _COLUMNS:
+    shown = {name: column for name, column in _FIGURES.items() if column}
+    for heading, _ in shown.values():
         table.add_column(heading, justify="right")
-    for run in summaries:
-        table.add_row(str(run["label"]), *(format(run[name], form) for _, name, form in _COLUMNS))
+    table.add_row(str(run["label"]), *(format(run[name], form) for name, (_, form) in shown.items()))
     return table

@@ -1,19 +1,19 @@
-"""A drafter that proposes what a trace says, so that it can stand in the place of the one that was recorded."""
+"""Drafters that propose what a trace or a law says, and so stand in the place of real ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import accumulate
+from itertools import accumulate, islice
 from math import isclose
 from zlib import crc32
 
 import numpy as np
-import torch
 
 from emssd.attention.trees import depths
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
-from emssd.sequences import Batch
+from emssd.sequences import Batch, Row
 from emssd.simulate.traces import WRONG, Trace
 
 __all__ = ["TraceDrafter", "TreeDrafter", "TreeLaw"]
@@ -71,7 +71,10 @@ class TreeLaw:
 
     def right(self, request_id: str, position: int) -> list[bool]:
         """For each node of a tree behind `position` new tokens, whether it is right if all on the way to it are."""
-        coins, found = self._coins_of(request_id), list[bool]()
+        if request_id not in self._coins:
+            draw = np.random.default_rng([self._seed, crc32(request_id.encode())])
+            self._coins[request_id] = draw.random(_POSITIONS).tolist()
+        coins, found = self._coins[request_id], list[bool]()
         for depth, rank in zip(self.depths, self.ranks, strict=True):
             bounds = self._bounds[min(depth, len(self._bounds)) - 1]
             low, high = ([0.0, *bounds][rank], bounds[rank]) if rank < len(bounds) else (1.0, 1.0)
@@ -79,6 +82,35 @@ class TreeLaw:
                 high = 1.0
             found.append(low <= coins[(position + depth - 1) % _POSITIONS] < high)
         return found
+
+    def draft(
+        self,
+        batch: Batch,
+        budget: Seq[int],
+        upcoming: Callable[[Row, int, int], Seq[int]],
+        wrong: Callable[[int, int], int],
+        *,
+        tells: bool = False,
+    ) -> Draft:
+        """A tree for each row, cut to its budget, and no deeper than what the row has left to generate.
+
+        Args:
+            upcoming: the tokens of a row from a position of its output on; so many of them.
+            wrong: another token than this one, for a node of this rank.
+            tells: whether nodes come with their chances as confidence.
+        """
+        trees = []
+        for row, limit in zip(batch, budget, strict=True):
+            position = len(row.tokens) - len(row.request.prompt_ids)
+            tokens, right = upcoming(row, position, max(self.depths)), self.right(row.request_id, position)
+            nodes = zip(self.depths, self.ranks, right, self.parents, strict=True)
+            tree = [
+                (tokens[depth - 1] if is_right else wrong(tokens[depth - 1], rank), parent)
+                for depth, rank, is_right, parent in islice(nodes, limit)
+            ]
+            trees.append(tree)
+        draft = Draft.from_trees(trees, [self.chances[: len(tree)] for tree in trees] if tells else None)
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
     def _grown(self, branches: Seq[int]) -> list[tuple[int, int, float]]:
         """Level by level: parent, rank and probability of each node."""
@@ -93,12 +125,6 @@ class TreeLaw:
                     nodes.append((parent, rank, chance))
             level = grown
         return nodes
-
-    def _coins_of(self, request_id: str) -> list[float]:
-        if request_id not in self._coins:
-            draw = np.random.default_rng([self._seed, crc32(request_id.encode())])
-            self._coins[request_id] = draw.random(_POSITIONS).tolist()
-        return self._coins[request_id]
 
 
 class TraceDrafter(Drafter):
@@ -115,15 +141,12 @@ class TraceDrafter(Drafter):
         self._stage = stage
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        tokens, indptr = list[int](), [0]
-        for row, limit in zip(batch, budget, strict=True):
-            request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
-            trace = request.stages[self._stage]
-            length = min(limit, trace.drafted[position])
-            num_right = min(length, trace.right[position])
-            tokens += request.tokens(position, num_right) + [WRONG] * (length - num_right)
-            indptr.append(len(tokens))
-        return Draft(torch.tensor(tokens, dtype=torch.int64), tuple(indptr))
+        return Draft.from_chains(self._chain(row, limit) for row, limit in zip(batch, budget, strict=True))
+
+    def _chain(self, row: Row, limit: int) -> list[int]:
+        request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
+        length, num_right = request.stages[self._stage].within(limit, position)
+        return request.tokens(position, num_right) + [WRONG] * (length - num_right)
 
 
 class TreeDrafter(Drafter):
@@ -142,15 +165,7 @@ class TreeDrafter(Drafter):
         self._law, self._tells = law, tells
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        law = self._law
-        trees = list[list[tuple[int, int]]]()
-        for row, limit in zip(batch, budget, strict=True):
-            request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
-            upcoming = request.tokens(position, max(law.depths))
-            right = law.right(row.request_id, position)[:limit]
-            trees.append([
-                (upcoming[depth - 1] if is_right else WRONG, parent)
-                for depth, is_right, parent in zip(law.depths, right, law.parents, strict=False)
-            ])  # fmt: skip
-        draft = Draft.from_trees(trees, [law.chances[: len(tree)] for tree in trees] if self._tells else None)
-        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
+        return self._law.draft(batch, budget, self._upcoming, lambda token, rank: WRONG, tells=self._tells)
+
+    def _upcoming(self, row: Row, position: int, count: int) -> list[int]:
+        return self._traces[row.request_id].tokens(position, count)

@@ -63,6 +63,11 @@ class StageTrace:
                     f"record it again"
                 )
 
+    def within(self, budget: int, position: int) -> tuple[int, int]:
+        """The tokens that are drafted at a position within a budget, and those of them that are right."""
+        length = min(budget, self.drafted[position])
+        return length, min(length, self.right[position])
+
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:

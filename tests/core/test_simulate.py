@@ -33,7 +33,7 @@ from emssd.simulate import (
     geometric_trace,
     warm_up,
 )
-from emssd.simulate.commands import make_budget
+from emssd.simulate.__main__ import make_budget
 from emssd.simulate.recording import logged_steps, record_trace
 from emssd.testing.drafters import ChainDrafter
 

@@ -120,18 +120,15 @@ def measured(experiment: str, methods: Iterable[str | None], **changes: Any) -> 
 
 def simulation() -> dict[str, Any]:
     """Rows of the appendix, as `emssd.simulate` has them."""
-    import dataclasses
-
     from emssd.simulate.appendix import appendix_points
 
-    points = appendix_points([0.5, 0.9], [1, 2, 16], num_steps=20)
     return {
         "experiment": "appendix",
         "size": "toy",
         "job": 0,
         "repeat": 1,
         "max_acceptance": 8,
-        "points": [dataclasses.asdict(point) for point in points],
+        "points": appendix_points([0.5, 0.9], [1, 2, 16], num_steps=20),
         "provenance": value()["provenance"],
     }
 

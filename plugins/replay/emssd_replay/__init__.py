@@ -49,8 +49,7 @@ class ReplayConfig:
 
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
-    from emssd_replay.drafter import UNKNOWN, ReplayDrafter
-    from emssd_replay.trees import ReplayTrees
+    from emssd_replay.drafter import UNKNOWN, ReplayDrafter, ReplayTrees
 
     make = ReplayTrees if config.branches else ReplayDrafter
     drafter = make(config, context.vocab_size)

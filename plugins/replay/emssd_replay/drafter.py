@@ -1,4 +1,4 @@
-"""The replay drafter: a known continuation, spoiled where a trace says that the drafter was wrong."""
+"""The replay drafters: a known continuation, spoiled where a trace or a law says that the drafter was wrong."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.model import counted_on
 from emssd.sequences import Batch, Row
-from emssd.simulate import RequestTrace, StageTrace, Trace, geometric_trace, load_trace
+from emssd.simulate import StageTrace, Trace, TreeLaw, geometric_trace, load_trace
 from emssd_replay import ReplayConfig
 
-__all__ = ["UNKNOWN", "ReplayDrafter"]
+__all__ = ["UNKNOWN", "ReplayDrafter", "ReplayTrees"]
 
 UNKNOWN = (
     "drafter=replay cannot know what this model will generate; give drafter.known=generations.jsonl, of a run of the "
@@ -78,9 +78,7 @@ class ReplayDrafter(Drafter):
 
     def _chain(self, row: Row, limit: int) -> list[int]:
         stage, position = self._stage(row.request_id), len(row.tokens) - len(row.request.prompt_ids)
-        place = position % len(stage.drafted)
-        length = min(limit, stage.drafted[place])
-        right = min(length, stage.right[place])
+        length, right = stage.within(limit, position % len(stage.drafted))
         upcoming = self._upcoming(row, position, length)
         if length > right:  # the first wrong token; what follows it cannot be accepted, whatever it is
             upcoming[right] = (upcoming[right] + self._vocab_size // 2) % self._vocab_size
@@ -107,7 +105,42 @@ class ReplayDrafter(Drafter):
         return tokens + [0] * (length - len(tokens))
 
 
+class ReplayTrees(ReplayDrafter):
+    """Drafts trees of one shape; a request's coins depend on its id and its position alone.
+
+    Args:
+        config: see `ReplayConfig`; it has branches.
+
+    Raises:
+        ConfigError: impossible branches or chances, or options of chains beside them.
+    """
+
+    drafts_trees = True
+
+    def __init__(self, config: ReplayConfig, vocab_size: int) -> None:
+        if config.trace is not None or config.concentration is not None or config.coverage != 1:
+            raise ConfigError(
+                "drafter.branches replays trees, whose acceptance drafter.chances says; leave out drafter.trace, "
+                "drafter.concentration and drafter.coverage"
+            )
+        chances = config.chances or [[config.p]]
+        self._law = TreeLaw(config.branches, chances, config.seed)
+        super().__init__(replace(config, num_speculative_tokens=0), vocab_size)
+        self.num_speculative_tokens = len(self._law.parents)
+        self.must_count = self._known is None and any(map(any, chances))
+        shape = " × ".join(map(str, config.branches))
+        self.replays = f"acceptance drawn: trees of {shape}, right by depth and rank with {chances}"
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        return self._law.draft(batch, budget, self._upcoming, self._wrong)
+
+    def _wrong(self, token: int, rank: int) -> int:
+        """Another token, and one for each rank."""
+        return (token + 1 + (self._vocab_size // 2 + rank) % (self._vocab_size - 1)) % self._vocab_size
+
+
 def _drawn(config: ReplayConfig) -> Trace:
+    """The trace of the config's chances; with a `coverage`, drafts stand at that share of its positions only."""
     if not 0 <= config.coverage <= 1:
         raise ConfigError(f"drafter.coverage is {config.coverage}; it is a share, between 0 and 1")
     if config.seed < 0:
@@ -122,17 +155,13 @@ def _drawn(config: ReplayConfig) -> Trace:
     )
     if config.coverage == 1:
         return trace
-    draw = random.Random(config.seed)
-    return replace(trace, requests=tuple(_thinned(request, config.coverage, draw) for request in trace))
-
-
-def _thinned(request: RequestTrace, coverage: float, draw: random.Random) -> RequestTrace:
-    """The request with drafts at a share of its positions only."""
-    stage = request.stages[0]
-    there = [draw.random() < coverage for _ in stage.drafted]
-    drafted = tuple(count if kept else 0 for count, kept in zip(stage.drafted, there, strict=True))
-    right = tuple(count if kept else 0 for count, kept in zip(stage.right, there, strict=True))
-    return replace(request, stages=(StageTrace(drafted, right),))
+    draw, requests = random.Random(config.seed), []
+    for request in trace:
+        (stage,) = request.stages
+        there = [draw.random() < config.coverage for _ in stage.drafted]
+        drafted, right = (tuple(map(int.__mul__, counts, there)) for counts in (stage.drafted, stage.right))
+        requests.append(replace(request, stages=(StageTrace(drafted, right),)))
+    return replace(trace, requests=tuple(requests))
 
 
 class _Known(msgspec.Struct):

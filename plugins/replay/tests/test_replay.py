@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from emssd_replay import ReplayConfig
-from emssd_replay.drafter import ReplayDrafter
-from emssd_replay.trees import ReplayTrees
+from emssd_replay.drafter import ReplayDrafter, ReplayTrees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
