@@ -64,7 +64,7 @@ class StageTrace:
                 )
 
     def within(self, budget: int, position: int) -> tuple[int, int]:
-        """The tokens that are drafted at a position within a budget, and those of them that are right."""
+        """The tokens that are drafted at a position within a budget, and how many of these are right."""
         length = min(budget, self.drafted[position])
         return length, min(length, self.right[position])
 

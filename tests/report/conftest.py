@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from emssd.report.rows import Row, parse, read
+from emssd.report.rows import Material, Row, parse
 from emssd.report.sections import Section, sections
+from emssd.report.tables import Table
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 GREEDY = ("greedy", "ragged_greedy")
@@ -63,6 +64,7 @@ def value(experiment: str = "fig1", method: str | None = "vanilla", **changes: A
         "compiled": False,
         "max_new_tokens": 64,
         "batching": "static",
+        "options": [],
         "metrics": metrics,
         "samples": {
             "acceptance_length": [1.5, 2.5, 2.0, 3.0, 1.0, 2.0],
@@ -133,9 +135,17 @@ def simulation() -> dict[str, Any]:
     }
 
 
-def section_of(path: Path, name: str) -> Section | None:
-    """The section `name` of a report on what is at `path`."""
-    return next((section for section in sections(read([path])) if section.name == name), None)
+def section_of(rows: Iterable[dict[str, Any]], name: str) -> Section | None:
+    """The section `name` of a report on these rows."""
+    parsed = [each for row in rows if isinstance(each := parse(row, "rows.jsonl"), Row)]
+    return next((section for section in sections(Material(parsed, [], [])) if section.name == name), None)
+
+
+def tables_of(rows: Iterable[dict[str, Any]], name: str) -> list[Table]:
+    """The tables of that section."""
+    section = section_of(rows, name)
+    assert section is not None
+    return [block for block in section.blocks if isinstance(block, Table)]
 
 
 def write(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:

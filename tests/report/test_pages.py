@@ -15,8 +15,6 @@ from emssd.report.__main__ import main
 from emssd.report.rows import read
 from emssd.report.sections import sections
 from emssd.report.sections.origins import mixtures
-from emssd.report.tables import Table
-from tests.support.tiers import looped
 
 from .conftest import measured, value, write
 
@@ -102,37 +100,6 @@ def test_replay_and_random_weights_are_said_wherever_their_figures_are(page: Pag
     assert "replay" not in others
 
 
-@looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
-def test_which_unpadding_gains_more_is_a_ratio_within_repeats(
-    inputs: float, ratio: str, inputs_on_top: str, tmp_path: Path
-) -> None:
-    rates = {"greedy": 100, "vanilla": 110, "unpad_kv": 150, "unpad_inputs": inputs, "unpad_both": 180}
-    rows = [
-        value("ablation", name, repeat=repeat, batch_size=8, metrics_decode_tokens_per_second=rate * repeat)
-        for repeat in (1, 2, 3)  # how fast the machine was does not matter
-        for name, rate in rates.items()
-    ]
-    write(tmp_path, rows)
-    section = sections(read([tmp_path]))[0]
-    speeds, balance = (block for block in section.blocks if isinstance(block, Table))
-    line = dict(zip(balance.columns, balance.lines[0], strict=True))
-    assert line == {
-        "batch": "8",
-        "inputs ÷ KV": f"{ratio} ({ratio}–{ratio})",
-        "KV on top of inputs": f"{180 / inputs:.2f} ({180 / inputs:.2f}–{180 / inputs:.2f})",
-        "inputs on top of KV": f"{inputs_on_top} ({inputs_on_top}–{inputs_on_top})",
-        "inputs ÷ KV in the paper": f"{2.02 / 1.47:.2f}",
-    }
-    over_vanilla = {line[1]: line[list(speeds.columns).index("÷ vanilla")] for line in speeds.lines}
-    alone = {"unpad KV": 150 / 110, "unpad inputs": inputs / 110, "EMS-SD (both unpadded)": 180 / 110}
-    assert over_vanilla == {"greedy": "", "vanilla": ""} | {
-        name: f"{gain:.2f} ({gain:.2f}–{gain:.2f})" for name, gain in alone.items()
-    }
-    # a padded input is 2 MFLOP at 100 GFLOP/s, a lost slot 2 kB at 10 GB/s
-    assert "costs 20 µs of arithmetic" in section.markdown()
-    assert "costs 0.2 µs of reading in every later step, which is as much after 100 steps" in section.markdown()
-
-
 def test_a_cell_without_its_baseline_is_shown_and_named(tmp_path: Path) -> None:
     write(tmp_path, [value("fig1", "vanilla", metrics_decode_tokens_per_second=321.0)])
     said = _text(tmp_path)
@@ -150,19 +117,6 @@ def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> No
         "several commits",
     ]
     assert mixtures(read([write(tmp_path / "same", [value(), value(repeat=2)])])) == []
-
-
-def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor(tmp_path: Path) -> None:
-    write(tmp_path, [value("fig1", "vanilla", metrics_decode_tokens_per_second=1000.0)])
-    section = sections(read([tmp_path]))[1]
-    (table,) = (block for block in section.blocks if isinstance(block, Table))
-    # 10 steps of 2 rows in 10 ms for each of the six phases; 2 new tokens for each row and step. The floor is that of
-    # test_figures_of_rows: 0.44 ms for 4 new tokens, so 9,091 tokens/s
-    assert dict(zip(table.columns, table.lines[0], strict=True)) == {
-        "batch": "2", "method": "vanilla", "tokens / row and step": "2.00", "rows / step": "2.00", "ms / step": "6.00",
-        "schedule": "1.00", "draft": "1.00", "plan": "1.00", "forward": "1.00", "verify": "1.00", "other": "1.00",
-        "floor, ms": "0.44", "× floor": "9.09", "floor bound by": "bytes", "by FLOPs from, tokens / row": "11",
-    }  # fmt: skip
 
 
 def _text(folder: Path) -> str:

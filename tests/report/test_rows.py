@@ -14,7 +14,7 @@ from rich.console import Console
 
 from emssd.report import summary
 from emssd.report.__main__ import main
-from emssd.report.rows import Row, parse, read
+from emssd.report.rows import Row, read, read_rows
 from tests.support.tiers import looped
 
 from .conftest import measured, simulation, value, write
@@ -59,6 +59,7 @@ def test_a_folder_without_rows_says_how_to_make_them(refused: Callable[..., str]
         ),
         (lambda row: row.update(batch_size="8"), 'its batch_size cannot be "8"'),
         (lambda row: row.update(repeat=True), "its repeat cannot be true"),
+        (lambda row: row.update(options="x"), 'its options cannot be "x"'),
         (lambda row: row.pop("experiment"), "is no row of an experiment"),
     ],
 )
@@ -68,9 +69,10 @@ def test_rows_of_another_format(
     row = value()
     change(row)
     path = write(tmp_path / "rows", [value(), row])
+    path.write_text("\n" + path.read_text())  # an empty line counts
     sentence = refused(path)
     assert said in sentence
-    assert f"{path}:2" in sentence
+    assert f"{path}:3" in sentence
 
 
 def test_a_line_that_was_cut_off(refused: Callable[..., str], tmp_path: Path) -> None:
@@ -108,19 +110,41 @@ def test_an_output_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.Cap
     assert "cannot write the report" in capsys.readouterr().err
 
 
-def test_an_experiments_rows_stand_for_the_runs_below_and_each_file_is_read_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "a", [value(), value(repeat=2)])
-    (tmp_path / "a" / "0").mkdir()
-    (tmp_path / "a" / "0" / "metrics.json").write_text("no JSON, and not read")
-    assert len(read([tmp_path, tmp_path / "a", path]).rows) == 2
+def test_everything_in_a_folder_is_found_and_nothing_twice(tmp_path: Path) -> None:
+    """An experiment's rows stand for its numbered runs, which are not even read."""
+
+    def run(folder: Path, text: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = dict.fromkeys(("tokens_per_second", "decode_tokens_per_second", "mean_acceptance_length"), 1.5)
+        (folder / "metrics.json").write_text(text or json.dumps(figures | {"title": "demo", "num_new_tokens": 5}))
+
+    results = tmp_path / "results"
+    run(results)
+    rows = write(results / "fig1", [value("fig1", "greedy"), value("fig1", "greedy", repeat=2)])
+    run(results / "fig1" / "0", "no JSON")
+    run(results / "fig1" / "other")
+    write(results / "fig1" / "ablation", [value("ablation", "greedy")])
+    run(results / "sweep" / "0")
+    found = read([tmp_path, results / "fig1", rows])
+    assert [row.experiment for row in found.rows] == ["fig1", "fig1", "ablation"]
+    assert [Path(each.name).relative_to(tmp_path).as_posix() for each in found.runs] == [
+        "results", "results/fig1/other", "results/sweep/0",
+    ]  # fmt: skip
 
 
-def test_a_row_keeps_what_it_was_given() -> None:
-    given = value("fig1", "ragged", batch_size=16, repeat=3)
-    row = parse(given, "file", "row 1")
-    assert isinstance(row, Row)
-    assert (row.source, row.method, row.batch_size, row.repeat) == ("file", "ragged", 16, 3)
-    assert row.metrics == given["metrics"]
+@looped("end", ["\u2028", "\u2029", "\x85"])
+def test_a_row_keeps_what_it_was_given_and_what_only_unicode_calls_a_lines_end_ends_none(
+    end: str, tmp_path: Path
+) -> None:
+    given = value("fig1", "ragged", batch_size=16, repeat=3, options=[f"data.template=a{end}b"])
+    write(tmp_path, [])
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(given, ensure_ascii=False)] * 2) + "\n", encoding="utf-8")
+    for row in (rows := read_rows(path)):
+        assert isinstance(row, Row)
+        assert (row.source, row.method, row.batch_size, row.repeat) == (str(path), "ragged", 16, 3)
+        assert (row.metrics, row.options) == (given["metrics"], (f"data.template=a{end}b",))
+    assert len(rows) == 2
 
 
 def _shown(rows: list[dict[str, Any]]) -> str:

@@ -1,0 +1,284 @@
+"""The tables and plots of sections, against their definitions and against sums done by hand."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise, product
+from math import log2
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from emssd.report.cells import Spread
+from emssd.report.figures import Curve, _draw
+from emssd.report.sections import Plot
+from emssd.report.sections.acceptance import accepted_by_position, least_of_batches
+from emssd.report.sections.methods import crossing_at
+from emssd.report.sections.steps import Floor, steps_of
+from tests.support.tiers import looped
+
+from .conftest import row, section_of, tables_of, value
+
+
+def test_the_floor_of_a_step_done_by_hand() -> None:
+    floor = Floor.of(row(method="vanilla", batch_size=2))
+    # 4 MB of weights and 200 tokens of KV at 2 kB, at 10 GB/s; 8 tokens a step, 100 of context each, at 100 GFLOP/s
+    assert floor.byte_seconds == pytest.approx((4e6 + 200 * 2e3) / 1e10)
+    assert floor.flop_seconds == pytest.approx(8 * (2 * 1e6 + 500 * 100) / 1e11)
+    assert floor.bound == "bytes"
+
+
+@given(st.integers(1, 64), st.integers(1, 200), st.floats(1e9, 1e12), st.floats(1e9, 1e15))
+def test_arithmetic_takes_over_where_it_says(batch: int, tokens: int, bandwidth: float, rate: float) -> None:
+    hardware = row().provenance["hardware"] | {"bytes_per_second": bandwidth, "flops_per_second": rate}
+    provenance = {**row().provenance, "hardware": hardware}
+    mine = row(batch_size=batch, metrics_decode_computed_tokens=10 * batch * tokens, provenance=provenance)
+    floor = Floor.of(mine)
+    assume(abs(floor.byte_seconds - floor.flop_seconds) > 1e-9 * floor.seconds)
+    assert (floor.bound == "FLOPs") == (tokens >= floor.arithmetic_from)
+
+
+def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor() -> None:
+    (table,) = tables_of([value("fig1", "vanilla", metrics_decode_tokens_per_second=1000.0)], "time")
+    # 10 steps of 2 rows in 10 ms for each of the six phases; 2 new tokens for each row and step. The floor is that
+    # above: 0.44 ms for 4 new tokens, so 9,091 tokens/s
+    assert dict(zip(table.columns, table.lines[0], strict=True)) == {
+        "batch": "2", "method": "vanilla", "tokens / row and step": "2.00", "rows / step": "2.00", "ms / step": "6.00",
+        "schedule": "1.00", "draft": "1.00", "plan": "1.00", "forward": "1.00", "verify": "1.00", "other": "1.00",
+        "floor, ms": "0.44", "× floor": "9.09", "floor bound by": "bytes", "by FLOPs from, tokens / row": "11",
+    }  # fmt: skip
+
+
+def prompts(number: int) -> dict[str, Any]:
+    """Samples of so many prompts."""
+    lengths = {"num_prompt_tokens": [50] * number, "num_new_tokens": [64] * number, "acceptance_length": [1.0]}
+    return {"samples": lengths}
+
+
+@looped(
+    "changes, names",
+    [
+        (
+            [{"drafter_options": f"replay(p={p}, num_speculative_tokens=3)"} for p in (0, 0.9)],
+            ["(p=0), fixed on padded", "(p=0.9), fixed on padded"],
+        ),
+        ([{"budget_options": budget} for budget in ("fixed", "adaptive")], ["fixed on padded", "adaptive on padded"]),
+        ([prompts(number) for number in (4, 16)], ["demo, 4 prompts", "demo, 16 prompts"]),
+        (  # drafted tokens, and prompts that follow the batch size, are one setting
+            [{"batch_size": size, "drafter_options": f"replay{options}", **prompts(size)} for size, options
+             in product((1, 4), ("(num_speculative_tokens=3)", "", "(num_speculative_tokens=1)"))],
+            ["demo · replay, fixed on padded · demo · float32"],
+        ),
+    ],
+)  # fmt: skip
+def test_steps_of_other_drafters_budgets_or_prompts_are_not_pooled(
+    changes: list[dict[str, Any]], names: list[str]
+) -> None:
+    found = steps_of([row("step_time", None, repeat=i, replay="p", **each) for each in changes for i in (1, 2)])
+    assert [len(grid.rows) for grid in found] == [2 * len(changes) // len(names)] * len(names)
+    assert all(name in grid.name for grid, name in zip(found, names, strict=True))
+
+
+@looped("longest", [1.0, 1.5])
+def test_the_largest_acceptance_length_of_timed_steps_is_shown(longest: float) -> None:
+    lengths = (1.0, longest)
+    rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]
+    section = section_of(rows, "step_time")
+    assert section is not None
+    assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
+
+
+@looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
+def test_which_unpadding_gains_more_is_a_ratio_within_repeats(inputs: float, ratio: str, inputs_on_top: str) -> None:
+    rates = {"greedy": 100, "vanilla": 110, "unpad_kv": 150, "unpad_inputs": inputs, "unpad_both": 180}
+    rows = [
+        value("ablation", name, repeat=repeat, batch_size=8, metrics_decode_tokens_per_second=rate * repeat)
+        for repeat in (1, 2, 3)  # how fast the machine was does not matter
+        for name, rate in rates.items()
+    ]
+    speeds, balance = tables_of(rows, "ablation")
+    line = dict(zip(balance.columns, balance.lines[0], strict=True))
+    assert line == {
+        "batch": "8",
+        "inputs ÷ KV": f"{ratio} ({ratio}–{ratio})",
+        "KV on top of inputs": f"{180 / inputs:.2f} ({180 / inputs:.2f}–{180 / inputs:.2f})",
+        "inputs on top of KV": f"{inputs_on_top} ({inputs_on_top}–{inputs_on_top})",
+        "inputs ÷ KV in the paper": f"{2.02 / 1.47:.2f}",
+    }
+    over_vanilla = {line[1]: line[list(speeds.columns).index("÷ vanilla")] for line in speeds.lines}
+    alone = {"unpad KV": 150 / 110, "unpad inputs": inputs / 110, "EMS-SD (both unpadded)": 180 / 110}
+    assert over_vanilla == {"greedy": "", "vanilla": ""} | {
+        name: f"{gain:.2f} ({gain:.2f}–{gain:.2f})" for name, gain in alone.items()
+    }
+    # a padded input is 2 MFLOP at 100 GFLOP/s, a lost slot 2 kB at 10 GB/s
+    said = section_of(rows, "ablation").markdown()  # type: ignore[union-attr]
+    assert "costs 20 µs of arithmetic" in said
+    assert "costs 0.2 µs of reading in every later step, which is as much after 100 steps" in said
+
+
+PLAIN, ALWAYS, ADAPTIVE = (False, "fixed"), (True, "fixed"), (True, "adaptive")  # speculate, budget
+
+
+def crossover(*rates: dict[tuple[bool, str], float], batch_size: int = 8) -> list[dict[str, Any]]:
+    """Rows of lines with these tokens/s, of one repeat after the other."""
+    return [
+        value("crossover", None, repeat=repeat, batch_size=batch_size, speculate=speculate, budget_options=budget,
+              metrics_decode_tokens_per_second=rate)
+        for repeat, mine in enumerate(rates, 1)
+        for (speculate, budget), rate in mine.items()
+    ]  # fmt: skip
+
+
+@looped(
+    "rows, said",
+    [
+        (crossover(*[{PLAIN: 100, ALWAYS: 80, ADAPTIVE: 90}] * 2), ["8", "0.90 (0.90–0.90)", "plain greedy decoding"]),
+        (crossover(*[{PLAIN: 100, ALWAYS: 150, ADAPTIVE: 160}] * 2),
+         ["8", "1.60 (1.60–1.60)", "llma, adaptive on padded"]),
+        (crossover({PLAIN: 100, ALWAYS: 150}), ["8", "1.50", "llma, fixed on padded (one repeat)"]),
+        (crossover({PLAIN: 100, ALWAYS: 90}, *[{PLAIN: 100, ALWAYS: 150}] * 2),
+         ["8", "1.50 (0.90–1.50)", "llma, fixed on padded (too close to call)"]),
+        (crossover(*[{PLAIN: 100, ALWAYS: 150}] * 2, batch_size=4) + crossover({PLAIN: 100}),
+         ["8", "", "not known: nothing but plain greedy decoding was run"]),
+    ],
+)  # fmt: skip
+def test_the_fastest_at_a_batch_size_is_advised_with_how_sure_that_is(rows: Any, said: list[str]) -> None:
+    _, advice, _ = tables_of(rows, "crossover")
+    assert advice.lines[-1] == said
+
+
+@given(st.floats(1.05, 60), st.floats(0.05, 0.5))
+def test_a_line_that_is_straight_on_a_logarithmic_scale_crosses_where_it_does(at: float, slope: float) -> None:
+    sizes = (1, 2, 4, 8, 16, 32, 64)
+    medians = {size: 1 - slope * (log2(size) - log2(at)) for size in sizes}
+    assert crossing_at({size: Spread(y, y, y, 3) for size, y in medians.items()}) == pytest.approx(at)
+
+
+@looped(
+    "by_size, shown",
+    [
+        ({1: (2, 2), 8: (0.9, 1.2), 16: (0.7, 0.9)}, ["1 and 8", "8", "9.2"]),
+        ({2: (0.5, 0.6)}, ["none", "none", ""]),
+        ({2: (1.5, 1.6)}, ["2", "none", ""]),
+        ({2: (0.5, 0.5), 4: (2, 2)}, ["4", "none", ""]),
+        ({2: (1.0,)}, ["2", "none", ""]),  # one repeat settles nothing, and is on no side
+        ({1: (0.9, 0.9), 2: (1.2, 1.2), 4: (0.8, 0.8)}, ["2", "none", "2.8"]),
+        ({64: (1.1, 1.1), 128: (0.9, 0.9)}, ["64", "none", "91"]),
+        ({2: (2, 2), 8: (0.5, 0.5), 16: (0.9, 0.9), 32: (1.1, 1.1)}, ["2 and 32", "none", "5"]),  # it comes back
+    ],
+)
+def test_where_speculation_pays(by_size: dict[int, tuple[float, ...]], shown: list[str]) -> None:
+    rows = [
+        each
+        for size, ratios in by_size.items()
+        for each in crossover(*({PLAIN: 1.0, ALWAYS: ratio} for ratio in ratios), batch_size=size)
+    ]
+    assert tables_of(rows, "crossover")[0].lines == [["fixed on padded", *shown]]
+
+
+def beside(experiment: str, name: str, rate: float, **changes: Any) -> dict[str, Any]:
+    """A row of a drafter with its options; ``none`` is plain greedy decoding."""
+    return value(
+        experiment, None, speculate=name != "none", drafter=name.partition("(")[0], drafter_options=name,
+        metrics_decode_tokens_per_second=rate, **{"backend_options": "ragged"} | changes,
+    )  # fmt: skip
+
+
+def test_each_drafter_is_set_against_plain_decoding_of_its_text() -> None:
+    rates = {"none": 100.0, "llma": 150.0, "pld": 140.0, "rest(store=a|b)": 90.0}
+    rows = [
+        beside("drafters", name, rate * factor * (1.0 + 0.05 * (repeat - 2) * (name == "pld")),
+               repeat=repeat, data_label=text)
+        for repeat in (1, 2, 3)
+        for text, factor in (("news", 1.0), ("math", 2.0))
+        for name, rate in rates.items()
+    ]  # fmt: skip
+    speeds, shares = tables_of(rows, "drafters")
+    assert speeds.columns == ["drafter", *(f"{text}, 6 prompts, 64 new tokens" for text in ("news", "math"))]
+    assert speeds.lines == [
+        ["llma", *["1.50 (1.50–1.50)"] * 2],
+        ["pld", *["1.40 (1.33–1.47)"] * 2],
+        ["rest(store=a|b)", *["0.90 (0.90–0.90)"] * 2],
+    ]
+    # of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2
+    assert shares.lines == [[name, "2.00 (31%)", "2.00 (31%)"] for name in list(rates)[1:]]
+    without = tables_of([beside("drafters", "llma", 100.0)], "drafters")[0]
+    assert without.lines == [["llma", "no baseline"]]
+
+
+def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own() -> None:
+    lines = [("ragged", "fixed", 120.0), ("ragged", "adaptive", 130.0), ("padded", "fixed", 140.0)]
+    rows = [
+        beside("drafters", name, rate if name == "llma" else 100.0, backend_options=backend, budget_options=budget)
+        for backend, budget, rate in lines
+        for name in ("none", "llma")
+    ]
+    section = section_of(rows, "drafters")
+    assert section is not None
+    shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n\n.*\n\n.*\n.*\n\| llma \| ([\d.]+)", section.markdown()))
+    assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
+
+
+def test_speed_nodes_and_depth_of_each_drafter_by_batch_size() -> None:
+    rates = {"none": 100.0, "draft_model": 150.0, "draft_model(tree=dynamic)": 180.0}
+    rows = [
+        beside("trees", name, rate / (size if name != "none" else 1), repeat=repeat, batch_size=size)
+        for repeat in (1, 2)
+        for size in (1, 2)
+        for name, rate in rates.items()
+    ]
+    speeds, nodes, steps, depths = tables_of(rows, "trees")
+    assert speeds.columns == ["drafter", "1", "2"]
+    assert speeds.lines == [
+        ["draft_model", "1.50 (1.50–1.50)", "0.75 (0.75–0.75)"],
+        ["draft_model(tree=dynamic)", "1.80 (1.80–1.80)", "0.90 (0.90–0.90)"],
+    ]
+    # Of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2.
+    assert nodes.lines == [[name, "3.2, τ 2.00", "3.2, τ 2.00"] for name in list(rates)[1:]]
+    # The floor reads 4 MB of weights and 0.2 MB of KV for each row, at 10 GB/s.
+    assert steps.lines == [[name, "6.00 (0.42)", "6.00 (0.44)"] for name in list(rates)[1:]]
+    assert depths.columns == ["drafter", "≥ 1", "≥ 2"]
+    assert depths.lines == [[f"{name}, batch {size}", "50%", "50%"] for name in list(rates)[1:] for size in (1, 2)]
+    section = section_of(rows, "trees")
+    assert sum(isinstance(block, Plot) for block in section.blocks) == 1  # type: ignore[union-attr]
+    assert section_of([each for each in rows if not each["speculate"]], "trees") is None
+
+
+def test_bars_are_drawn_where_they_are_and_not_from_the_line_on() -> None:
+    from matplotlib.collections import LineCollection
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    _draw(axes, Curve("x", {1.0: Spread(1.0, 2.0, 3.0, 2), 2.0: Spread(2.0, 1.5, 4.0, 2)}, "black"), "o")
+    (bars,) = (each for each in axes.collections if isinstance(each, LineCollection))
+    assert [segment.tolist() for segment in bars.get_segments()] == [[[1, 2], [1, 3]], [[2, 1.5], [2, 4]]]
+
+
+ROW_STEPS = st.lists(
+    st.integers(0, 7).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted))), min_size=1
+)  # how many tokens were drafted, and how many of them accepted
+
+
+@given(ROW_STEPS)
+def test_acceptance_by_place_is_what_counting_row_steps_gives(row_steps: list[tuple[int, int]]) -> None:
+    accepted_counts = Counter(str(accepted + 1) for _, accepted in row_steps)
+    drafted = Counter(str(length) for length, _ in row_steps)
+    found = accepted_by_position(accepted_counts, drafted)
+    assert list(found) == list(range(1, max(length for length, _ in row_steps) + 1))
+    for place, share in found.items():
+        reached = [accepted for length, accepted in row_steps if length >= place]
+        assert share == pytest.approx(sum(accepted >= place for accepted in reached) / len(reached))
+
+
+@given(st.lists(st.floats(1, 8), min_size=1, max_size=70))
+def test_the_least_of_a_batch_falls_as_batches_are_joined(taus: list[float]) -> None:
+    found = least_of_batches(taus)
+    assert found[1] == pytest.approx(sum(taus) / len(taus))
+    assert max(found) <= len(taus)
+    full = taus[: len(taus) // 32 * 32]  # the same samples in batches of 1 to 32
+    nested = least_of_batches(full)
+    sizes = [size for size in (1, 2, 4, 8, 16, 32) if size in nested]
+    assert all(nested[a] >= nested[b] - 1e-9 for a, b in pairwise(sizes))
