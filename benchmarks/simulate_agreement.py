@@ -35,11 +35,11 @@ from emssd.metrics.stats import RunReport, StepStats
 from emssd.model import TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
-from emssd.simulate import FittedCurve, Simulator, Trace
-from emssd.simulate import warm_up as warm_up_simulated
+from emssd.simulate import Simulator, Trace
 from emssd.simulate.__main__ import make_budget
-from emssd.simulate.curves import StepCurve
+from emssd.simulate.curves import FittedCurve, StepCurve
 from emssd.simulate.recording import logged_steps, record_trace
+from emssd.simulate.simulator import warm_up as warm_up_simulated
 
 
 def counts(report: RunReport) -> tuple[int, ...]:

@@ -10,34 +10,11 @@ Example:
     8192
 """
 
-from emssd.simulate.appendix import Expected, acceptance_pmf, expected, max_pmf
-from emssd.simulate.curves import PRESETS, FittedCurve, Roofline, StepCurve, load_curve, roofline
-from emssd.simulate.simulator import Simulation, Simulator, summarize, summary_table, warm_up
-from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
-from emssd.simulate.traces import RequestTrace, StageTrace, Trace, geometric_trace, load_trace, save_trace
+from emssd.simulate.curves import PRESETS
+from emssd.simulate.simulator import Simulator
+from emssd.simulate.trace_drafter import TreeLaw
+from emssd.simulate.traces import RequestTrace, StageTrace, Trace, geometric_trace, load_trace
 
 __all__ = [
-    "PRESETS",
-    "Expected",
-    "FittedCurve",
-    "RequestTrace",
-    "Roofline",
-    "Simulation",
-    "Simulator",
-    "StageTrace",
-    "StepCurve",
-    "Trace",
-    "TreeDrafter",
-    "TreeLaw",
-    "acceptance_pmf",
-    "expected",
-    "geometric_trace",
-    "load_curve",
-    "load_trace",
-    "max_pmf",
-    "roofline",
-    "save_trace",
-    "summarize",
-    "summary_table",
-    "warm_up",
-]
+    "PRESETS", "RequestTrace", "Simulator", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace",
+]  # fmt: skip

@@ -15,9 +15,9 @@ from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
 from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import Scheduler
-from emssd.decoding.warmup import NEW_TOKENS, PROMPT_TOKENS
+from emssd.decoding.warmup import PROMPT_TOKENS
+from emssd.decoding.warmup import warm_up as warm_up_engine
 from emssd.drafting import BudgetPolicy, Drafter
-from emssd.drafting.budget import HeldBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
 from emssd.model.choice_runner import ChoiceRunner
@@ -25,7 +25,7 @@ from emssd.sequences import Row
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import StepLog
 from emssd.simulate.trace_drafter import TraceDrafter
-from emssd.simulate.traces import VOCAB_SIZE, RequestTrace, StageTrace, Trace
+from emssd.simulate.traces import VOCAB_SIZE, Trace
 
 __all__ = ["Simulation", "Simulator", "summarize", "summary_table", "warm_up"]
 
@@ -79,14 +79,14 @@ class Simulator:
             budget=self._log,
             make_timer=lambda: SimulatedTimer(curve),
         )
-        self._sequences = [request.row() for request in trace]
-        for sequence in self._sequences:
-            if not runner.fits({sequence.request_id: sequence.max_length}):
+        self._scheduler, self._rows = scheduler, [request.row() for request in trace]
+        self._waiting = self._rows
+        for row in self._rows:
+            if not runner.fits({row.request_id: row.max_length}):
                 raise ConfigError(
-                    f"request {sequence.request_id!r} takes up to {sequence.max_length} tokens of KV cache, and there "
+                    f"request {row.request_id!r} takes up to {row.max_length} tokens of KV cache, and there "
                     f"is room for {max_kv_tokens}, in pages of {_PAGE_SIZE}; raise max_kv_tokens"
                 )
-            scheduler.add(sequence)
 
     def run(self, max_steps: int | None = None) -> Simulation:
         """Take steps until all is done, or `max_steps`; a further call goes on from there. Raises ConfigError:
@@ -94,10 +94,13 @@ class Simulator:
         """
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")
+        for row in self._waiting:
+            self._scheduler.add(row)
+        self._waiting = []
         self.engine.report, self._log.steps = RunReport(), []
         while self.engine.has_work and (max_steps is None or len(self._log.steps) < max_steps):
             self.engine.step()
-        started = [row for row in self._sequences if row.num_steps or row.num_cached]
+        started = [row for row in self._rows if row.num_steps or row.num_cached]
         return Simulation(self.engine.report, self._log.steps, started)
 
 
@@ -148,21 +151,15 @@ def warm_up(
     curve: StepCurve,
     drafters: Seq[Drafter] | None = None,
 ) -> None:
-    """Simulate a batch of the first requests for a few tokens: without drafts, with short and with the longest ones."""
-    longest = max(each.num_speculative_tokens for each in drafters) if drafters else max(trace.num_speculative_tokens)
-    for num_tokens in sorted({0, min(2, longest), longest}):
-        scheduler = make_scheduler()
-        few = dataclasses.replace(trace, requests=tuple(map(_beginning, trace.requests[: scheduler.batch_size])))
-        Simulator(few, scheduler, HeldBudget(policy, num_tokens), curve, drafters=drafters).run()
-
-
-def _beginning(request: RequestTrace) -> RequestTrace:
-    length = min(NEW_TOKENS, request.output_length)
-    stages = []
-    for stage in request.stages:
-        right = tuple(min(count, length - position) for position, count in enumerate(stage.right[:length]))
-        stages.append(StageTrace(stage.drafted[:length], right))
-    return RequestTrace(request.request_id, min(PROMPT_TOKENS, request.num_prompt), length, tuple(stages))
+    """The warm-up of a real run, with the first requests of a trace and in simulated time."""
+    scheduler = make_scheduler()
+    few = tuple(
+        dataclasses.replace(request, num_prompt=min(PROMPT_TOKENS, request.num_prompt))
+        for request in trace.requests[: scheduler.batch_size]
+    )
+    simulator = Simulator(dataclasses.replace(trace, requests=few), scheduler, policy, curve, drafters=drafters)
+    requests = [dataclasses.replace(each.row().request, max_new_tokens=each.output_length) for each in few]
+    warm_up_engine(simulator.engine, requests)
 
 
 _FIGURES = {  # name, and if the table shows it: its heading there and its format

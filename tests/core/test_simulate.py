@@ -22,19 +22,11 @@ from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
 from emssd.sequences import FinishReason, Request, Row
-from emssd.simulate import (
-    PRESETS,
-    FittedCurve,
-    RequestTrace,
-    Simulation,
-    Simulator,
-    StageTrace,
-    Trace,
-    geometric_trace,
-    warm_up,
-)
+from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
 from emssd.simulate.__main__ import make_budget
+from emssd.simulate.curves import FittedCurve
 from emssd.simulate.recording import logged_steps, record_trace
+from emssd.simulate.simulator import Simulation, warm_up
 from emssd.testing.drafters import ChainDrafter
 
 CURVE = PRESETS["8b-1xh100"]

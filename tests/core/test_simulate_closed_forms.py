@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.errors import ConfigError
-from emssd.simulate import acceptance_pmf, expected, geometric_trace, max_pmf
-from emssd.simulate.appendix import QUANTITIES, appendix_points
+from emssd.simulate import geometric_trace
+from emssd.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
 from tests.support.tiers import looped
 
 # Rounding of sums of at most 5^4 products, each of a few factors, in float64.

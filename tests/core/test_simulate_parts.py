@@ -18,21 +18,11 @@ from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, StageStats, StepStats
-from emssd.simulate import (
-    PRESETS,
-    FittedCurve,
-    RequestTrace,
-    Roofline,
-    Simulator,
-    StageTrace,
-    Trace,
-    geometric_trace,
-    load_curve,
-    load_trace,
-    save_trace,
-    summarize,
-)
-from emssd.simulate.__main__ import main, make_parser
+from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace, load_trace
+from emssd.simulate.__main__ import main
+from emssd.simulate.curves import FittedCurve, Roofline, load_curve
+from emssd.simulate.simulator import summarize
+from emssd.simulate.traces import save_trace
 from tests.support.tiers import looped
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0))
@@ -166,6 +156,8 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
     main(["run", "--requests", "6", "--new", "20", "--prompt", "40", "--batching", "static", "--max-steps", "3"])
     main(["run", "--requests", "6", "--new", "20", "--concentration", "3", "--worst-case", "--max-kv-tokens", "500"])
     assert "120" in capsys.readouterr().out
+    main(["run", "--requests", "6", "--new", "20", "--branches", "3,2", "--chances", "0.6,0.2;0.5", "--tells"])
+    assert "120" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -195,15 +187,12 @@ def test_wrong_input_ends_with_a_sentence(
     assert said in error
 
 
-def test_the_commands_in_the_docs_work() -> None:
-    """Those that simulate are run; the others take long, or need a model, and are parsed."""
+def test_the_commands_in_the_docs_that_need_no_model_run() -> None:
     text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
-    commands = re.findall(r"^python -m emssd\.simulate (.*)$", text.replace("\\\n", " "), flags=re.MULTILINE)
-    assert {shlex.split(command)[0] for command in commands} == {"run", "record"}
-    for command in commands:
-        parsed = make_parser().parse_args(shlex.split(command))
-        if parsed.command == "run" and parsed.trace is None:
-            parsed.action(parsed)
+    found = re.findall(r"^python -m emssd\.simulate (run (?!--trace).*)$", text, flags=re.MULTILINE)
+    assert found
+    for command in found:
+        main(shlex.split(command))
 
 
 def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:

@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
 from emssd.plugins.registry import Registry
-from emssd.simulate import Simulation, Simulator, TreeDrafter, TreeLaw, geometric_trace, warm_up
+from emssd.simulate import Simulator, TreeLaw, geometric_trace
 from emssd.simulate.curves import StepCurve
+from emssd.simulate.simulator import Simulation, warm_up
+from emssd.simulate.trace_drafter import TreeDrafter
 
 TRACE = geometric_trace(0.5, 24, num_speculative_tokens=4, num_prompt=8, max_new_tokens=64)
 

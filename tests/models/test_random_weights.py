@@ -38,6 +38,11 @@ def test_a_shape_that_makes_no_model(values: dict[str, Any], said: str) -> None:
     assert len(str(refusal.value)) < 500
 
 
+def test_a_shape_without_a_type_makes_no_model() -> None:
+    with pytest.raises(ConfigError, match="has no model_type"):
+        counting_model({}, torch.float32, torch.device("cpu"))
+
+
 def test_a_shape_that_does_counts() -> None:
     model = counting_model(SHAPE, torch.float32, torch.device("cpu"))
     ids = model.generate(torch.tensor([[58]]), do_sample=False, max_new_tokens=4)

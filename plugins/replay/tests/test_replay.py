@@ -162,11 +162,7 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
         assert drafter._stage(name) is drafter._stage(name)
     assert len({id(drafter._stage(f"file.jsonl:{i}")) for i in range(9)}) == 2
     (row,) = Engine.from_model(MODEL, drafter=drafter, budget="fixed").generate(PROMPTS[:1], 4)
-    assert (row.num_steps, row.num_drafted, row.num_accepted) == (
-        2,
-        4,
-        2,
-    )  # 3 drafted, 1 right; then 1 of 2, and the end
+    assert (row.num_steps, row.num_drafted, row.num_accepted) == (2, 4, 2)  # 3 drafted, 1 right; 1 of 2; the end
 
 
 @looped(
@@ -176,11 +172,16 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
         (ReplayConfig(coverage=2), "drafter.coverage is 2; it is a share"),
         (ReplayConfig(trace="nowhere.jsonl"), "trace nowhere.jsonl cannot be read"),
         (ReplayConfig(known="nowhere.jsonl"), "drafter.known=nowhere.jsonl cannot be read: No such file"),
+        (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),
+        (ReplayConfig(branches=[99, 99]), "at most 4096 nodes in all"),
+        (ReplayConfig(branches=[2], chances=[[0.6, 0.6]]), "which add up to 1 at most"),
+        (ReplayConfig(branches=[2], chances=[[-0.1]]), "give for each depth a list of one chance per rank"),
+        (ReplayConfig(branches=[2], coverage=0.5), "leave out drafter.trace, drafter.concentration"),
     ],
 )
 def test_bad_options_are_refused(config: ReplayConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ReplayDrafter(config, 96)
+        (ReplayTrees if config.branches else ReplayDrafter)(config, 96)
 
 
 def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_path: Path) -> None:
@@ -192,15 +193,6 @@ def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_pa
     save_trace(Trace((1, 1), (RequestTrace("0", 2, 8, (stage, stage)),)), path)
     with pytest.raises(ConfigError, match="is of 2 drafters in turn, and drafter=replay replays one"):
         ReplayDrafter(ReplayConfig(trace=str(path)), 96)
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [({}, "has no model_type"), ({"model_type": "nothing"}, "makes no model of type 'nothing'")],
-)
-def test_an_architecture_that_is_none_is_refused(architecture: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        counting_model(architecture, torch.float32, torch.device("cpu"))
 
 
 def test_a_tree_takes_the_right_child_and_the_output_is_that_of_the_model() -> None:
@@ -234,18 +226,3 @@ def test_of_each_nodes_children_at_most_one_is_right_and_as_often_as_stated(seed
     for node, chance in enumerate(law.chances):
         if law.worths[node]:
             assert abs(counts[node] - 1000 * chance) < 5 * (1000 * chance * (1 - chance)) ** 0.5 + 1  # 5 sigma
-
-
-@looped(
-    ("config", "message"),
-    [
-        (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),
-        (ReplayConfig(branches=[99, 99]), "at most 4096 nodes in all"),
-        (ReplayConfig(branches=[2], chances=[[0.6, 0.6]]), "which add up to 1 at most"),
-        (ReplayConfig(branches=[2], chances=[[-0.1]]), "give for each depth a list of one chance per rank"),
-        (ReplayConfig(branches=[2], coverage=0.5), "leave out drafter.trace, drafter.concentration"),
-    ],
-)
-def test_impossible_trees_are_refused(config: ReplayConfig, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ReplayTrees(config, 96)
