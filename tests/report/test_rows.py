@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,97 +16,65 @@ from emssd.report.__main__ import main
 from emssd.report.rows import Row, read, read_rows
 from tests.support.tiers import looped
 
-from .conftest import measured, simulation, value, write
+from .conftest import measured, value, write
+
+GOOD = json.dumps(value()) + "\n\n"  # an empty line counts
 
 
-@pytest.fixture
-def refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """``refused(*arguments)``: the one sentence with which the command ends."""
-
-    def run(*arguments: object) -> str:
-        with pytest.raises(SystemExit) as stop:
-            main([*map(str, arguments), "--out", str(tmp_path / "out")])
-        captured = capsys.readouterr()
-        assert stop.value.code == 2
-        (line,) = captured.err.splitlines()
-        assert not (tmp_path / "out").exists()
-        return line.removeprefix("emssd.report: error: ")
-
-    return run
-
-
-def test_no_such_path(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert refused(tmp_path / "nowhere").startswith(f"there is no {tmp_path / 'nowhere'}")
-
-
-def test_a_folder_without_rows_says_how_to_make_them(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert "python -m emssd -m experiment=" in refused(tmp_path)
-    write(tmp_path, [])
-    assert "there are neither rows" in refused(tmp_path)
-    assert "holds no rows yet" in refused(tmp_path / "rows.jsonl")
+def bad(*place: str, is_now: object = None) -> str:
+    """A good row, and one that lacks what is at `place`, or has something else there."""
+    row = value()
+    *groups, name = place
+    group: Any = row
+    for each in groups:
+        group = group[each]
+    if is_now is None:
+        del group[name]
+    else:
+        group[name] = is_now
+    return GOOD + json.dumps(row)
 
 
 @looped(
-    "change, said",
+    "file, text, said",
     [
-        (lambda row: row.pop("batching"), "has no batching"),
-        (lambda row: row["metrics"].pop("decode_kv_tokens"), "has no metrics.decode_kv_tokens"),
-        (lambda row: row.pop("costs"), "has no costs"),
-        (
-            lambda row: row["provenance"]["hardware"].pop("flops_per_second"),
-            "hardware.flops_per_second",
-        ),
-        (lambda row: row.update(batch_size="8"), 'its batch_size cannot be "8"'),
-        (lambda row: row.update(repeat=True), "its repeat cannot be true"),
-        (lambda row: row.update(options="x"), 'its options cannot be "x"'),
-        (lambda row: row.pop("experiment"), "is no row of an experiment"),
+        ("nowhere", None, "there is no {}"),
+        (".", None, "python -m emssd -m experiment="),
+        (".", "", "there are neither rows"),
+        ("rows.jsonl", "", "{} holds no rows yet"),
+        ("rows.jsonl", bad("batching"), "{}:3 is of another format: it has no batching"),
+        ("rows.jsonl", bad("metrics", "decode_kv_tokens"), "{}:3 is of another format: it has no metrics.decode_kv_to"),
+        ("rows.jsonl", bad("costs"), "{}:3 is of another format: it has no costs"),
+        ("rows.jsonl", bad("provenance", "hardware", "flops_per_second"), "no provenance.hardware.flops_per_second"),
+        ("rows.jsonl", bad("batch_size", is_now="8"), 'its batch_size cannot be "8"'),
+        ("rows.jsonl", bad("repeat", is_now=True), "its repeat cannot be true"),
+        ("rows.jsonl", bad("options", is_now="x"), 'its options cannot be "x"'),
+        ("rows.jsonl", bad("experiment"), "{}:3 is no row of an experiment"),
+        ("rows.jsonl", GOOD + '{"experiment": "fi', "{}:3 is no JSON"),
+        ("other.json", "[1]", "is no metrics.json"),
+        ("other.json", "{", "cannot be read as JSON"),
+        ("other.json", '{"decode_tokens_per_second": 1.0}', "has no title"),
+        ("rows.jsonl --name ../x", GOOD, "--name is '../x'"),
+        ("rows.jsonl --out rows.jsonl/out", GOOD, "cannot write the report to {}/out"),
+        ("rows.jsonl", GOOD, 'pip install "emssd[plots]"'),
     ],
 )
-def test_rows_of_another_format(
-    change: Callable[[dict[str, Any]], None], said: str, refused: Callable[..., str], tmp_path: Path
-) -> None:
-    row = value()
-    change(row)
-    path = write(tmp_path / "rows", [value(), row])
-    path.write_text("\n" + path.read_text())  # an empty line counts
-    sentence = refused(path)
-    assert said in sentence
-    assert f"{path}:3" in sentence
-
-
-def test_a_line_that_was_cut_off(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = write(tmp_path / "rows", [value()])
-    path.write_text(path.read_text() + '{"experiment": "fi')
-    assert f"{path}:2 is no JSON" in refused(path)
-
-
-def test_json_of_another_kind(refused: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / "other.json"
-    path.write_text("[1]")
-    assert "is no metrics.json" in refused(path)
-    path.write_text("{")
-    assert "cannot be read as JSON" in refused(path)
-    path.write_text(json.dumps({"decode_tokens_per_second": 1.0}))
-    assert "has no title" in refused(path)
-
-
-def test_a_name_that_is_none_of_files(refused: Callable[..., str], tmp_path: Path) -> None:
-    write(tmp_path / "rows", [value()])
-    assert "--name is '../x'" in refused(tmp_path / "rows", "--name", "../x")
-
-
-def test_without_matplotlib(refused: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "rows", [value(method="greedy"), value()])
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert 'pip install "emssd[plots]"' in refused(tmp_path / "rows")
-
-
-def test_an_output_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").touch()
-    write(tmp_path / "rows", [simulation()])
-    with pytest.raises(SystemExit):
-        main([str(tmp_path / "rows"), "--out", str(tmp_path / "file" / "out")])
-    assert "cannot write the report" in capsys.readouterr().err
+def test_wrong_input_ends_with_one_sentence(
+    file: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("other.json" if file.startswith("other") else "rows.jsonl").write_text(text)
+    if "plots" in said:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit) as stop:
+        main(file.split())
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("emssd.report: error: ")
+    assert said.format(file.split()[0]) in line
+    assert not Path("report").exists()
 
 
 def test_everything_in_a_folder_is_found_and_nothing_twice(tmp_path: Path) -> None:
