@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emssd.errors import ConfigError, exit_on_error
-from emssd.report.__main__ import make_parser, report
+from emssd.report.__main__ import make_parser
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
+from emssd.report.page import report
 from emssd.report.rows import machine_name, read
 from emssd.report.sections import Section, sections
 from emssd.report.tables import Table, code, escape, listed, pairs

@@ -46,12 +46,8 @@ class Expected:
 def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
     """``[max_acceptance]`` P(τ = 1), P(τ = 2), …: geometric (Equation 6), cut off at `max_acceptance`.
 
-    Args:
-        p: probability that a drafted token is right, given that those before it are.
-        max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
-
-    Raises:
-        ConfigError: no probability, or no length.
+    `p` is the probability that a drafted token is right, given that those before it are. Raises ConfigError: no
+    probability, or no length.
     """
     if not 0 <= p <= 1 or max_acceptance < 1:
         raise ConfigError(f"p is {p} and max_acceptance is {max_acceptance}; give p in 0..1 and a length of at least 1")
@@ -61,14 +57,8 @@ def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
 
 
 def max_pmf(pmf: _Array, batch_size: int) -> _Array:
-    """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows (Equation 11).
-
-    Args:
-        pmf: ``[max_acceptance]`` of τ.
-        batch_size: at least one.
-
-    Raises:
-        ConfigError: no rows.
+    """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows that follow `pmf` (Equation 11). Raises
+    ConfigError: no rows.
     """
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
@@ -82,10 +72,6 @@ def expected(pmf: _Array, batch_size: int) -> Expected:
 
     For the ratio, ``E(r̄) = 1 - Σ_m E(τ_0; τ_max = m) / m``: rows are exchangeable, so that row 0 stands for the mean,
     and ``E(τ_0; τ_max ≤ m) = Σ_{j≤m} j P(τ=j) · P(τ≤m)^(b-1)``.
-
-    Args:
-        pmf: ``[max_acceptance]`` of τ.
-        batch_size: at least one.
     """
     lengths = np.arange(1, len(pmf) + 1)
     tau = float(lengths @ pmf)

@@ -68,10 +68,7 @@ class TraceRecorder(Drafter):
 def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: Any) -> Trace:
     """Decode `prompts` at the speed of plain greedy decoding and record what the engine's drafters would do.
 
-    Args:
-        engine: idle; afterwards it is as it was.
-        prompts: as of `Engine.generate`.
-        options: further ones of `Engine.generate`, such as ``max_new_tokens=64``.
+    Prompts and options are those of `Engine.generate`. The engine is idle, and afterwards it is as it was.
     """
     stages, policy = engine.drafting.drafters, engine.drafting.policy
     drafters = [stage.drafter for stage in stages]

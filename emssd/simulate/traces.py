@@ -189,9 +189,8 @@ def geometric_trace(
 
     Args:
         p: probability that a drafted token is right, given that those before it are.
-        num_requests: how many; all arrive at the start.
+        num_requests: all arrive at the start.
         num_speculative_tokens: what the drafter proposes at every position.
-        num_prompt, max_new_tokens: tokens of each prompt and of each output.
         concentration: draw each request's own p from a Beta distribution of mean `p` whose parameters have this sum;
             ``None`` gives all the same.
 
