@@ -211,10 +211,13 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
     """
     if not isinstance(row, dict) or "experiment" not in row:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
-    needed, kind = (_SIMULATED, Simulation) if "points" in row else (_MEASURED, Row)
+    row = row | {"source": source}
     try:
-        typed(row, needed)
-        return typed(row | {"source": source}, kind)
+        if "points" in row:
+            typed(row, _SIMULATED)
+            return typed(row, Simulation)
+        typed(row, _MEASURED)
+        return typed(row, Row)
     except ValueError as error:
         raise ConfigError(
             f"{where} is of another format: {error}; run the experiment again with this version of emssd"

@@ -32,6 +32,7 @@ def sections(material: Material) -> list[Section]:
     own = [rows for name, rows in measured.items() if name not in about]
     found = []
     for kind, texts in about.items():
+        parts: dict[str, list[Any]]
         if kind == "appendix":
             parts = {f"appendix_{number}": [each] for number, each in enumerate(material.simulations)}
         elif kind == "own":

@@ -59,7 +59,7 @@ def acceptance(section: Section, rows: list[Row]) -> None:
 
 def _table(
     section: Section, by_place: Mapping[str, Mapping[int, float]], column: str, form: str,
-    before: Mapping[str, Mapping[str, str]] | None = None,
+    before: Mapping[str, dict[str, str]] | None = None,
 ) -> None:  # fmt: skip
     """A line for each name, with a column for each place that some name has a figure for, from the smallest."""
     places = sorted({place for values in by_place.values() for place in values})
