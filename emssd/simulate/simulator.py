@@ -79,8 +79,7 @@ class Simulator:
             budget=self._log,
             make_timer=lambda: SimulatedTimer(curve),
         )
-        self._scheduler, self._rows = scheduler, [request.row() for request in trace]
-        self._waiting = self._rows
+        self._rows = self._waiting = [request.row() for request in trace]
         for row in self._rows:
             if not runner.fits({row.request_id: row.max_length}):
                 raise ConfigError(
@@ -95,7 +94,7 @@ class Simulator:
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")
         for row in self._waiting:
-            self._scheduler.add(row)
+            self.engine.scheduler.add(row)
         self._waiting = []
         self.engine.report, self._log.steps = RunReport(), []
         while self.engine.has_work and (max_steps is None or len(self._log.steps) < max_steps):

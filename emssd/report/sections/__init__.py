@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emssd.report.rows import Material
+from emssd.report.rows import Material, Row
 from emssd.report.sections import acceptance, drafts, methods, origins, steps
 from emssd.report.sections.common import Plot, Section
-from emssd.report.tables import escape, grouped
+from emssd.report.tables import code, escape, grouped, listed
 
 __all__ = ["Plot", "Section", "sections"]
 
@@ -40,7 +40,10 @@ def sections(material: Material) -> list[Section]:
         else:
             parts = {kind: measured[kind]} if kind in measured else {}
         for name, rows in parts.items():
-            section = Section.of(rows, name, escape(texts["title"].format(first=rows[0])), texts["claim"])
+            commands = listed(dict.fromkeys(code(row.provenance["command"]) for row in rows))
+            title = escape(texts["title"].format(first=rows[0]))
+            section = Section(name, title, texts["claim"], f"Made by {commands}.")
+            section.warn_if_busy(*(row.metrics for row in rows if isinstance(row, Row)))
             introduction = len(section.blocks)
             _WRITERS.get(kind, methods.compare)(section, rows)
             if len(section.blocks) > introduction:

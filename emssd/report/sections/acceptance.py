@@ -123,9 +123,8 @@ def padding_ratio(section: Section, rows: list[Row]) -> None:
     cells = sorted(((grid, cell) for grid in found for cell in grid.cells), key=lambda each: each[1].batch_size)
     charts = []
     for name, label in _RATIOS.items():
-        section.say(f"By batch size, {label}:")
         texts = {(grid.title, str(cell.batch_size)): cell.median(name, ".0%") for grid, cell in cells}
-        section.table(pivot("model, drafter, data", texts))
+        section.table(pivot("model, drafter, data", texts), f"By batch size, {label}:")
         medians = [{cell.batch_size: cell.spread(name).median for cell in grid.cells} for grid in found]
         lines = coloured(dict(zip(short_names(found), medians, strict=True)))
         if name == "padding_per_new_token":
@@ -156,8 +155,8 @@ def appendix(section: Section, simulations: list[Simulation]) -> None:
             lines.setdefault(f"b = {point['batch_size']}", {})[float(point["p"])] = spread
         svg = curves(label, "p, accuracy of the next drafted token", ylabel, coloured(lines, "level"), log=False)
         section.draw(f"Expected {label} by p and batch size; bars, simulated batches ±3 standard errors", svg)
-    section.say("Expected padding ratio E(δ̄/τ_max) by p and batch size, closed form:")
-    section.table(expected_ratio(simulation))
+    said = "Expected padding ratio E(δ̄/τ_max) by p and batch size, closed form:"
+    section.table(expected_ratio(simulation), said)
 
 
 def expected_ratio(simulation: Simulation) -> Table:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Grid
-from emssd.report.rows import Row, Simulation
-from emssd.report.tables import Table, code, escape, listed
+from emssd.report.tables import Table, escape, listed
 
 __all__ = ["Plot", "Section", "short_names"]
 
@@ -35,15 +34,6 @@ class Section:
         self.name, self.title = name, title
         self.blocks: list[str | Table | Plot] = [*paragraphs]
 
-    @classmethod
-    def of(cls, rows: Iterable[Row | Simulation], name: str, title: str, claim: str) -> Section:
-        """The beginning of a section: what the paper says, or what is shown, and the commands that made its rows."""
-        found = list(rows)
-        commands = listed(dict.fromkeys(code(row.provenance["command"]) for row in found))
-        section = cls(name, title, claim, f"Made by {commands}.")
-        section.warn_if_busy(*(row.metrics for row in found if isinstance(row, Row)))
-        return section
-
     def say(self, text: str) -> None:
         """A paragraph."""
         self.blocks.append(text)
@@ -63,10 +53,10 @@ class Section:
         if remark := busy_remark(*runs):
             self.say(f"> **Warning**: {remark}.")
 
-    def table(self, table: Table) -> None:
-        """A table, unless it is empty."""
+    def table(self, table: Table, above: str = "") -> None:
+        """A table with a sentence above it, unless it is empty."""
         if table.lines:
-            self.blocks.append(table)
+            self.blocks += [above, table] if above else [table]
 
     def draw(self, title: str, svg: str) -> None:
         """A picture, beside the one before if there is nothing between them."""

@@ -54,10 +54,9 @@ def drafters(section: Section, rows: list[Row]) -> None:
     for group in groups:
         parts = [group.setting, f"batch size {group.batch_size}", *[group.line.label] * several]
         section.say(f"### {escape(' · '.join(parts + [f'({group.mark})'] * bool(group.mark)))}")
-        section.say("Speed-up, median (least–greatest):")
-        section.table(group.by_data(lambda cell: cell.speedup_text))
-        section.say("Mean acceptance length τ, and the share of drafted tokens that were accepted:")
-        section.table(group.by_data(_accepted))
+        section.table(group.by_data(lambda cell: cell.speedup_text), "Speed-up, median (least–greatest):")
+        said = "Mean acceptance length τ, and the share of drafted tokens that were accepted:"
+        section.table(group.by_data(_accepted), said)
 
 
 def trees(section: Section, rows: list[Row]) -> None:
@@ -65,24 +64,24 @@ def trees(section: Section, rows: list[Row]) -> None:
     for group in _groups(rows, by_size=False):
         title = f"{group.setting} · {group.line.label}" + (f" ({group.mark})" if group.mark else "")
         section.say(f"### {escape(title)}")
-        section.say("Speed-up, median (least–greatest), by batch size:")
-        section.table(group.by_size(lambda cell: cell.speedup_text))
+        section.table(
+            group.by_size(lambda cell: cell.speedup_text), "Speed-up, median (least–greatest), by batch size:"
+        )
         speedups = {
             drafter: {cell.batch_size: cell.speedup for _, cell in cells if cell.speedup}
             for drafter, cells in grouped(group.found, lambda each: each[0].setting.drafter).items()
         }
         section.draw(f"Speed-up by batch size: {title}", speed_chart(title, coloured(speedups), group.mark))
-        section.say("Verified nodes of a row in a step, and mean acceptance length τ:")
-        section.table(group.by_size(_nodes))
-        section.say("Milliseconds of a decode step, and in brackets its floor, that of verifying its nodes:")
-        section.table(group.by_size(_step))
-        section.say("The share of a row's steps in which a way of so many drafted tokens was accepted:")
+        section.table(group.by_size(_nodes), "Verified nodes of a row in a step, and mean acceptance length τ:")
+        said = "Milliseconds of a decode step, and in brackets its floor, that of verifying its nodes:"
+        section.table(group.by_size(_step), said)
         shares = {
             (f"{grid.setting.drafter}, batch {cell.batch_size}", f"≥ {depth}"): f"{share:.0%}"
             for grid, cell in group.found
             for depth, share in share_of_at_least(cell.total("acceptance_histogram")).items()
         }
-        section.table(pivot("drafter", shares))
+        said = "The share of a row's steps in which a way of so many drafted tokens was accepted:"
+        section.table(pivot("drafter", shares), said)
 
 
 def _accepted(cell: Cell) -> str:

@@ -136,9 +136,8 @@ def _datasets(section: Section, found: Seq[Grid]) -> None:
     for each in paper.DATASETS:
         figures = [f"{each.input_length:.0f}", str(each.output_length), f"{each.padding:.1%}"]
         lines.append([f"paper: {each.name}", *figures, f"{each.vanilla:.2f}", f"{each.ours:.2f}", ""])
-    section.say(f"Speed-ups at batch size {size}; the paper's are of batch size 8.")
     columns = ["data", "input length", "longest output", "padding / new token", "vanilla", "EMS-SD", "emssd's backend"]
-    section.table(Table(columns, lines))
+    section.table(Table(columns, lines), f"Speed-ups at batch size {size}; the paper's are of batch size 8.")
 
 
 def crossover(section: Section, rows: list[Row]) -> None:

@@ -36,8 +36,8 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
     section.table(Table.of(_figures(run, baselines.get(_setting(run.metrics))) for run in runs))
     if defined := [metrics for metrics in found if metrics.get("acceptance", {}).get("vllm")]:
-        section.say("Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:")
-        section.table(Table.of(map(_definitions, defined)))
+        said = "Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:"
+        section.table(Table.of(map(_definitions, defined)), said)
     told = [metrics for metrics in found if "setting" in metrics]
     alike = grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
     sweeps = [members for members in alike if len(members) > 1]
