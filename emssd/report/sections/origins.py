@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from emssd.report.figures import coloured, curves
-from emssd.report.rows import Material, PlainRun, machine_name
+from emssd.report.rows import Material, PlainRun, Row, Simulation, machine_name
 from emssd.report.sections.common import Section
 from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs
 
@@ -97,9 +97,6 @@ def _draw(section: Section, members: Seq[_Metrics], mark: str) -> None:
     section.draw(f"Tokens/s of single runs by batch size: {', '.join(lines)}", svg)
 
 
-_Origin = dict[str, str]
-
-
 def provenance(material: Material) -> Section:
     """Commands, commits, machines, versions and dates; and what was mixed."""
     warnings = (f"**Warning**: {warning}" for warning in mixtures(material))
@@ -125,10 +122,11 @@ def mixtures(material: Material) -> list[str]:
     return found
 
 
-def _origins(material: Material) -> list[_Origin]:
+def _origins(material: Material) -> list[dict[str, str]]:
     """Of each row: the columns of the table that says where it comes from."""
+    rows: list[Row | Simulation] = [*material.rows, *material.simulations]
     found = []
-    for row in [*material.rows, *material.simulations]:
+    for row in rows:
         origin, hardware = row.provenance, row.provenance["hardware"]
         memory, rate = (hardware.get(name, 0.0) for name in ("bytes_per_second", "flops_per_second"))
         found.append({
