@@ -162,17 +162,17 @@ def warm_up(
 
 
 _FIGURES = {  # name, and if the table shows it: its heading there and its format
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "tokens_per_step": ("tokens/step", ",.2f"),
     "num_steps": ("steps", ",d"),
     "num_new_tokens": ("new tokens", ",d"),
     "num_computed_tokens": None,
-    "tokens_per_step": ("tokens/step", ",.2f"),
-    "seconds": ("seconds", ".2f"),
-    "tokens_per_second": ("tokens/s", ",.1f"),
     "mean_acceptance_length": ("τ̄", ".2f"),
     "mean_draft_length": ("drafted", ".2f"),
     "padding_ratio": ("δ̄/τmax", ".1%"),
     "batch_fill": ("fill", ".1%"),
     "num_preempted": ("preempted", ",d"),
+    "seconds": ("seconds", ".2f"),
 }
 
 
