@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from emssd.cli.rows_file import RowsFile
+from emssd.cli.experiment import RowsFile
 from emssd.errors import ConfigError, OutputError
 from tests.support.tiers import looped
 
@@ -33,11 +33,11 @@ def test_rows_are_kept_and_a_torn_one_goes_with_the_next(folder: Path) -> None:
     before = (folder / "rows.jsonl").read_text()
     with closing(RowsFile(folder, resume=True)) as rows:
         assert [rows.has(job, row(job)["overrides"]) for job in range(3)] == [True, True, False]
-        assert rows.read() == [row(0), row(1)]
+        assert rows.rows == [row(0), row(1)]
         assert rows.path.read_text() == before  # a kill from here on loses nothing
         rows.append(row(2))
         rows.append(row(3))
-        assert rows.read() == [row(job) for job in range(4)]
+        assert rows.rows == [row(job) for job in range(4)]
     assert [json.loads(line) for line in rows.path.read_text().splitlines()] == [row(job) for job in range(4)]
 
 
@@ -47,13 +47,8 @@ def test_rows_that_are_replaced_stay_until_there_is_a_new_one(folder: Path) -> N
         assert not rows.has(0, row(0)["overrides"])
         assert rows.path.read_text() == before
         rows.append(row(7))
-        assert rows.read() == [row(7)]
+        assert rows.rows == [row(7)]
     assert json.loads(rows.path.read_text()) == row(7)
-
-
-def test_rows_are_not_replaced_unless_asked(folder: Path) -> None:
-    with pytest.raises(OutputError, match="holds the rows of an earlier experiment; resume=true goes on with it"):
-        RowsFile(folder)
 
 
 def test_a_job_that_was_another_one(folder: Path) -> None:
@@ -63,31 +58,20 @@ def test_a_job_that_was_another_one(folder: Path) -> None:
             rows.has(1, ["batch_size=4"])
 
 
+NO_ROWS = ["oops", "[1]", "{}", '{"job": "x", "overrides": []}', '{"job": 1.5, "overrides": []}']
+NO_ROWS += ['{"job": 1, "overrides": null}', '{"job": 1, "overrides": [1]}']
+
+
 @looped(
-    "line",
-    [
-        "oops", "[" * 5000, "[1]", "{}", '{"job": "x", "overrides": []}', '{"job": 1.5, "overrides": []}',
-        '{"job": 1, "overrides": null}', '{"job": 1, "overrides": [1]}',
-    ],
+    "line, wrong",
+    [*((line, "no row: its? .*; take that line out, and its row is made again") for line in NO_ROWS),
+     (json.dumps(row(0)), "a second row with the job 0, after line 1; take one of the two out")],
 )  # fmt: skip
-def test_a_line_that_is_no_row(line: str, folder: Path) -> None:
+def test_a_line_that_cannot_be_kept(line: str, wrong: str, folder: Path) -> None:
     path = folder / "rows.jsonl"
-    path.write_text(path.read_text().replace('{"job": 2, "overr', line + "\n"))
+    path.write_text(f"{json.dumps(row(0))}\n{json.dumps(row(1))}\n{line}\n")
     before = path.read_text()
-    with pytest.raises(
-        OutputError, match=r"rows.jsonl:3 is no row: its? .*; take that line out, and its row is made again"
-    ):
-        RowsFile(folder, resume=True)
-    assert path.read_text() == before
-
-
-def test_a_job_that_is_there_twice(folder: Path) -> None:
-    path = folder / "rows.jsonl"
-    path.write_text(path.read_text().replace('{"job": 2, "overr', json.dumps(row(0)) + "\n"))
-    before = path.read_text()
-    with pytest.raises(
-        OutputError, match=r"rows.jsonl:3 is a second row with the job 0, after line 1; take one of the two out"
-    ):
+    with pytest.raises(OutputError, match=f"rows.jsonl:3 is {wrong}"):
         RowsFile(folder, resume=True)
     assert path.read_text() == before
 
@@ -97,7 +81,7 @@ def test_any_override_can_be_kept(end: str, tmp_path: Path) -> None:
     odd = row(0, f"data.template=a{end}b")
     with closing(RowsFile(tmp_path)) as rows:
         rows.append(odd)
-        assert rows.read() == [odd]
+        assert rows.rows == [odd]
     with closing(RowsFile(tmp_path, resume=True)) as rows:
         assert rows.has(0, odd["overrides"])
 
@@ -107,20 +91,4 @@ def test_rows_of_an_earlier_version_may_hold_other_lines_ends(tmp_path: Path) ->
     (tmp_path / "rows.jsonl").write_text(json.dumps(odd, ensure_ascii=False) + "\n", encoding="utf-8")
     with closing(RowsFile(tmp_path, resume=True)) as rows:
         assert rows.has(0, odd["overrides"])
-        assert rows.read() == [odd]
-
-
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(OutputError, match="set output_dir to a writable folder"):
-        RowsFile(tmp_path / "file" / "below")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").symlink_to("/dev/full")
-    with (
-        closing(RowsFile(tmp_path)) as rows,
-        pytest.raises(OutputError, match="No space left on device; the rows before are kept"),
-    ):
-        rows.append(row(0))
+        assert rows.rows == [odd]
