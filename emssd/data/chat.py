@@ -102,17 +102,18 @@ def require_template(tokenizer: Any) -> None:
 
 def check_messages(messages: Any, name: str) -> list[Message]:
     """`messages` as a list, if they are a conversation. Raises PromptError: they are not, with the place."""
-    messages = [] if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable) else list(messages)
-    if not messages:
+    is_one = isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable)
+    found: list[Message] = [] if is_one else list(messages)
+    if not found:
         raise PromptError(f"prompt {name} is no list of messages")
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(found, start=1):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
                 raise PromptError(
                     f"prompt {name}: message {number} has no text {key!r}; "
                     f'a message is {{"role": "user", "content": "…"}}'
                 )
-    return messages
+    return found
 
 
 def _broken_template(why: str) -> str:

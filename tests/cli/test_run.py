@@ -12,6 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from emssd.cli.config import RunConfig
+from emssd.cli.job import _most_steps
+from emssd.data.prompts import Prompt
 from emssd.metrics.stats import PHASES
 from emssd.sequences import Row
 
@@ -169,6 +172,16 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     failing_at(3, monkeypatch)
     assert decode("output_dir=deep/er").sentence == "out of memory"
     assert sorted(work.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("limits", "batch_size", "steps"),
+    [([30], 8, 30), ([30] * 9, 8, 60), ([4, 4, 30, 4], 2, 34), ([5, 10**400], 2, 96), ([], 8, 0)],
+)
+def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size: int, steps: int) -> None:
+    """So many steps a run has to do at most, by which ``model.compile=auto`` decides."""
+    prompts = [Prompt(str(number), max_new_tokens=limit) for number, limit in enumerate(limits)]
+    assert _most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
 
 
 @pytest.mark.nightly
