@@ -50,7 +50,7 @@ class RecordsConfig(SourceConfig):
 
 
 def content_of(path: str, option: str = "data.path=") -> tuple[str, bytes]:
-    """What errors call the file at `path`, and its content; ``-`` is standard input.
+    """Name of the file at `path`, as errors have it, and its content; ``-`` is standard input.
 
     Args:
         option: that named the file.
