@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
-from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.errors import EmssdError, PromptError
 
 TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Question: {question}\nAnswer:"}
@@ -43,7 +43,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
     config, tokenizer = AutoConfig.from_pretrained(arguments.model), AutoTokenizer.from_pretrained(arguments.model)
     records = RecordsConfig(template=TEMPLATES[arguments.prompts], limit=arguments.num_prompts)
-    prompts = to_prompts(read_records(existing_file(arguments.data)), records, arguments.data)
+    prompts = to_prompts(records_in(*content_of(arguments.data)), records, arguments.data)
     longest = config.max_position_embeddings - arguments.max_new_tokens
     texts = []
     for prompt in prompts:

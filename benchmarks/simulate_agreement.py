@@ -24,7 +24,7 @@ from rich.table import Table
 from emssd.data.demo import model_path
 from emssd.data.demo import prompts as demo_prompts
 from emssd.data.prompts import encode_prompts
-from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -123,7 +123,7 @@ def _prompts(arguments: argparse.Namespace, template: str | None, target: Target
         texts = [prompt.text for prompt in demo_prompts(arguments.limit)]
     else:
         config = RecordsConfig(template=template, limit=arguments.limit)
-        texts = [prompt.text for prompt in to_prompts(read_records(existing_file(arguments.data)), config, "--data")]
+        texts = [prompt.text for prompt in to_prompts(records_in(*content_of(arguments.data)), config, "--data")]
     return encode_prompts(texts, tokenizer)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from emssd.data.prompts import FailedPrompt, encode_text
-from emssd.data.records import RecordsConfig, existing_file, read_records, to_prompts
+from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.decoding.assembly import eos_token_ids
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -62,10 +62,10 @@ def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tu
     Raises:
         PromptError: the file or one of its records cannot be read, or nothing is left.
     """
-    path = existing_file(options.data, "--data ")
+    name, content = content_of(options.data, "--data ")
     config = RecordsConfig(field=options.field, template=options.template, limit=options.limit)
     found = []
-    for prompt in to_prompts(read_records(path, "--data reads nothing else"), config, path.name):
+    for prompt in to_prompts(records_in(name, content, "--data reads nothing else"), config, name):
         if isinstance(prompt, FailedPrompt):
             raise PromptError(re.sub(r"\bdata\.(field|template)\b", r"--\1", prompt.error))
         found.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
@@ -73,7 +73,7 @@ def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tu
     if fitting := [ids for ids in found if len(ids) <= room]:
         return fitting
     raise PromptError(
-        f"no prompt of {path.name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's {max_len}"
+        f"no prompt of {name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's {max_len}"
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from emssd.cli.lines_file import whole_file
 from emssd.data.prompts import FailedPrompt, Prompt
@@ -30,74 +30,53 @@ _Row = dict[str, Any]
 
 def write_batch_output(
     folder: Path, prompts: Iterable[Prompt], failed: Seq[FailedPrompt], model: str, load_tokenizer: Callable[[], Any]
-) -> int:
-    """Make the file of the rows in ``generations.jsonl``, whole or not at all. Returns how many lines it has.
+) -> None:
+    """Make the file of the rows in ``generations.jsonl``, in the order of `prompts`, whole or not at all.
 
     Args:
-        folder: of the run, with the rows of all `prompts` but those that failed.
-        prompts: in the order of the answers.
         failed: prompts that failed, which come behind.
-        load_tokenizer: gives its tokenizer; called if a row has log-probabilities.
-
-    Raises:
-        OutputError: it cannot be written.
+        load_tokenizer: called if a row has log-probabilities.
     """
-    token_bytes, num_lines = cache(lambda: TokenBytes(load_tokenizer())), 0
+    origin = {"created": int(time.time()), "model": model}
+    token_bytes = cache(lambda: TokenBytes(load_tokenizer()))
     with whole_file(folder / BATCH_OUTPUT) as file:
-        for answer in _answers(folder, prompts, failed, model, token_bytes):
-            file.write(f"{json.dumps(answer)}\n".encode())
-            num_lines += 1
-    return num_lines
+        for prompt, rows in _rows_of(folder / "generations.jsonl", prompts):
+            file.write(_line(prompt.prompt_id, 200, _body(prompt, rows, origin, token_bytes)))
+        for item in failed:
+            why = {"message": item.error, "type": "invalid_request_error", "param": None, "code": None}
+            file.write(_line(item.prompt_id, 400, {"error": why}))
 
 
-def _answers(
-    folder: Path,
-    prompts: Iterable[Prompt],
-    failed: Seq[FailedPrompt],
-    model: str,
-    token_bytes: Callable[[], TokenBytes],
-) -> Iterator[_Row]:
-    created = int(time.time())  # seconds
-    if (rows := folder / "generations.jsonl").exists():  # it does not, where all prompts failed
-        with rows.open("rb") as file:
-            places = _places(file)
-            for prompt in prompts:
-                if samples := places.get(prompt.prompt_id):
-                    found = [_row_at(file, samples[number]) for number in sorted(samples)]
-                    yield _answer(prompt, found, model, created, token_bytes)
-    for item in failed:
-        yield _error(item)
-
-
-def _places(file: BinaryIO) -> dict[str, dict[int, int]]:
-    """By id and sample, where each row begins: a job may have more rows than memory has room for."""
-    places: defaultdict[str, dict[int, int]] = defaultdict(dict)
+def _rows_of(path: Path, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, list[_Row]]]:
+    """The rows of each prompt that has some, in the order of their samples."""
+    if not path.exists():  # all prompts failed
+        return
+    places: defaultdict[str, dict[int, int]] = defaultdict(dict)  # a job may have more rows than memory has room for
     offset = 0
-    for line in file:
-        row = read_json(line)
-        places[row["id"]][row.get("sample", 0)] = offset
-        offset += len(line)
-    return places
+    with path.open("rb") as file:
+        for line in file:
+            row = read_json(line)
+            places[row["id"]][row.get("sample", 0)] = offset
+            offset += len(line)
+        for prompt in prompts:
+            rows = []
+            for _, offset in sorted(places.get(prompt.prompt_id, {}).items()):
+                file.seek(offset)
+                rows.append(read_json(file.readline()))
+            if rows:
+                yield prompt, rows
 
 
-def _row_at(file: BinaryIO, offset: int) -> _Row:
-    file.seek(offset)
-    row: _Row = read_json(file.readline())
-    return row
-
-
-def _answer(prompt: Prompt, rows: Seq[_Row], model: str, created: int, token_bytes: Callable[[], TokenBytes]) -> _Row:
+def _body(prompt: Prompt, rows: Seq[_Row], origin: _Row, token_bytes: Callable[[], TokenBytes]) -> _Row:
     is_chat, name = prompt.messages is not None, _digest(prompt.prompt_id)
     num_prompt, num_new = rows[0]["num_prompt_tokens"], sum(len(row["token_ids"]) for row in rows)
-    body = {
+    return {
         "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{name}",
         "object": "chat.completion" if is_chat else "text_completion",
-        "created": created,
-        "model": model,
+        **origin,
         "choices": [_choice(row, index, token_bytes, is_chat=is_chat) for index, row in enumerate(rows)],
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }
-    return _line(prompt.prompt_id, 200, body)
 
 
 def _choice(row: _Row, index: int, token_bytes: Callable[[], TokenBytes], *, is_chat: bool) -> _Row:
@@ -139,15 +118,11 @@ def _number(logprob: float | None) -> float:
     return _LEAST if logprob is None else logprob
 
 
-def _error(failed: FailedPrompt) -> _Row:
-    why = {"message": failed.error, "type": "invalid_request_error", "param": None, "code": None}
-    return _line(failed.prompt_id, 400, {"error": why})
-
-
-def _line(custom_id: str, status: int, body: Mapping[str, Any]) -> _Row:
+def _line(custom_id: str, status: int, body: Mapping[str, Any]) -> bytes:
     name = _digest(custom_id)
     response = {"status_code": status, "request_id": f"req_{name}", "body": body}
-    return {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+    line = {"id": f"batch_req_{name}", "custom_id": custom_id, "response": response, "error": None}
+    return f"{json.dumps(line)}\n".encode()
 
 
 def _digest(custom_id: str) -> str:

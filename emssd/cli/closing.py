@@ -66,17 +66,9 @@ def _one_paragraph(text: str) -> str:
 
 
 def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
-    """Sentences on figures that say less than they seem to.
-
-    Args:
-        metrics: of the run, as in ``docs/metrics.md``.
-        drafts: whether it had a drafter.
-    """
-    said = [
-        _without_gain(metrics) if drafts else None,
-        fallback_reason(),
-        busy_remark(metrics, metrics.get("greedy", {})),
-    ]
+    """Sentences on figures that say less than they seem to; `drafts` says whether the run had a drafter."""
+    gain = _without_gain(metrics) if drafts else None
+    said = [gain, fallback_reason(), busy_remark(metrics, metrics.get("greedy", {}))]
     return [sentence for sentence in said if sentence is not None]
 
 
@@ -88,12 +80,10 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
         found.append(f"{speedup:.2f} times the speed of plain greedy decoding")
     if not found:
         return None
+    why = ": try another drafter (emssd-plugins lists them), other options of this one, or a smaller batch_size"
     if metrics["num_allotted_tokens"] < _HARDLY * metrics["num_row_steps"]:
-        return (
-            f"nothing was gained ({', '.join(found)}), as the budget policy let next to nothing be drafted: by what it "
-            f"measured, drafts do not pay here; budget=fixed drafts all the same"
+        why = (
+            ", as the budget policy let next to nothing be drafted: by what it measured, drafts do not pay here; "
+            "budget=fixed drafts all the same"
         )
-    return (
-        f"nothing was gained ({', '.join(found)}): try another drafter (emssd-plugins lists them), "
-        f"other options of this one, or a smaller batch_size"
-    )
+    return f"nothing was gained ({', '.join(found)}){why}"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from emssd.cli.config import ClusterConfig, OnError, RunConfig
@@ -27,22 +26,20 @@ from emssd.sequences import Generation
 __all__ = ["ClusterFigures", "check_cluster", "decode_on_cluster"]
 
 
-@dataclass
 class ClusterFigures:
     """Sums over the rows of this run."""
 
-    num_rows: int = 0
-    num_new_tokens: int = 0
-    num_steps: int = 0
-    num_accepted: int = 0
-    seconds: float = 0.0
+    def __init__(self) -> None:
+        self.num_rows = self.num_new_tokens = self.num_steps = self.num_accepted = 0
+        self.seconds = 0.0
+        self._start = time.monotonic()
 
-    def add(self, row: Generation, seconds: float) -> None:
+    def add(self, row: Generation) -> None:
         self.num_rows += 1
         self.num_new_tokens += len(row.token_ids)
         self.num_steps += row.num_steps
         self.num_accepted += row.num_accepted
-        self.seconds = seconds
+        self.seconds = time.monotonic() - self._start
 
     @property
     def tokens_per_second(self) -> float:
@@ -54,7 +51,7 @@ class ClusterFigures:
 
 
 def check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
-    """Refuse options that no cluster could run with. Raises ConfigError with the option's name."""
+    """Refuse options that no cluster could run with."""
     check_installed("ray")
     if config.check is not None:
         raise ConfigError("check compares runs of one process; leave check= or cluster= out")
@@ -83,7 +80,7 @@ def decode_on_cluster(
     Ray gives the prompts of a worker that dies to another one. A row is written once, when it arrives.
     """
     by_id = {prompt.prompt_id: prompt for prompt in left}
-    figures, start = ClusterFigures(), time.monotonic()
+    figures = ClusterFigures()
     with live, _ray(cluster) as ray:
         for prompt_id, answer in _answers(ray, config, cluster, left, output.finished):
             if isinstance(answer, PromptError):
@@ -93,7 +90,7 @@ def decode_on_cluster(
             else:
                 for row in answer:
                     output.write_generation(by_id[prompt_id], row)
-                    figures.add(row, time.monotonic() - start)
+                    figures.add(row)
                     live.row_done(figures.tokens_per_second, figures.mean_acceptance_length)
     return figures
 
@@ -106,10 +103,11 @@ def _answers(
     finished: Mapping[tuple[str, int], Any],
 ) -> Iterator[tuple[str, list[Generation] | EmssdError]]:
     """By id the rows of each prompt, or its error, in the order in which tasks end."""
-    done: dict[str, list[int]] = {}
-    for prompt_id, sample in finished:
-        done.setdefault(prompt_id, []).append(sample)
-    items = [{"item": pickle.dumps((prompt, done.get(prompt.prompt_id, [])))} for prompt in left]
+    done: dict[str, set[tuple[str, int]]] = {prompt.prompt_id: set() for prompt in left}
+    for place in finished:
+        if place[0] in done:
+            done[place[0]].add(place)
+    items = [{"item": pickle.dumps((prompt, done[prompt.prompt_id]))} for prompt in left]
     num_tasks = -(-len(items) // cluster.prompts_per_task)
     answers = ray.data.from_items(items, override_num_blocks=num_tasks).map_batches(
         _Worker,
@@ -148,10 +146,9 @@ class _Worker(EngineActor):
         tasks = [self._answer(*pickle.loads(item)) for item in batch["item"]]
         return {"answer": [pickle.dumps(answer) for answer in await asyncio.gather(*tasks)]}
 
-    async def _answer(self, prompt: Prompt, finished: list[int]) -> tuple[str, list[Generation] | EmssdError]:
+    async def _answer(self, prompt: Prompt, done: set[tuple[str, int]]) -> tuple[str, list[Generation] | EmssdError]:
         if self._fault is not None:
             return prompt.prompt_id, self._fault
-        done = {(prompt.prompt_id, sample) for sample in finished}
         try:
             requests = to_requests(self._config, self.engine, [prompt], Failures(OnError.fail), done)
             return prompt.prompt_id, await self.decode(requests)

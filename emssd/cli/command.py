@@ -9,7 +9,7 @@ import warnings
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
+from typing import TYPE_CHECKING, cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -28,6 +28,7 @@ from emssd.cli.help_text import register_help
 from emssd.cli.jobs import Jobs
 from emssd.cli.options import to_options
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
+from emssd.errors.terminal import INTERRUPTED
 from emssd.errors.version import __version__
 from emssd.plugins.registry import Registry
 
@@ -44,30 +45,25 @@ class _OwnFault(BaseException):
 
 
 def main() -> None:
-    """Entry point of ``emssd`` and ``python -m emssd``.
-
-    Exits with 1 if a check found a difference, 2 for an error of the user's, 130 for Ctrl-C.
+    """The command, within `emssd.errors.terminal.steady`, which ends it with 2 for an error of the user's, and 130 for
+    Ctrl-C. Exits with 1 if a check found a difference.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
     warnings.showwarning = lambda message, *_, **__: print(f"emssd: warning: {message}", file=sys.stderr)
-    try:
-        with exit_on_error("emssd"):
-            if "--version" in sys.argv[1:]:  # Hydra has its own
-                print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
-                return
-            registry = Registry()
-            register_configs(registry, runnable=True)
-            register_help(registry)
-            sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
-            _check_flags(sys.argv[1:])
-            with closing(Jobs(registry)) as jobs:
-                _compose_and_run(jobs, registry)
-                jobs.finish()
-                if jobs.found_difference:
-                    sys.exit(1)
-    except KeyboardInterrupt:
-        _leave("interrupted")
+    if "--version" in sys.argv[1:]:  # Hydra has its own
+        print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
+        return
+    registry = Registry()
+    register_configs(registry, runnable=True)
+    register_help(registry)
+    sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
+    _check_flags(sys.argv[1:])
+    with closing(Jobs(registry)) as jobs:
+        _compose_and_run(jobs, registry)
+        jobs.finish()
+        if jobs.found_difference:
+            sys.exit(1)
 
 
 def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
@@ -111,13 +107,13 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
         if options.output_dir == STDOUT:
             raise
         again = f"resume=true output_dir={options.output_dir}"
-        _leave(f"interrupted; the rows that were finished are in {folder}/, and {again} goes on from there")
+        said = f"the rows that were finished are in {folder}/, and {again} goes on from there"
+        print(f"emssd: interrupted; {said}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
 
 
 def _check_flags(arguments: list[str]) -> None:
-    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage. Raises ConfigError: how the
-    option is written here.
-    """
+    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage."""
     _, unknown = get_args_parser().parse_known_args(arguments)
     for flag in (each for each in unknown if each.startswith("-")):
         given, has_value, value = flag.partition("=")
@@ -139,9 +135,7 @@ def _num_jobs(config: HydraConf) -> int:
 
 
 def _check_launcher(target: str) -> None:
-    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another. Raises
-    ConfigError: another launcher was chosen.
-    """
+    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another."""
     if not target.endswith(".BasicLauncher"):
         raise ConfigError(
             "an experiment compares runs that follow one another in one process, and its launcher is "
@@ -159,8 +153,3 @@ def _quoted_prompt(argument: str) -> str:
         return argument
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
     return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
-
-
-def _leave(why: str) -> NoReturn:
-    print(f"emssd: {why}", file=sys.stderr)
-    sys.exit(130)

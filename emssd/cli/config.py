@@ -168,19 +168,14 @@ class ClusterConfig:
 def _sampling_config() -> type:
     """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
     kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
-    options = [(each.name, kinds[each.name], _default(each)) for each in dataclasses.fields(SamplingParams)]
+    options: list[Any] = []
+    for option in fields(SamplingParams):
+        default: Any = 0.0 if option.name == "temperature" else option.default
+        own = field(default=default, default_factory=option.default_factory)  # type: ignore[call-overload]  # one is none
+        options.append((option.name, kinds[option.name], own))
     made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
     made.__module__ = __name__
     return made
-
-
-def _default(option: dataclasses.Field[Any]) -> Any:
-    if option.name == "temperature":
-        return field(default=0.0)
-    if option.default is dataclasses.MISSING:
-        assert option.default_factory is not dataclasses.MISSING
-        return field(default_factory=option.default_factory)
-    return field(default=option.default)
 
 
 SamplingConfig = _sampling_config()
@@ -247,10 +242,9 @@ class RunConfig(EngineOptions):
 def changed_options(before: str, now: str) -> list[str]:
     """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
 
-    Drafter, backend, batch size and their like are not among them: the output does not depend on them. Nor are
-    ``data.limit`` and ``sampling.n``, as they only say how many rows there are, nor over how many processes a model is
-    spread. An option of the model that the first does not have was not there yet, and counts as what it is by default.
-    Raises ConfigError: the first is no such text.
+    Not among them are those of which the output is independent, and those that only say how many rows there are. An
+    option of the model that the first does not have was not there yet, and counts as what it is by default. Raises
+    ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
     default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
@@ -297,10 +291,8 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
     store.store(group="cluster", name="ray", node=structured(ClusterConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
-    offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind)]
+    offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind) if (kind, spec.name) not in absent]
     for kind, spec in offered:
-        if (kind, spec.name) in absent:
-            continue
         name = ("name", str, spec.name)  # by which its options are found again after composition
         try:
             node = structured(dataclasses.make_dataclass(spec.config.__name__, [name], bases=(spec.config,)))

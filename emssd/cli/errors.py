@@ -33,9 +33,7 @@ _HELP = "python -m emssd --help lists all"
 
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
-    """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged. Raises
-    EmssdError: in the place of Hydra's exception.
-    """
+    """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged."""
     wants_traceback = os.environ.get(_FULL) == "1"
     try:
         with env_override({_FULL: "1"}):  # or Hydra prints its errors and exits
@@ -49,9 +47,7 @@ def explained(registry: Registry) -> Iterator[None]:
 
 
 def as_config_error(error: Exception, registry: Registry) -> ConfigError:
-    """The error of ours for an `error` that Hydra or OmegaConf raised. Raises PluginError: the user asked for a plugin
-    that is not there, or cannot run here.
-    """
+    """The error of ours for an `error` that Hydra or OmegaConf raised."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__  # Hydra wraps some of OmegaConf's
     if not isinstance(cause, OmegaConfBaseException):
         cause = error

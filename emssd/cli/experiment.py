@@ -1,25 +1,33 @@
-"""The rows of an experiment: one JSON line per run of its sweep, with everything that a report or a reader needs."""
+"""The rows of an experiment: one JSON line per run of its sweep, with everything that a report or a reader needs.
+
+Each is flushed at once, so that a crash loses nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence as Seq
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from emssd.cli.config import RunConfig, no_size
+from emssd.cli.lines_file import LinesFile
 from emssd.cli.provenance import provenance
-from emssd.cli.rows_file import AROUND
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError
 from emssd.model.costs import Costs
 from emssd.sequences import Generation
 
-__all__ = ["changed", "label_of", "row_of", "setting_of", "simulated_row"]
+__all__ = ["RowsFile", "changed", "label_of", "row_of", "setting_of", "simulated_row"]
 
-_TOLD = AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
+_AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures"})
+"""Options that say where a run goes and how it is shown, not what it is."""
+_TOLD = _AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
     "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
     "model.compile", "data.name", "data.limit",
@@ -27,16 +35,56 @@ _TOLD = AROUND | {  # options that other fields of a row tell: data.limit its pr
 }  # fmt: skip
 
 
+class _Job(msgspec.Struct):
+    job: int
+    overrides: list[str]
+
+    def name(self) -> str:
+        return f"the job {self.job}"
+
+
+class RowsFile:
+    """``rows.jsonl`` in the folder of an experiment; see `LinesFile.earlier`.
+
+    Attributes:
+        rows: all that are kept.
+    """
+
+    def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+        self._file = LinesFile(folder / "rows.jsonl")
+        self.path, self.close = self._file.path, self._file.close
+        earlier = self._file.earlier("experiment", _Job, _Job.name, resume=resume, overwrite=overwrite)
+        self.rows: list[dict[str, Any]] = [row for row, _ in earlier]
+
+    def has(self, job: int, overrides: Seq[str]) -> bool:
+        """Whether job number `job` of the sweep is done. Raises ConfigError: it was another job then."""
+        there = next((row for row in self.rows if row["job"] == job), None)
+        if there is None:
+            return False
+        before, now = _what(there["overrides"]), _what(overrides)
+        if before != now:
+            raise ConfigError(
+                f"resume=true: job {job} of {self.path} was {' '.join(before)}, and is now {' '.join(now)}; "
+                f"go on with the same command, or start again with overwrite=true"
+            )
+        return True
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write one row, at once, to the disk itself: a run is worth more than the milliseconds that takes."""
+        line = json.dumps(row)  # in ASCII, for readers that split at U+2028 as well
+        self._file.append(f"{line}\n".encode())
+        self.rows.append(json.loads(line))
+
+
+def _what(overrides: Seq[str]) -> list[str]:
+    """The overrides that determine the run; the others say where it goes and how it is shown."""
+    return [item for item in overrides if item.partition("=")[0] not in _AROUND]
+
+
 def row_of(
     config: RunConfig, engine: Engine, metrics: dict[str, Any], done: Seq[Generation], job: int, overrides: Seq[str]
 ) -> dict[str, Any]:
-    """The row of one run.
-
-    Args:
-        done: its generations, in the order of the prompts.
-        job: its number in the sweep.
-        overrides: what the sweep and the user set, as Hydra has it.
-    """
+    """The row of run number `job` of the sweep, which gave the rows `done`."""
     target, model = engine.target, config.model
     replays = [said for each in engine.drafting.drafters if (said := each.drafter.replays)]
     return _job(config, job, overrides) | {
@@ -71,9 +119,7 @@ def row_of(
 
 
 def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
-    """The row of the paper's numerical simulation (Appendix B), which runs here. Raises ConfigError: it has no such
-    size.
-    """
+    """The row of the paper's numerical simulation (Appendix B), which runs here."""
     import torch
 
     from emssd.simulate.appendix import appendix_points
@@ -125,9 +171,19 @@ def changed(options: Any) -> dict[str, Any]:
 
 def setting_of(config: RunConfig) -> dict[str, Any]:
     """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
-    apart = {"drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check"}
-    apart |= {"data.name"}
-    equal = {name: value for name, value in _given(config).items() if name not in AROUND | apart}
+    apart = {
+        "drafter",
+        "backend",
+        "model",
+        "data",
+        "sampling",
+        "budget",
+        "speculate",
+        "batch_size",
+        "check",
+        "data.name",
+    }
+    equal = {name: value for name, value in _given(config).items() if name not in _AROUND | apart}
     equal |= {"backend": label_of(config.backend), "data": config.data.name}
     return {
         "drafter": label_of(config.drafter) if config.speculate else "none",

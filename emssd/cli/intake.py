@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 from emssd.cli.config import OnError, RunConfig
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.openai_batch import OpenAIBatchConfig
-from emssd.data.prompts import (
-    FailedPrompt,
-    Prompt,
-    SourceConfig,
-    Truncate,
-    encode_text,
-    truncated,
-    unescaped,
-)
+from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, encode_text, truncated, unescaped
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.plugins.registry import Registry
@@ -37,9 +30,8 @@ class Failures:
     """
 
     def __init__(self, on_error: OnError, config: Any = None) -> None:
-        self._skips = on_error is OnError.skip
-        if on_error is OnError.auto:
-            self._skips = isinstance(config, OpenAIBatchConfig)
+        by_source = on_error is OnError.auto and isinstance(config, OpenAIBatchConfig)
+        self._skips = by_source or on_error is OnError.skip
         self.prompts: list[FailedPrompt] = []
 
     def add(self, failed: FailedPrompt) -> None:
@@ -63,13 +55,9 @@ class Failures:
 
 
 def check_options(config: RunConfig) -> None:
-    """Refuse options that no prompt could run with, before anything is loaded. Raises ConfigError with the option's
-    name.
-    """
-    numbers = {
-        name: getattr(config, name)
-        for name in ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
-    }
+    """Refuse options that no prompt could run with, before anything is loaded."""
+    names = ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
+    numbers = {name: getattr(config, name) for name in names}
     if isinstance(config.data, SourceConfig):
         numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
         if config.data.chat and config.data.truncate is not Truncate.none:
@@ -81,7 +69,13 @@ def check_options(config: RunConfig) -> None:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
     if isinstance(config.data, OpenAIBatchConfig):
         numbers["data.limit"] = config.data.limit
-        _check_batch(config)
+        if config.sampling.temperature:
+            raise ConfigError(
+                f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
+                f"own, and data.temperature is that of the others"
+            )
+        with _named("data"):
+            SamplingParams(temperature=config.data.temperature)
     if config.model.compile not in (True, False, "auto"):
         raise ConfigError(f"model.compile is {config.model.compile}; it must be true, false or auto")
     for name, number in numbers.items():
@@ -92,54 +86,45 @@ def check_options(config: RunConfig) -> None:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
 
 
-def _check_batch(config: RunConfig) -> None:
-    """Refuse an option of all requests that each request, or ``data``, has in its place. Raises ConfigError with the
-    option's name.
-    """
-    if config.sampling.temperature:
-        raise ConfigError(
-            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
-            f"own, and data.temperature is that of the others"
-        )
+@contextmanager
+def _named(group: str) -> Iterator[None]:
+    """Errors about an option name it with its `group`."""
     try:
-        SamplingParams(temperature=config.data.temperature)
+        yield
     except ConfigError as error:
-        raise ConfigError(f"data.{error}") from error
+        raise ConfigError(f"{group}.{error}") from error
 
 
 def sampling_of(
     config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
 ) -> SamplingParams | None:
-    """The sampling of the run, or of `prompt` in it; ``None`` is greedy.
+    """The sampling of the run, or of `prompt` in it; ``None`` is greedy. What a `prompt` itself asks for, and cannot
+    be, is a PromptError.
 
     Args:
-        prompt: with options of its own, or none.
         vocab_size: of the model, if it is known by now.
-
-    Raises:
-        ConfigError: a value that cannot be.
-        PromptError: the same, of the prompt's own; or a name that is no option.
     """
     options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
     given = {} if prompt is None or prompt.sampling is None else prompt.sampling
     own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
     try:
-        for name in own:
-            if name not in options:
-                known = ", ".join(options)
-                raise ConfigError(f"{name} is no option{did_you_mean(name, options) or '.'} The options are {known}")
-        if isinstance(bias := own.get("logit_bias"), dict):
-            own["logit_bias"] = {
-                int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
-                for token, value in bias.items()
-            }
-        params = SamplingParams(**options | own)
-        if vocab_size is not None:
-            params.check_vocabulary(vocab_size)
+        with _named("sampling"):
+            for name in own:
+                if name not in options:
+                    guess = did_you_mean(name, options) or "."
+                    raise ConfigError(f"{name} is no option{guess} The options are {', '.join(options)}")
+            if isinstance(bias := own.get("logit_bias"), dict):
+                own["logit_bias"] = {
+                    int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
+                    for token, value in bias.items()
+                }
+            params = SamplingParams(**options | own)
+            if vocab_size is not None:
+                params.check_vocabulary(vocab_size)
     except ConfigError as error:
         if own and prompt is not None:
-            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
-        raise ConfigError(f"sampling.{error}") from error
+            raise PromptError(f"prompt {prompt.prompt_id}: {error}") from error
+        raise
     return None if params.is_greedy and params.logprobs is None else params
 
 
@@ -185,12 +170,12 @@ def to_requests(
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
             engine.row(request)  # can the model go on from it, and is there room for it alone?
-        except (PromptError, ConfigError) as error:
-            if isinstance(error, ConfigError):
-                if (prompt.sampling or {}).get("grammar") is None:
-                    raise
-                error = PromptError(f"prompt {prompt.prompt_id}: {error}")
+        except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
+        except ConfigError as error:
+            if (prompt.sampling or {}).get("grammar") is None:
+                raise
+            failures.add(FailedPrompt(prompt.prompt_id, f"prompt {prompt.prompt_id}: {error}"))
         else:
             requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
     return requests

@@ -10,6 +10,8 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.cli.closing import print_texts, print_whole, remarks
 from emssd.cli.cluster import check_cluster, decode_on_cluster
@@ -38,18 +40,12 @@ from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequences import Generation, Request
 
-__all__ = ["JobResult", "make_engine", "run_job"]
+__all__ = ["JobResult", "run_job"]
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """The result of a run.
-
-    Attributes:
-        metrics: as in ``metrics.json``; of a job that is resumed with nothing left to do, those that it has.
-        generations: of the rows of this run, in the order of the prompts.
-        engine: that ran; ``None`` if nothing was left to do.
-    """
+    """The result of a run; of a job that is resumed with nothing left to do, it has the metrics that are there."""
 
     metrics: dict[str, Any]
     generations: Seq[Generation] = ()
@@ -62,25 +58,20 @@ def run_job(
     config_text: str,
     registry: Registry,
     *,
-    models: ModelCache | None = None,
+    models: ModelCache,
     brief: bool = False,
     alone: bool = True,
 ) -> JobResult:
-    """Run `config`.
+    """Run `config`. After an error, rows that were finished by then are in the output folder.
 
     Args:
         config_text: the options as ``config.yaml`` will have them.
-        models: that are loaded already, for runs one after the other.
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
-
-    Raises:
-        EmssdError: for whatever the user can mend; rows that were finished by then are in the output folder.
     """
     check_options(config)
     if config.cluster is not None:
         check_cluster(config, config.cluster)
-    import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
@@ -89,7 +80,7 @@ def run_job(
     torch.set_num_threads(config.num_threads or own_threads)
     show_messages(plain_console(stderr=True))
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
-        run = _Run(config, config_text, registry, models or ModelCache(), output, brief=brief)
+        run = _Run(config, config_text, registry, models, output, brief)
         if not run.read_prompts():
             return JobResult(output.read_metrics())
         if config.cluster is not None:
@@ -97,24 +88,20 @@ def run_job(
         return run.here(alone=alone)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        config: RunConfig,
-        config_text: str,
-        registry: Registry,
-        models: ModelCache,
-        output: OutputFolder,
-        *,
-        brief: bool,
-    ) -> None:
-        self.config, self.config_text, self.registry, self.models = config, config_text, registry, models
-        self.output, self.brief = output, brief
-        self.console = plain_console(stderr=True)
-        self.quiet = plain_console(stderr=True, quiet=brief)
-        self.failures = Failures(config.on_error, config.data)
-        self.prompts: list[Prompt] = []
-        self.left: list[Prompt] = []  # those that have rows to decode
+    config: RunConfig
+    config_text: str
+    registry: Registry
+    models: ModelCache
+    output: OutputFolder
+    brief: bool
+    prompts: Seq[Prompt] = ()
+    left: Seq[Prompt] = ()  # those that have rows to decode
+
+    def __post_init__(self) -> None:
+        self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
+        self.failures = Failures(self.config.on_error, self.config.data)
 
     def read_prompts(self) -> bool:
         """Read and check all prompts before anything is loaded; false if a resumed job has nothing left to do."""
@@ -251,10 +238,7 @@ class _Run:
     def _compare_with_plain(
         self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
     ) -> tuple[CheckReport, dict[str, Any]]:
-        """Decode the requests plainly with the same target and compare. Returns the verdict and the plain metrics.
-
-        The tokens of rows with `residual` sampling are not those of the plain run; these are tested for their law.
-        """
+        """Decode the requests plainly with the same target and compare. Returns the verdict and the plain metrics."""
         config, target = self.config, engine.target
         plain = make_engine(config, self.registry, self.models, baseline=engine)
         expected, figures = self._decode(_plain_label(config), plain, requests)
@@ -262,11 +246,13 @@ class _Run:
         backend = make_backend(spec, config.backend, self.registry)
         judge = make_runner(target, backend, spec, config.backend, self.registry)
         rows = {request.prompt_id: engine.row(request) for request in requests}
-        drawn = {name for name, row in rows.items() if row.request.sampling and row.request.sampling.is_residual}
-        places = [_place(request) for request in requests]
-        same = [place for place in places if place[0] not in drawn]
+        same, tested = list[tuple[str, int]](), list[Generation]()
+        for request in requests:
+            if request.sampling and request.sampling.is_residual:  # its tokens are others, of the same law
+                tested.append(done[_place(request)])
+            else:
+                same.append(_place(request))
         report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
-        tested = [done[place] for place in places if place[0] in drawn]
         law = check_distribution(tested, judge, rows) if tested else None
         return dataclasses.replace(report, law=law), figures
 
@@ -307,8 +293,6 @@ def _plain_label(config: RunConfig) -> str:
 @cache
 def _own_threads() -> int:
     """PyTorch's own choice, for the jobs of a sweep that leave it; those before may have set another."""
-    import torch
-
     return torch.get_num_threads()
 
 
@@ -329,8 +313,6 @@ def _place(request: Request) -> tuple[str, int]:
 
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
     """The part of the metrics that names the run, its software and its machine."""
-    import torch
-
     target = engine.target
     cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
     made_up = " (random weights)" if config.model.architecture else ""
@@ -350,23 +332,20 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
 
 
 def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
-    law = (
-        {}
-        if (found := report.law) is None
-        else {"law": {**dataclasses.asdict(found), "p_value": found.p_value, "right": found.is_right}}
-    )
+    check: dict[str, Any] = {
+        "exact": report.num_exact,
+        "ties": len(report.ties),
+        "differences": len(report.true_differences),
+        "details": [
+            {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
+            for difference in report.differences
+        ],
+    }
+    if (law := report.law) is not None:
+        check["law"] = {**dataclasses.asdict(law), "p_value": law.p_value, "right": law.is_right}
     return {
         "greedy": greedy,
-        "check": {
-            "exact": report.num_exact,
-            "ties": len(report.ties),
-            "differences": len(report.true_differences),
-            "details": [
-                {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
-                for difference in report.differences
-            ],
-            **law,
-        },
+        "check": check,
         "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
         "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),
     }

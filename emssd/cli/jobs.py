@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,14 @@ from rich.console import Console
 
 from emssd.cli.config import RunConfig
 from emssd.cli.progress import time_left
-from emssd.cli.sweep import SweptRun, print_sweep
+from emssd.cli.sweep import SweptRun, differs, print_sweep
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
-    from emssd.cli.rows_file import RowsFile
+    from emssd.cli.experiment import RowsFile
     from emssd.model.cache import ModelCache
 
 __all__ = ["Jobs"]
@@ -37,17 +37,15 @@ class Jobs:
     def __init__(self, registry: Registry) -> None:
         self.found_difference = False
         self._registry = registry
-        self._cache: ModelCache | None = None
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
         self._start, self._num_done = time.monotonic(), 0  # of the jobs of an experiment
 
-    @property
+    @cached_property
     def _models(self) -> ModelCache:
         from emssd.model.cache import ModelCache  # here, because it brings torch, which --help does not need
 
-        self._cache = self._cache or ModelCache()
-        return self._cache
+        return ModelCache()
 
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
@@ -55,20 +53,17 @@ class Jobs:
         from emssd.cli.job import run_job
 
         result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
-        self._note_check(result.metrics)
+        self.found_difference |= differs(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
 
     def run_of_experiment(
         self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str], total: int
     ) -> None:
-        """Job `number` of the experiment's sweep: a line on the console, and a row. Raises ConfigError: an option that
-        the experiment itself sets; or rows that are kept are of another format.
-        """
-        from emssd.cli.experiment import row_of, simulated_row
+        """Job `number` of the experiment's sweep: a line on the console, and a row."""
+        from emssd.cli.experiment import RowsFile, row_of, simulated_row
         from emssd.cli.intake import check_options
         from emssd.cli.job import run_job
-        from emssd.cli.rows_file import RowsFile
 
         assert config.experiment is not None
         self._follow(config)
@@ -90,21 +85,15 @@ class Jobs:
             afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True, alone=False
         )
         assert result.engine is not None
-        self._note_check(result.metrics)
+        self.found_difference |= differs(result.metrics)
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         self._num_done += 1
         left = time_left(time.monotonic() - self._start, self._num_done, total - number - 1)
         console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", soft_wrap=True)
 
-    def _note_check(self, metrics: Mapping[str, Any]) -> None:
-        check = metrics.get("check", {})
-        self.found_difference |= check.get("differences", 0) > 0 or not check.get("law", {}).get("right", True)
-
     def _follow(self, config: RunConfig) -> None:
-        """With tensor parallel, only process 0 comes back from here. Raises ConfigError: several processes would do the
-        same.
-        """
+        """With tensor parallel, only process 0 comes back from here."""
         if config.model.tensor_parallel:
             import torch
 
@@ -133,7 +122,7 @@ class Jobs:
             return
         from emssd.report import summary
 
-        rows = self._rows.read()
+        rows = self._rows.rows
         for part in summary(rows):
             console.print(part)
         _print_checks(console, rows, self._rows.path.parent)
@@ -146,7 +135,7 @@ class Jobs:
 def _check_kept(rows: RowsFile) -> None:
     from emssd.report.rows import parse
 
-    for number, row in enumerate(rows.read(), start=1):
+    for number, row in enumerate(rows.rows, start=1):
         try:
             parse(row, where=f"{rows.path}:{number}")
         except ConfigError as error:

@@ -42,18 +42,16 @@ class LinesFile:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _opened_alone(path)
-        except OutputError:
-            self._remove_folders()
-            raise
         except OSError as error:
             self._remove_folders()
+            if isinstance(error, OutputError):
+                raise
             raise OutputError(
                 f"cannot write to output_dir={path.parent}: {error.strerror}; set output_dir to a writable folder"
             ) from error
 
     @property
-    def is_empty(self) -> bool:
-        """Whether nothing is there."""
+    def _is_empty(self) -> bool:
         return not os.fstat(self._file.fileno()).st_size
 
     def earlier(
@@ -66,15 +64,22 @@ class LinesFile:
             name: of a row, which tells it from the others: ``the id 'a'``.
 
         Raises:
-            OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row.
+            OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row. The file is
+                closed then.
         """
-        if not resume:
-            if not self.is_empty and not overwrite:
+        try:
+            if resume:
+                yield from self._kept(kind, name)
+            elif not self._is_empty and not overwrite:
                 raise OutputError(
                     f"output_dir={self.path.parent} holds the rows of an earlier {job}; resume=true goes on with it, "
                     f"overwrite=true replaces it, or set output_dir to another folder"
                 )
-            return
+        except OutputError:
+            self.close()
+            raise
+
+    def _kept(self, kind: type[_Row], name: Callable[[_Row], str]) -> Iterator[tuple[Any, _Row]]:
         lines: dict[str, int] = {}
         for number, line in enumerate(self.keep(), start=1):
             where, way_out = f"resume=true: {self.path}:{number}", "or start again with overwrite=true"
@@ -144,7 +149,7 @@ class LinesFile:
         if self._file.closed:
             return
         with suppress(OSError):  # a system that keeps files that are open
-            if self.is_empty and self.path.is_file() and is_at(self.path, self._file.fileno()):
+            if self._is_empty and self.path.is_file() and is_at(self.path, self._file.fileno()):
                 self.path.unlink()
         with suppress(OSError):  # of a line that could not be written, which `append` has said
             self._file.close()

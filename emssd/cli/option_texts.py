@@ -66,12 +66,7 @@ def _text(documented: object) -> str:
 
 
 class OptionText(NamedTuple):
-    """One option.
-
-    Attributes:
-        default: its value where none is given; `omegaconf.MISSING` if there is none.
-        text: what the class's docstring says of it; empty if it says nothing.
-    """
+    """One option; its default is `omegaconf.MISSING` if there is none, and its text may be empty."""
 
     name: str
     kind: Any

@@ -24,14 +24,8 @@ _LIMIT = 2**63  # a tensor holds integers below it
 
 
 def to_options(config: DictConfig, overrides: Seq[str], registry: Registry, *, is_sweep: bool = False) -> RunConfig:
-    """The composed options as dataclasses.
-
-    Args:
-        overrides: of the command line and the sweep, as Hydra has them.
-        is_sweep: other runs follow, or came before.
-
-    Raises:
-        ConfigError: a value that cannot be, or options that cannot go together.
+    """The composed options as dataclasses. Raises ConfigError: a value that cannot be, or options that cannot go
+    together.
     """
     _check_names(config, registry)
     _check_flags(config, overrides)
@@ -71,9 +65,7 @@ def _check_flags(config: DictConfig, overrides: Seq[str]) -> None:
 
 
 def _check_value(name: str, value: Any, kind: Any = Any) -> None:
-    """Every number can be computed with, and a list or dictionary of scalars holds nothing else. Raises ConfigError
-    with the name of the option.
-    """
+    """Every number can be computed with, and a list or dictionary of scalars holds nothing else."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{name} is {value}; it must be a finite number")
     if isinstance(value, int) and abs(value) >= _LIMIT:
@@ -92,9 +84,7 @@ def _check_value(name: str, value: Any, kind: Any = Any) -> None:
 
 
 def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
-    """The name of a choice is that of its plugin. Raises ConfigError: it was changed, or the choice is no plugin's
-    options.
-    """
+    """The name of a choice is that of its plugin."""
     name = getattr(chosen, "name", None)
     if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
         known = ", ".join(registry.names(kind))
@@ -102,9 +92,7 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
-    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout. Raises ConfigError,
-    which says which option to leave out.
-    """
+    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout."""
     data = options.data
     if options.output_dir == STDOUT:
         others = {"resume=true": options.resume, "overwrite=true": options.overwrite, "a sweep": is_sweep}

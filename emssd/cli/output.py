@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Annotated, Any
 
 import msgspec
@@ -42,22 +41,17 @@ class _Row(msgspec.Struct):
 
 
 class OutputFolder:
-    """``generations.jsonl``, ``errors.jsonl``, ``metrics.json`` and ``config.yaml`` of a run.
+    """``generations.jsonl``, ``errors.jsonl``, ``metrics.json`` and ``config.yaml`` of a run; see `LinesFile.earlier`.
 
     What an earlier run left is read at once, and changed when the first row is ready. Without a row, a folder that is
     made here goes again.
 
     Args:
-        path: made if it does not exist. ``-`` is none: rows go to stdout, and nothing is kept.
-        resume: keep the rows that are there.
+        path: ``-`` is none: rows go to stdout, and nothing is kept.
 
     Attributes:
         finished, made_with: of the rows that are kept, by id and sample, their prompt and what they were made with, as
             in ``generations.jsonl``; the latter is empty for rows of earlier versions.
-
-    Raises:
-        OutputError: it cannot be written, at once or later (disk full); another run writes to it; or it holds rows,
-            and neither `resume` nor `overwrite` says what to do with them; or, with `resume`, a line that is no row.
     """
 
     def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
@@ -72,26 +66,18 @@ class OutputFolder:
             self._rows: LinesFile | _Stdout = _Stdout()
             return
         self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
-        try:
-            for _, row in self._rows.earlier("run", _Row, _Row.name, resume=resume, overwrite=overwrite):
-                place = row.id, row.sample
-                self.finished[place], self.made_with[place] = row.prompt, row.made_with
-        except BaseException:
-            self._rows.close()
-            raise
+        for _, row in self._rows.earlier("run", _Row, _Row.name, resume=resume, overwrite=overwrite):
+            place = row.id, row.sample
+            self.finished[place], self.made_with[place] = row.prompt, row.made_with
 
     def __enter__(self) -> OutputFolder:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._rows.close()
 
     def changed_options(self, config: str) -> list[str]:
-        """Options that determine a row's tokens, and differ between the run whose rows are kept and `config`. Raises
-        OutputError: no ``config.yaml`` tells how these rows were made.
-        """
+        """The options of `changed_options` between the run whose rows are kept and `config`."""
         try:
             return changed_options((self.path / "config.yaml").read_text(encoding="utf-8"), config)
         except (OSError, UnicodeDecodeError, ConfigError) as error:
@@ -104,10 +90,7 @@ class OutputFolder:
     def begin(
         self, config: str, failed: Sequence[FailedPrompt], made_with: Callable[[Prompt], Mapping[str, str]]
     ) -> None:
-        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed.
-
-        `made_with` says what the row of a prompt is made with.
-        """
+        """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
         self._config, self._failed, self._describe = config, failed, made_with
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
@@ -162,9 +145,7 @@ class OutputFolder:
         return metrics if isinstance(metrics, dict) else {}
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
-        """Write ``metrics.json``, which tells that all rows are there. Raises OutputError: they are not, or it cannot
-        be written.
-        """
+        """Write ``metrics.json``, which tells that all rows are there. Raises OutputError: they are not."""
         self._rows.check()
         self._write("metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
 

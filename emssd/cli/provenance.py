@@ -24,8 +24,7 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the s
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Command, commit, date, versions and hardware of this process, for a result that is kept."""
-    bytes_per_second, flops_per_second = machine_rates(device, dtype)
-    rates = {"bytes_per_second": bytes_per_second, "flops_per_second": flops_per_second}
+    rates = dict(zip(("bytes_per_second", "flops_per_second"), machine_rates(device, dtype), strict=True))
     return {
         "command": _command(),
         "commit": commit(),

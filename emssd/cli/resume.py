@@ -26,13 +26,8 @@ _LENGTH = 16  # characters of a digest that are kept
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
-    """The prompts with rows that `output` does not hold yet.
-
-    Args:
-        config_text: the same as ``config.yaml`` will have them.
-
-    Raises:
-        ConfigError: those rows were made with other options or files, or of other prompts, than now.
+    """The prompts with rows that `output` does not hold yet. Raises ConfigError: rows that it holds were made with
+    other options (than those of `config_text`) or files, or of other prompts, than now.
     """
     prompts = list(prompts)
     if not output.finished:
@@ -69,9 +64,7 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
 
 
 def check_model(config: RunConfig, output: OutputFolder) -> None:
-    """Make sure that the rows which `output` keeps were made with the model as its files are now. Raises ConfigError:
-    they were not.
-    """
+    """Make sure that the rows which `output` keeps were made with the model as its files are now."""
     known = {digests.get("model") for digests in output.made_with.values()} - {None, ""}
     if known and (now := _model_digest(config)) and known != {now}:
         raise ConfigError(
@@ -84,21 +77,18 @@ def made_with(config: RunConfig) -> Callable[[Prompt], dict[str, str]]:
     """A function that gives digests of what the rows of a prompt depend on, beside its text and the run's options.
 
     ``model`` is one of the whole content of the files that loading reads, so that a copy has the same; it is empty
-    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Raises
-    ConfigError: a file cannot be read.
+    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings.
     """
     model = _model_digest(config)
     return lambda prompt: {"model": model, "request": _request_digest(config, prompt)}
 
 
 def _model_digest(config: RunConfig) -> str:
-    files = [] if config.model.architecture else files_of(config.model.path)
+    named = []
     try:
-        stats = [file.stat() for file in files]
-        named = [
-            (file.name, _file_digest(file, stat.st_size, stat.st_mtime_ns))
-            for file, stat in zip(files, stats, strict=True)
-        ]
+        for file in [] if config.model.architecture else files_of(config.model.path):
+            stat = file.stat()
+            named.append((file.name, _file_digest(file, stat.st_size, stat.st_mtime_ns)))
     except OSError as error:
         raise ConfigError(f"{error.filename} of model.path={config.model.path}: {error.strerror}") from error
     return _short(named) if named else ""

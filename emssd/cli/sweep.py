@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +14,12 @@ from rich.table import Table
 
 from emssd.cli.config import RunConfig
 
-__all__ = ["SweptRun", "print_sweep"]
+__all__ = ["SweptRun", "differs", "print_sweep"]
 
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One run of a sweep.
-
-    Attributes:
-        overrides: ``NAME=VALUE`` of the command line and the sweep.
-        metrics: as in ``metrics.json``.
-    """
+    """One run of a sweep, with its overrides, ``NAME=VALUE``."""
 
     options: RunConfig
     overrides: Seq[str]
@@ -43,7 +39,7 @@ class SweptRun:
 
 
 def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
-    """The table of `runs`."""
+    """Print the table of `runs`."""
     given = [dict(override.lstrip("+").partition("=")[::2] for override in run.overrides) for run in runs]
     names = [name for name in dict.fromkeys(name for values in given for name in values)
              if len({values.get(name) for values in given}) > 1]  # fmt: skip
@@ -61,7 +57,7 @@ def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
         figures = [_number(run.tokens_per_second, ".1f"), _number(run.metrics.get("mean_acceptance_length"), ".2f")]
         speedup = _speedup(run, runs)
         table.add_row(*(values.get(name, "") for name in names), *figures, _number(speedup, ".2f", "×"), *checked,
-                      str(run.folder), style="bold red" if _differs(run) else None)  # fmt: skip
+                      str(run.folder), style="bold red" if differs(run.metrics) else None)  # fmt: skip
     console.print(table)
     note = "tokens/s of steps without prompts; speed-up over plain greedy decoding with the same other options"
     console.print(note, soft_wrap=True)
@@ -94,8 +90,9 @@ def _checked(run: SweptRun) -> str:
     return ", ".join(counts)
 
 
-def _differs(run: SweptRun) -> bool:
-    found = run.metrics.get("check", {})
+def differs(metrics: Mapping[str, Any]) -> bool:
+    """Whether `check` has found that the rows of a run are not those of the model alone."""
+    found = metrics.get("check", {})
     return bool(found.get("differences")) or not found.get("law", {}).get("right", True)
 
 

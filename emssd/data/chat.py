@@ -37,8 +37,7 @@ def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", sy
     from jinja2 import TemplateSyntaxError
 
     require_template(tokenizer)
-    messages = [] if isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable) else list(messages)
-    check_messages(messages, name)
+    messages = check_messages(messages, name)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     try:
@@ -101,17 +100,20 @@ def require_template(tokenizer: Any) -> None:
         raise ConfigError(_broken_template(f"it is {template!r}, and no text"))
 
 
-def check_messages(messages: Any, name: str) -> None:
-    """Make sure that `messages` are a conversation. Raises PromptError: they are not, with the place."""
-    if not isinstance(messages, list) or not messages:
+def check_messages(messages: Any, name: str) -> list[Message]:
+    """`messages` as a list, if they are a conversation. Raises PromptError: they are not, with the place."""
+    is_one = isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable)
+    found: list[Message] = [] if is_one else list(messages)
+    if not found:
         raise PromptError(f"prompt {name} is no list of messages")
-    for number, message in enumerate(messages, start=1):
+    for number, message in enumerate(found, start=1):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
                 raise PromptError(
                     f"prompt {name}: message {number} has no text {key!r}; "
                     f'a message is {{"role": "user", "content": "…"}}'
                 )
+    return found
 
 
 def _broken_template(why: str) -> str:

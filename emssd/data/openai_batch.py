@@ -6,7 +6,7 @@ Source: the API reference's "The request input object" of batches, and its pages
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -14,7 +14,7 @@ from omegaconf import MISSING
 
 from emssd.data.chat import check_messages
 from emssd.data.prompts import FailedPrompt, Prompt
-from emssd.data.records import named_content, records_in
+from emssd.data.records import content_of, records_in
 from emssd.errors import PromptError, did_you_mean
 
 __all__ = ["OpenAIBatchConfig", "openai_batch_prompts"]
@@ -24,18 +24,10 @@ _LINE = ("custom_id", "method", "url", "body")
 
 # Fields that are options of `SamplingParams` by the same name.
 _SAMPLING = ("temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty", "logit_bias")
+_BOTH = {"max_tokens", "stop", "logprobs", *_SAMPLING}
 _HONOURED = {
-    _CHAT: {
-        "messages",
-        "max_tokens",
-        "max_completion_tokens",
-        "stop",
-        "logprobs",
-        "top_logprobs",
-        "response_format",
-        *_SAMPLING,
-    },
-    _COMPLETIONS: {"prompt", "max_tokens", "stop", "logprobs", *_SAMPLING},
+    _CHAT: _BOTH | {"messages", "max_completion_tokens", "top_logprobs", "response_format"},
+    _COMPLETIONS: _BOTH | {"prompt"},
 }
 # Fields that have no part in the text of an answer.
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
@@ -76,10 +68,10 @@ def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPromp
 
     A line that has no ``custom_id`` is named by its place. Raises PromptError: there is no such file, or it is empty.
     """
-    name, content = named_content(config.path)
+    name, content = content_of(config.path)
     prompts: list[Prompt | FailedPrompt] = []
     taken: dict[str, str] = {}  # the place of each custom_id
-    for item in islice(records_in(content, name), config.limit):
+    for item in islice(records_in(name, content), config.limit):
         if isinstance(item, FailedPrompt):
             prompts.append(item)
             continue
@@ -93,7 +85,7 @@ def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPromp
         if isinstance(custom_id, str):
             taken.setdefault(custom_id, place)
     if not prompts:
-        raise PromptError(f"{name if config.path == '-' else config.path} holds no requests: it is empty")
+        raise PromptError(f"{name} holds no requests: it is empty")
     return prompts
 
 
@@ -115,12 +107,10 @@ def _prompt(place: str, line: dict[str, Any], taken: Mapping[str, str], config: 
     _check_fields(place, url, body)
     sampling = {"temperature": config.temperature} | {name: body[name] for name in _SAMPLING if name in body}
     sampling |= _logprobs(place, url, body) | _grammar(place, body.get("response_format"))
-    limit, stop = _limit(place, body), _stop(place, body)
+    prompt = Prompt(custom_id, max_new_tokens=_limit(place, body), sampling=sampling, stop=_stop(place, body))
     if url == _CHAT:
-        messages = _messages(place, body.get("messages"))
-        return Prompt(custom_id, messages=messages, max_new_tokens=limit, sampling=sampling, stop=stop)
-    text, token_ids = _text_or_ids(place, body.get("prompt"))
-    return Prompt(custom_id, text, token_ids=token_ids, max_new_tokens=limit, sampling=sampling, stop=stop)
+        return replace(prompt, messages=_messages(place, body.get("messages")))
+    return replace(prompt, **_text_or_ids(place, body.get("prompt")))
 
 
 def _check_fields(place: str, url: str, body: Mapping[str, Any]) -> None:
@@ -184,13 +174,12 @@ def _stop(place: str, body: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(strings)
 
 
-def _messages(place: str, messages: Any) -> tuple[dict[str, Any], ...]:
+def _messages(place: str, messages: Any) -> tuple[Mapping[str, Any], ...]:
     """Messages as chat templates take them: the content of each is one text."""
     if not isinstance(messages, list):
         raise PromptError(f"{place}: messages is of type {type(messages).__name__}; it must be a list of messages")
     plain = [_message(place, number, message) for number, message in enumerate(messages, start=1)]
-    check_messages(plain, place)
-    return tuple(plain)
+    return tuple(check_messages(plain, place))
 
 
 def _message(place: str, number: int, message: Any) -> Any:
@@ -208,13 +197,13 @@ def _message(place: str, number: int, message: Any) -> Any:
     return message | {"content": "\n".join(part["text"] for part in parts)}
 
 
-def _text_or_ids(place: str, prompt: Any) -> tuple[str, tuple[int, ...] | None]:
+def _text_or_ids(place: str, prompt: Any) -> dict[str, Any]:
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if isinstance(prompt, str):
-        return prompt, None
+        return {"text": prompt}
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
-        return "", tuple(prompt)
+        return {"token_ids": tuple(prompt)}
     if isinstance(prompt, list) and len(prompt) > 1:
         raise PromptError(f"{place}: prompt is a list of {len(prompt)}; write a request for each, with its custom_id")
     raise PromptError(f"{place}: prompt is {prompt!r}; it must be a text, or a list of token ids")

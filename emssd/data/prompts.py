@@ -89,32 +89,21 @@ class SourceConfig:
 
 
 def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[int]:
-    """``[num_prompts]`` limits of new tokens, of one for all or of one for each. Raises ConfigError: one below 1, or
-    not one for each.
-    """
-    limits = [max_new_tokens] * num_prompts if isinstance(max_new_tokens, int) else list(max_new_tokens)
-    if len(limits) != num_prompts:
+    """``[num_prompts]`` limits of new tokens, of one for all or of one for each."""
+    is_one = isinstance(max_new_tokens, int)
+    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    if not is_one and len(limits) != num_prompts:
         raise ConfigError(
             f"max_new_tokens has {len(limits)} limits for {num_prompts} prompts; give one for each, or one number"
         )
-    for limit in [max_new_tokens] if isinstance(max_new_tokens, int) else limits:
+    for limit in limits:
         if limit < 1:
             raise ConfigError(f"max_new_tokens is {limit}; it must be at least 1")
-    return limits
+    return limits * num_prompts if is_one else limits
 
 
 def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[list[int]]:
-    """Encode `prompts`, leaving token ids as they are; errors call each prompt by its index.
-
-    A text that already starts with the tokenizer's BOS token gets no second one.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or ``None`` where all prompts are token ids.
-
-    Raises:
-        PromptError: a text is empty, or none.
-        ConfigError: a text, but no tokenizer; or one string in the place of a list.
-    """
+    """Encode `prompts` as `encode_text`, leaving token ids as they are; errors call each prompt by its index."""
     if isinstance(prompts, str):
         raise ConfigError("prompts is one string; give a list of prompts, such as [prompt]")
     return [
@@ -136,9 +125,7 @@ def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:
 
 
 def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of `text`, which errors call `name`. Raises PromptError: it is no text that UTF-8 could hold, or the
-    tokenizer knows nothing of it.
-    """
+    """Token ids of `text`, which errors call `name`."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -153,9 +140,7 @@ def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) 
 
 
 def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) -> None:
-    """Make sure that the model can continue `ids`. Raises PromptError: no ids, no room for a new token, or ids outside
-    the vocabulary.
-    """
+    """Make sure that the model can continue `ids`."""
     if not ids:
         raise PromptError(f"prompt {name} is empty; there is nothing to continue")
     if len(ids) >= max_model_len:
@@ -168,9 +153,7 @@ def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) 
 
 
 def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> list[int]:
-    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set. Raises PromptError:
-    too many tokens, and ``truncate`` is ``none``; or there is no room at all.
-    """
+    """`ids` of prompt `name` cut to `config.max_prompt_tokens`, or to `room` if that is not set."""
     limit = room if config.max_prompt_tokens is None else config.max_prompt_tokens
     if config.truncate is Truncate.none:
         if config.max_prompt_tokens is not None and len(ids) > limit:
@@ -179,12 +162,8 @@ def truncated(ids: list[int], config: SourceConfig, room: int, name: str) -> lis
                 f"raise it, or cut prompts with data.truncate=left or data.truncate=right"
             )
         return ids
-    if limit < 1:
-        raise PromptError(
-            f"max_new_tokens leaves {limit} tokens for prompts; lower it by {1 - limit} or more"
-            if config.max_prompt_tokens is None
-            else f"data.max_prompt_tokens is {limit}; it must be at least 1"
-        )
+    if limit < 1:  # as the run's own option is at least 1
+        raise PromptError(f"max_new_tokens leaves {limit} tokens for prompts; lower it by {1 - limit} or more")
     return ids[-limit:] if config.truncate is Truncate.left else ids[:limit]
 
 

@@ -6,8 +6,8 @@ import codecs
 import dataclasses
 import json
 import sys
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,10 @@ from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 from emssd.data.typed import read_json
 from emssd.errors import PromptError
 
-__all__ = [
-    "RecordsConfig",
-    "existing_file",
-    "named_content",
-    "read_bytes",
-    "read_records",
-    "read_text",
-    "read_texts",
-    "records_in",
-    "text_in",
-    "to_prompts",
-]
+__all__ = ["Record", "RecordsConfig", "content_of", "read_texts", "records_in", "text_in", "to_prompts"]
+
+Record = tuple[str, dict[str, Any]]
+"""Its place, by which errors name it, and its fields."""
 
 _PLAIN = "data=text reads plain text"
 
@@ -57,42 +49,47 @@ class RecordsConfig(SourceConfig):
     where: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-def existing_file(name: str, option: str = "data.path=") -> Path:
-    """The file called `name`, which errors call by `option` and its name. Raises PromptError: there is none."""
-    path = Path(name).expanduser()
-    if not path.is_file():
-        raise PromptError(f"{option}{name}: no such file (looked in {Path.cwd()})")
-    return path
+def content_of(path: str, option: str = "data.path=") -> tuple[str, bytes]:
+    """Name of the file at `path`, as errors have it, and its content; ``-`` is standard input.
 
+    Args:
+        option: that named the file.
 
-def named_content(path: str) -> tuple[str, bytes]:
-    """Name and content of a file, or of standard input where `path` is ``-``. Raises PromptError: there is no such
-    file, or it cannot be read.
+    Raises:
+        PromptError: there is no such file, or it cannot be read.
     """
     if path == "-":
         return "stdin", sys.stdin.buffer.read()
-    file = existing_file(path)
-    return file.name, read_bytes(file)
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise PromptError(f"{option}{path}: no such file (looked in {Path.cwd()})")
+    try:
+        return path, file.read_bytes()
+    except OSError as error:
+        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_records(path: Path, plain: str = _PLAIN) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
-    """Pairs of place and record of a JSONL file, or what is wrong with a line; empty lines are skipped.
+def text_in(name: str, content: bytes) -> str:
+    """The text in the content of a file, without the byte order mark that some editors begin it with. Raises
+    PromptError: it is not UTF-8.
+    """
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def records_in(name: str, content: bytes, plain: str = _PLAIN) -> Iterator[Record | FailedPrompt]:
+    """The records in the content of a JSONL file, or what is wrong with a line; empty lines are skipped.
 
     Args:
         plain: tells in an error how to read plain text.
-
-    Raises:
-        PromptError: the file cannot be read.
     """
-    yield from records_in(read_bytes(path), path.name, plain)
-
-
-def records_in(content: bytes, name: str, plain: str = _PLAIN) -> Iterator[tuple[str, dict[str, Any]] | FailedPrompt]:
-    """The same for the content of a file, or of standard input, called `name`."""
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
-        place = f"{name}:{number}"
+        place = f"{Path(name).name}:{number}"
         try:
             record = read_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
@@ -110,47 +107,17 @@ def records_in(content: bytes, name: str, plain: str = _PLAIN) -> Iterator[tuple
                 yield FailedPrompt(place, f"{place} is a {kind}; each line must be one JSON object")
 
 
-def read_text(path: Path) -> str:
-    """The text of a file, without the byte order mark that some editors begin it with. Raises PromptError: it cannot be
-    read, or is not UTF-8.
-    """
-    return text_in(read_bytes(path), str(path))
-
-
-def text_in(content: bytes, name: str) -> str:
-    """The text in the content of a file, or of standard input, called `name`. Raises PromptError: it is not UTF-8."""
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{name} is not UTF-8 text ({error.reason} at byte {error.start}); convert it") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")
-
-
-def read_bytes(path: Path) -> bytes:
-    """The content of a file. Raises PromptError: it cannot be read."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise PromptError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def to_prompts(
-    records: Iterable[tuple[str, dict[str, Any]] | FailedPrompt], config: RecordsConfig, origin: str
+    records: Iterable[Record | FailedPrompt], config: RecordsConfig, origin: str
 ) -> list[Prompt | FailedPrompt]:
-    """The prompts of pairs of place and record, which come from `origin`, and what is wrong with the others.
+    """The prompts of `records`, which come from `origin`, and what is wrong with the others.
 
     A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out. Raises PromptError: nothing
     is left.
     """
-
-    def wanted(item: tuple[str, dict[str, Any]] | FailedPrompt) -> bool:
-        if isinstance(item, FailedPrompt):
-            return True
-        return all(_said(item[1].get(name)) == value for name, value in config.where.items())
-
     prompts: list[Prompt | FailedPrompt] = []
     taken: dict[str, str] = {}  # the place of each id
-    for item in islice(filter(wanted, records), config.limit):
+    for item in islice((item for item in records if _is_wanted(item, config.where)), config.limit):
         if isinstance(item, FailedPrompt):
             prompts.append(item)
             continue
@@ -173,51 +140,51 @@ def to_prompts(
     return prompts
 
 
+def _is_wanted(item: Record | FailedPrompt, where: Mapping[str, str]) -> bool:
+    try:
+        return isinstance(item, FailedPrompt) or all(str(item[1].get(name)) == value for name, value in where.items())
+    except RecursionError:  # lists in lists in lists; nobody asks for them
+        return False
+
+
 def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
     has = f"it has {', '.join(map(repr, record))}"
-    options = {"id_field": config.id_field, "max_new_tokens_field": config.max_new_tokens_field}
-    options["sampling_field"] = config.sampling_field
+    names = {option: getattr(config, option) for option in ("id_field", "max_new_tokens_field", "sampling_field")}
     if config.template is None:
-        options["field"] = config.field
-    for option, name in options.items():
+        names["field"] = config.field
+    for option, name in names.items():
         if name is not None and name not in record:
             choice = " or data.template" if option == "field" else ""
             raise PromptError(f"{place} has no field {name!r}; {has}. Choose with data.{option}{choice}")
-    prompt_id = _id(place, record, config.id_field) if config.id_field else place
-    limit = _limit(place, record, config.max_new_tokens_field)
-    sampling = _sampling(place, record, config.sampling_field)
+    prompt = Prompt(
+        _id(place, record, config.id_field) if config.id_field else place,
+        max_new_tokens=_limit(place, record, config.max_new_tokens_field),
+        sampling=_sampling(place, record, config.sampling_field),
+    )
     if config.template is not None:
         text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
-        return Prompt(prompt_id, text, max_new_tokens=limit, sampling=sampling)
+        return replace(prompt, text=text)
     value = record[config.field]
     if config.chat and isinstance(value, list):
-        check_messages(value, place)
-        return Prompt(prompt_id, messages=tuple(value), max_new_tokens=limit, sampling=sampling)
+        return replace(prompt, messages=tuple(check_messages(value, place)))
     if not isinstance(value, str):
         raise PromptError(
-            f"{place}: field {config.field!r} holds a value of type {type(value).__name__}, not text; "
-            f"choose another with data.field, or make text of it with "
+            f"{_holds(place, config.field, value)}, not text; choose another with data.field, or make text of it with "
             f"\"data.template='{{{config.field}}}'\""
             + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
         )
-    return Prompt(prompt_id, value, max_new_tokens=limit, sampling=sampling)
+    return replace(prompt, text=value)
+
+
+def _holds(place: str, name: str | None, value: object) -> str:
+    return f"{place}: field {name!r} holds a value of type {type(value).__name__}"
 
 
 def _id(place: str, record: dict[str, Any], name: str) -> str:
     value = record[name]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise PromptError(
-            f"{place}: field {name!r} holds a value of type {type(value).__name__}; an id is a text or a number"
-        )
+        raise PromptError(f"{_holds(place, name, value)}; an id is a text or a number")
     return str(value)
-
-
-def _said(value: object) -> str:
-    """`value` as text, by which ``where`` knows it."""
-    try:
-        return str(value)
-    except RecursionError:  # lists in lists in lists; nobody asks for them
-        return ""
 
 
 def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
@@ -234,9 +201,9 @@ def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
 def _sampling(place: str, record: dict[str, Any], name: str | None) -> dict[str, Any] | None:
     options = None if name is None else record[name]
     if options is not None and not isinstance(options, dict):
+        example = '{"temperature": 0.7}'
         raise PromptError(
-            f"{place}: field {name!r} holds a value of type {type(options).__name__}; options of sampling are an "
-            f'object, such as {{"temperature": 0.7}}, or null'
+            f"{_holds(place, name, options)}; options of sampling are an object, such as {example}, or null"
         )
     return options
 
@@ -260,13 +227,13 @@ def read_texts(
         field, template, limit: see `RecordsConfig`; `limit` is of each file.
     """
     config, texts = RecordsConfig(field=field, template=template, limit=limit), list[tuple[str, str]]()
-    for name in names:
-        path = existing_file(name, "")
-        if path.suffix != ".jsonl":
-            texts.append((path.name, read_text(path)))
+    for path in names:
+        name, content = content_of(path, "")
+        if not name.endswith(".jsonl"):
+            texts.append((Path(name).name, text_in(name, content)))
             continue
         plain = "files whose names do not end in .jsonl are read as plain text"
-        for prompt in to_prompts(read_records(path, plain), config, path.name):
+        for prompt in to_prompts(records_in(name, content, plain), config, Path(name).name):
             if isinstance(prompt, FailedPrompt):
                 raise PromptError(prompt.error)
             texts.append((prompt.prompt_id, prompt.text))

@@ -6,20 +6,12 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from pathlib import Path
 
 from omegaconf import MISSING
 
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
-from emssd.data.records import (
-    RecordsConfig,
-    existing_file,
-    named_content,
-    read_records,
-    records_in,
-    text_in,
-    to_prompts,
-)
+from emssd.data.records import Record, RecordsConfig, content_of, records_in, text_in, to_prompts
 from emssd.errors import ConfigError, PromptError
 
 __all__ = [
@@ -117,7 +109,7 @@ def demo_prompts(config: DemoConfig) -> list[Prompt]:
     """The prompts of `data=demo`."""
     from emssd.data import demo
 
-    prompts = [Prompt(prompt.prompt_id, prompt.text) for prompt in demo.prompts()]
+    prompts = demo.prompts()
     kinds = sorted({prompt.prompt_id.rpartition("-")[2] for prompt in prompts})
     if config.kind is None:
         return prompts[: config.limit]
@@ -144,31 +136,32 @@ def random_prompts(config: RandomConfig) -> list[Prompt]:
 
 def text_prompts(config: TextConfig) -> list[Prompt]:
     """The prompts of `data=text`."""
-    name, content = named_content(config.path)
-    where = name if config.path == "-" else config.path
-    text = text_in(content, where)
+    name, content = content_of(config.path)
+    text = text_in(name, content)
     if config.unit is Unit.file:
-        pieces = [(1, text)]
+        pieces = [text]
     elif config.unit is Unit.line:
-        pieces = list(enumerate(text.split("\n"), start=1))
+        pieces = text.split("\n")
     else:
-        pieces = list(enumerate((piece.strip("\n") for piece in text.split("\n\n")), start=1))
-    prompts = [Prompt(f"{name}:{number}", piece) for number, piece in pieces if piece.strip()]
+        pieces = [piece.strip("\n") for piece in text.split("\n\n")]
+    file, numbered = Path(name).name, enumerate(pieces, start=1)
+    prompts = [Prompt(f"{file}:{number}", piece) for number, piece in numbered if piece.strip()]
     if not prompts:
-        raise PromptError(f"{where} holds no prompts: it is empty")
+        raise PromptError(f"{name} holds no prompts: it is empty")
     return prompts[: config.limit]
 
 
 def jsonl_prompts(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=jsonl`."""
-    name, content = named_content(config.path)
-    return to_prompts(records_in(content, name), config, name if config.path == "-" else config.path)
+    name, content = content_of(config.path)
+    return to_prompts(records_in(name, content), config, name)
 
 
 def dataset_prompts(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=hf`."""
     if config.path is not None:
-        return to_prompts(read_records(existing_file(config.path)), config, config.path)
+        name, content = content_of(config.path)
+        return to_prompts(records_in(name, content), config, name)
     if config.hub is None:
         raise ConfigError("data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl")
     try:
@@ -179,7 +172,7 @@ def dataset_prompts(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
             f"or give a local copy with data.path=FILE.jsonl"
         ) from error
 
-    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+    def rows() -> Iterator[Record]:
         try:
             for i, row in enumerate(datasets.load_dataset(config.hub, config.subset, split=config.split)):
                 yield f"{config.hub}[{i}]", row

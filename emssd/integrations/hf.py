@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from emssd.decoding.engine import Engine
     from emssd.sampling import SamplingParams
-    from emssd.sequences import Generation, Request
+    from emssd.sequences import Generation, Request, Stop
 
 __all__ = ["Call", "check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
 
@@ -84,7 +84,6 @@ def custom_generate(
     """
     from emssd.decoding.engine import Engine
     from emssd.sampling import SamplingParams
-    from emssd.sequences import Request
 
     assert generation_config is not None
     call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, seed)
@@ -111,17 +110,8 @@ def custom_generate(
             )
         stops = [Criteria(others, left) if others else None for left in call.padding]
         requests = [
-            Request(
-                request_id=str(row),
-                prompt_ids=ids,
-                max_new_tokens=call.max_new_tokens,
-                eos_token_ids=call.eos_token_ids,
-                stop=stop,
-                sampling=call.sampling,
-                sample_of=str(row // num_samples),
-                sample=row % num_samples,
-            )
-            for row, (ids, stop) in enumerate(zip(prompts, stops, strict=True))
+            call.request(row, stop, sample_of=str(row // num_samples), sample=row % num_samples)
+            for row, stop in enumerate(stops)
         ]
         done = _by_row(engine.run(requests), num_samples)
         if not call.eos_token_ids:
@@ -179,6 +169,13 @@ class Call:
         fill = int(pad if pad is not None else next(iter(eos), 0))
         return cls(input_ids, prompts, padding, max_length - width, frozenset(eos), sampling, num_samples, others, fill)
 
+    def request(self, row: int, stop: Stop | None = None, **sample: Any) -> Request:
+        """The request of a row."""
+        from emssd.sequences import Request
+
+        ids, limit = self.prompts[row], self.max_new_tokens
+        return Request(str(row), ids, limit, self.eos_token_ids, stop, self.sampling, **sample)
+
     def with_new(self, rows: Seq[Seq[int]]) -> torch.Tensor:
         """``[B, n + longest]``: the inputs and the new tokens of each row, padded on the right."""
         new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad)
@@ -230,9 +227,7 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
 def prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
-    """The rows without their padding. Raises ConfigError: padding elsewhere than on the left, an empty row, or
-    positions of the caller's own.
-    """
+    """The rows without their padding, which must be on the left."""
     mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
     if not (mask[:, -1] == 1).all() or (mask.diff(dim=1) < 0).any():
         raise ConfigError(

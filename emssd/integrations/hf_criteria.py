@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
+from functools import wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,10 +15,6 @@ from emssd.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
-import sys
-from collections.abc import Callable
-from functools import wraps
-from types import FrameType
 
 __all__ = ["Criteria", "limits", "of_strings", "streamed"]
 
@@ -48,14 +47,10 @@ class Criteria:
 
 
 def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[int, list[int], list[Any]]:
-    """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria. Raises
-    ConfigError: a criterion that is not known here, and may look at more than a row.
-    """
+    """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria."""
     from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
 
-    lengths: list[int] = []
-    eos: list[int] = []
-    others: list[Any] = []
+    lengths, eos, others = list[int](), list[int](), list[Any]()
     for item in criteria or ():
         # A caller's own criterion of these types replaces the one that `generate` made of the config.
         if type(item) is MaxLengthCriteria:

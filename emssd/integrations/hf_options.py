@@ -39,30 +39,23 @@ HARMLESS |= {"bos_token_id", "decoder_start_token_id", "transformers_version"}
 HARMLESS |= {"is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 HARMLESS |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"}
 
-# Fields that change the tokens or the kind of result, with the values that do not; any other value is refused.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+# Fields that change the tokens or the kind of result if they are set; then others, with the values that do not.
+_UNSET = [
+    "dola_layers", "constraints", "force_words_ids", "watermarking_config", "forced_bos_token_id",
+    "forced_eos_token_id", "begin_suppress_tokens", "exponential_decay_length_penalty", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "assistant_ensemble_weight", "speculation_type",
+]  # fmt: skip
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSET, (None,)) | {
     "num_beams": (1, None),
     "num_beam_groups": (1, None),
     "diversity_penalty": (0.0, None),
     "penalty_alpha": (None, 0.0),
-    "dola_layers": (None,),
-    "constraints": (None,),
-    "force_words_ids": (None,),
     "guidance_scale": (None, 1),
-    "watermarking_config": (None,),
     "encoder_repetition_penalty": (1.0, None),
     "encoder_no_repeat_ngram_size": (0, None),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
-    "begin_suppress_tokens": (None,),
-    "exponential_decay_length_penalty": (None,),
     "remove_invalid_values": (False, None),
     "token_healing": (False, None),
     "return_dict_in_generate": (False, None),
-    "prompt_lookup_num_tokens": (None,),
-    "assistant_early_exit": (None,),
-    "assistant_ensemble_weight": (None,),
-    "speculation_type": (None,),
     "use_mtp": (False, None),
     "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
 }
@@ -97,11 +90,8 @@ def check_processors(config: GenerationConfig, processors: Iterable[Any] | None,
     """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
 
     Args:
-        processors: what `generate` has made of it, and of the caller's own.
+        processors: what `generate` has made of `config`, and of the caller's own.
         padding: ``[B]`` tokens of padding of each row.
-
-    Raises:
-        ConfigError: the types of the others, and of those that do something else than the config says.
     """
     seen, others = set[type](), list[str]()
     for each in processors or ():
@@ -121,9 +111,6 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
     Args:
         padding: ``[B]`` what stands to the left of each row.
         rows: ``[B]`` the tokens of each, as far as they are known and others follow.
-
-    Raises:
-        ConfigError: one has its padding's token in its text, or each token may come once.
     """
     size = config.no_repeat_ngram_size
     if size and any(left and (size == 1 or set(left) & set(row)) for left, row in zip(padding, rows, strict=True)):
@@ -135,18 +122,14 @@ def check_ngrams(config: GenerationConfig, padding: Iterable[Seq[int]], rows: It
 
 
 def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | None:
-    """The sampling options; ``None`` is greedy. Without a `seed`, PyTorch's global generator gives one. Raises
-    ConfigError: a value that cannot be.
-    """
-    temperature = 0.0
-    warps: dict[str, Any] = {}
+    """The sampling options; ``None`` is greedy. Without a `seed`, PyTorch's global generator gives one."""
+    temperature, names = 0.0, ["repetition_penalty", "no_repeat_ngram_size"]
     if config.do_sample:
         temperature = 1.0 if config.temperature is None else config.temperature
-        warps = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "typical_p")}
+        names += ["top_k", "top_p", "min_p", "typical_p"]
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
-    every = warps | {name: getattr(config, name) for name in ("repetition_penalty", "no_repeat_ngram_size")}
-    given = {name: value for name, value in every.items() if value is not None}
+    given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name)) is not None}
     given |= {"logit_bias": _bias(config), "seed": 0 if seed is None else seed}
     params = SamplingParams(temperature=temperature, **given)
     return None if params.is_greedy else params

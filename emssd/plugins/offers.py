@@ -1,18 +1,47 @@
-"""Tests a plugin's offers, and what it builds, against their types."""
+"""Tests a plugin's requirements, its offers and what it builds."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
 from emssd.errors import PluginError
+from emssd.errors.version import __version__
 from emssd.plugins.hookspecs import KINDS, Spec
 
-__all__ = ["check_spec", "held", "specs_of"]
+__all__ = ["check_spec", "held", "specs_of", "unmet_requirement"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+
+
+def unmet_requirement(name: str) -> str | None:
+    """The requirement of the distribution `name` that emssd does not meet, as a sentence; ``None`` if all is well.
+
+    pip refuses such a pair when it installs; it comes about by ``--no-deps``, by copying, or by a later downgrade.
+    """
+    try:
+        lines = distribution(name).requires or []
+    except (PackageNotFoundError, ValueError):  # of a distribution whose metadata tells no name
+        return None
+    for line in lines:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:
+            continue  # pip complains of it; here only what concerns emssd matters
+        if canonicalize_name(requirement.name) != "emssd" or (requirement.marker and not requirement.marker.evaluate()):
+            continue
+        if not requirement.specifier.contains(__version__, prereleases=True):
+            return (
+                f"it needs emssd{requirement.specifier}, and this is emssd {__version__}; install a version of "
+                f"{name} for emssd {__version__}, or another emssd"
+            )
+    return None
 
 
 def specs_of(result: Any, kind: str) -> list[Spec]:

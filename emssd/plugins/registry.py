@@ -17,8 +17,7 @@ from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.errors.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
 from emssd.plugins.hookspecs import KINDS, Spec
-from emssd.plugins.offers import check_spec, held, specs_of
-from emssd.plugins.requirements import unmet_requirement
+from emssd.plugins.offers import check_spec, held, specs_of, unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
@@ -105,8 +104,8 @@ class Registry:
         return spec
 
     def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        """The config of what is called `name`, with these of its options. Raises PluginError: there is none of this
-        name; or ConfigError: it has no such option.
+        """The config of what is called `name`, with these of its options. Raises as `find`, and ConfigError: it has no
+        such option.
         """
         config = self.find(kind, name).config
         known = [field.name for field in dataclasses.fields(config)]
@@ -125,9 +124,7 @@ class Registry:
         self._report(dataclasses.replace(record, state="failed", reason=reason))
 
     def resolve(self, kind: str, choice: Any) -> tuple[Spec, Any]:
-        """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass. Raises PluginError:
-        see `find`. ConfigError: `choice` is neither.
-        """
+        """The spec and config of `choice`: a name, or an instance of a plugin's config dataclass. Raises as `find`."""
         if isinstance(choice, str):
             spec = self.find(kind, choice)
             with guarded(self.owner(kind, choice), "making its options"):

@@ -196,9 +196,9 @@ def _prompts(path: Path | None, limit: int | None) -> list[str]:
         from emssd.data.demo import prompts
 
         return [prompt.text for prompt in prompts(limit)]
-    from emssd.data.records import existing_file, read_text
+    from emssd.data.records import content_of, text_in
 
-    lines = read_text(existing_file(str(path), "--prompts ")).split("\n")
+    lines = text_in(*content_of(str(path), "--prompts ")).split("\n")
     return [line for line in lines if line.strip()][:limit]
 
 

@@ -31,6 +31,7 @@ from transformers.utils import logging
 from emssd import __main__
 from emssd.cli import command, config
 from emssd.cli.config import register_configs
+from emssd.decoding import engine
 from emssd.model import cache, load_model
 from emssd.plugins.registry import KINDS, Registry
 from emssd.testing.models import tiny_model
@@ -72,6 +73,11 @@ class Result:
         return values
 
 
+def assert_said(sentence: str, expected: str) -> None:
+    """The sentence is the expected one, or begins with it if that ends with an ellipsis."""
+    assert sentence.startswith(expected[:-1]) if expected.endswith("…") else sentence == expected, sentence
+
+
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte; needs no training and reads any text."""
     vocab = {token: i for i, token in enumerate(_SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()))}
@@ -95,6 +101,7 @@ def save_model(folder: Path, *, eos: bool = True, chat_template: str | None = No
 
     With this seed its greedy text soon repeats itself, so that retrieval drafts get accepted, and EOS comes up.
     """
+    logging.disable_progress_bar()
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = chat_template
     model = tiny_model("opt", dtype=torch.float64, vocab_size=len(tokenizer), max_model_len=96, std=0.12)
@@ -108,20 +115,17 @@ def save_model(folder: Path, *, eos: bool = True, chat_template: str | None = No
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    logging.disable_progress_bar()
     return str(save_model(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture(scope="session")
 def model_without_eos(tmp_path_factory: pytest.TempPathFactory) -> str:
-    logging.disable_progress_bar()
     return str(save_model(tmp_path_factory.mktemp("model_without_eos"), eos=False))
 
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Its prompt for the message "hi" is ``<s>[u]hi[a]``."""
-    logging.disable_progress_bar()
     return str(save_model(tmp_path_factory.mktemp("chat_model"), chat_template=CHAT_TEMPLATE))
 
 
@@ -268,6 +272,24 @@ def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[
         )  # fmt: skip
 
     return run
+
+
+@pytest.fixture
+def draft_wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """``draft_wrongly()`` makes steps with a draft give wrong tokens; plain runs stay right."""
+
+    def start() -> None:
+        right = engine.verify
+
+        def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
+            verified = right(chosen, draft, *others)
+            for row in verified if draft.indptr[-1] else ():
+                row.new_tokens[-1] = 5
+            return verified
+
+        monkeypatch.setattr(engine, "verify", wrong)
+
+    return start
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import emssd
 from emssd import Engine
 from emssd.cli.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
+from emssd.plugins.offers import unmet_requirement
 from emssd.plugins.registry import Registry
-from emssd.plugins.requirements import unmet_requirement
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 

@@ -14,6 +14,8 @@ import pytest
 from emssd.plugins.registry import Registry
 from tests.support.tiers import looped
 
+from .conftest import assert_said
+
 RECORDS: list[dict[str, Any]] = [
     {"prompt": "one", "turns": ["a?", "b?"], "id": "x", "kind": "math", "level": 1},
     {"prompt": "two", "turns": ["c?"], "id": "y", "kind": "code", "level": 2},
@@ -79,12 +81,8 @@ def test_records(source: str, options: dict[str, Any], expected: dict[str, str],
 
 
 def test_records_are_chosen_by_options(read: Callable, records: Path) -> None:
-    options = [
-        "data.where.kind=math",
-        "data.where.level=2",
-        "data.id_field=id",
-        "data.template='Q: {turns[0]}\\n{level}'",
-    ]
+    options = ("data.where.kind=math", "data.where.level=2", "data.id_field=id")
+    options += ("data.template='Q: {turns[0]}\\n{level}'",)
     assert taken(read("data=jsonl", f"data.path={records}", *options)) == {"z": "Q: d?\n2"}
 
 
@@ -115,14 +113,11 @@ def test_speed_bench_from_a_local_copy(read: Callable, work: Path) -> None:
     assert taken(result) == {"c": "for i"}
 
 
-def test_cnn_dailymail_is_cut_on_the_left(read: Callable, work: Path) -> None:
+def test_presets_of_articles_and_turns(read: Callable, work: Path) -> None:
     (work / "cnn.jsonl").write_text(json.dumps({"article": "x" * 200}) + "\n")
     result = read("data=cnn_dailymail", "data.path=cnn.jsonl", "data.max_prompt_tokens=50")
     assert result.rows[0]["prompt"] == "x" * 200 + " TL;DR:"
-    assert result.rows[0]["num_prompt_tokens"] == 50
-
-
-def test_mt_bench_first_turns(read: Callable, work: Path) -> None:
+    assert result.rows[0]["num_prompt_tokens"] == 50  # cut on the left
     (work / "mt.jsonl").write_text(json.dumps({"prompt": ["first", "second"]}) + "\n")
     assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
 
@@ -149,96 +144,43 @@ def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -
     assert result.rows[0]["num_prompt_tokens"] == 86  # of the model's 96
 
 
-@looped(
-    "content, arguments, sentence",
-    [
-        ("", ["data=text"], "no/file holds no prompts: it is empty"),
-        ("\n \n", ["data=text"], "no/file holds no prompts: it is empty"),
-        (b"caf\xe9", ["data=text"], "no/file is not UTF-8 text (unexpected end of data at byte 3); convert it"),
-        (
-            "x" * 300,
-            ["data=text"],
-            "prompt file:1 has 300 tokens, and the model takes 96 with at least one new one; shorten it or "
-            "truncate prompts to 95 tokens or fewer (data.max_prompt_tokens)",
-        ),
-        (
-            "x" * 30,
-            ["data=text", "data.max_prompt_tokens=20"],
-            "prompt file:1 has 30 tokens, and data.max_prompt_tokens is 20; raise it, or cut prompts with "
-            "data.truncate=left or data.truncate=right",
-        ),
-        (
-            "abc",
-            ["data=text", "data.truncate=left", "max_new_tokens=100"],
-            "max_new_tokens leaves -4 tokens for prompts; lower it by 5 or more",
-        ),
-        (
-            "abc",
-            ["data=text", "data.truncate=left", "data.max_prompt_tokens=0"],
-            "data.max_prompt_tokens is 0; it must be at least 1",
-        ),
-        ('{"prompt": ""}', ["data=jsonl"], "prompt file:1 is empty; there is nothing to continue"),
-        ("\n", ["data=jsonl"], "no/file holds no prompts"),
-        (
-            '{"prompt": "a"}\n\n{oops\n',
-            ["data=jsonl"],
-            "file:3 is not JSON: Expecting property name enclosed in double quotes at column 2; "
-            "each line must be one JSON object, and data=text reads plain text",
-        ),
-        ("[1]", ["data=jsonl"], "file:1 is a list; each line must be one JSON object"),
-        (
-            '{"text": "a", "n": 1}',
-            ["data=jsonl"],
-            "file:1 has no field 'prompt'; it has 'text', 'n'. Choose with data.field or data.template",
-        ),
-        (
-            '{"text": "a", "n": 1}',
-            ["data=jsonl", "data.field=text", "data.id_field=key"],
-            "file:1 has no field 'key'; it has 'text', 'n'. Choose with data.id_field",
-        ),
-        (
-            '{"prompt": 7}',
-            ["data=jsonl"],
-            "file:1: field 'prompt' holds a value of type int, not text; choose another with data.field, "
-            "or make text of it with \"data.template='{prompt}'\"",
-        ),
-        (
-            '{"turns": ["a"]}',
-            ["data=jsonl", "data.template='{turns[1]}'"],
-            "file:1 does not fit data.template; it has 'turns'. '{turns[1]}' gives IndexError: list index out of range",
-        ),
-        (
-            '{"turns": ["a"]}',
-            ["data=jsonl", "data.template='{turns'"],
-            "file:1 does not fit data.template; it has 'turns'. "
-            "'{turns' gives ValueError: expected '}' before end of string",
-        ),
-        ('{"prompt": "a", "k": 1}', ["data=jsonl", "data.where.k=2"], "no prompt has k=2; change data.where"),
-        (
-            '{"prompt": "a", "k": 1}\n{"prompt": "b", "k": 1}',
-            ["data=jsonl", "data.id_field=k"],
-            "file:2 has the id '1' of file:1; choose a field that differs with data.id_field",
-        ),
-    ],
-    at_a_time=6,
-)
-def test_a_bad_file_is_named_with_the_place(
-    content: str | bytes, arguments: list[str], sentence: str, read: Callable, work: Path
-) -> None:
+BAD = {  # what is wrong with single records, test_long_jobs.py has
+    ("", "data=text"): "no/file holds no prompts: it is empty",
+    ("\n \n", "data=text"): "no/file holds no prompts: it is empty",
+    (b"caf\xe9", "data=text"): "no/file is not UTF-8 text (unexpected end of data at byte 3); convert it",
+    ("x" * 300, "data=text"): "prompt file:1 has 300 tokens, and the model takes 96 with at least one new one; shorten "
+        "it or truncate prompts to 95 tokens or fewer (data.max_prompt_tokens)",
+    ("x" * 30, "data=text data.max_prompt_tokens=20"): "prompt file:1 has 30 tokens, and data.max_prompt_tokens is 20; "
+        "raise it, or cut prompts with data.truncate=left or data.truncate=right",
+    ("abc", "data=text data.truncate=left max_new_tokens=100"):
+        "max_new_tokens leaves -4 tokens for prompts; lower it by 5 or more",
+    ("\n", "data=jsonl"): "no/file holds no prompts",
+    ("{oops", "data=jsonl"): "file:1 is not JSON: Expecting property name enclosed in double quotes at column 2; "
+        "each line must be one JSON object, and data=text reads plain text",
+    ('{"prompt": 7}', "data=jsonl"): "file:1: field 'prompt' holds a value of type int, not text; choose another with "
+        "data.field, or make text of it with \"data.template='{prompt}'\"",
+    ('{"turns": ["a"]}', "data=jsonl data.template='{turns[1]}'"): "file:1 does not fit data.template; it has 'turns'. "
+        "'{turns[1]}' gives IndexError: list index out of range",
+    ('{"turns": ["a"]}', "data=jsonl data.template='{turns'"): "file:1 does not fit data.template; it has 'turns'. "
+        "'{turns' gives ValueError: expected '}' before end of string",
+    ('{"prompt": "a", "k": 1}', "data=jsonl data.where.k=2"): "no prompt has k=2; change data.where",
+    ("", "data=text data.path=missing.txt"): "data.path=missing.txt: no such file (looked in …",
+    ("", "data=hf data.path=null"):
+        "data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl",
+}  # fmt: skip
+
+
+@looped("case", BAD, at_a_time=7)
+def test_a_bad_file_is_named_with_the_place(case: tuple[str | bytes, str], read: Callable, work: Path) -> None:
+    content, arguments = case
     (work / "no").mkdir(exist_ok=True)
     (work / "no" / "file").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert read(*arguments, "data.path=no/file").sentence == sentence
+    given = {name: value for name, _, value in (each.partition("=") for each in arguments.split(" "))}
+    options = {"data.path": "no/file"} | given
+    assert_said(read(*(f"{name}={value}" for name, value in options.items())).sentence, BAD[case])
 
 
-def test_a_missing_file(read: Callable, work: Path) -> None:
-    sentence = f"data.path=prompts.txt: no such file (looked in {work})"
-    assert read("data=text", "data.path=prompts.txt").sentence == sentence
-
-
-def test_the_hub_needs_a_dataset_and_its_client(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read("data=hf").sentence == (
-        "data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl"
-    )
+def test_the_hub_needs_its_client(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     assert read("data=gsm8k").sentence == (
         "reading 'openai/gsm8k' from the hub needs the package 'datasets': pip install 'emssd[datasets]', "
@@ -288,20 +230,14 @@ def test_prompts_from_standard_input(read: Callable, type_in: Callable[[bytes], 
     assert taken(read("data=jsonl", "data.path=-")) == {"stdin:1": "one"}
 
 
-@looped(
-    "source, content, sentence",
-    [
+def test_bad_standard_input_is_named(read: Callable, type_in: Callable[[bytes], None]) -> None:
+    for source, content, sentence in (
         ("text", b"", "stdin holds no prompts: it is empty"),
         ("jsonl", b"", "stdin holds no prompts"),
-        ("text", b"caf\xe9", "stdin is not UTF-8 text (unexpected end of data at byte 3); convert it"),
         ("jsonl", b"[1]", "stdin:1 is a list; each line must be one JSON object"),
-    ],
-)
-def test_bad_standard_input_is_named(
-    source: str, content: bytes, sentence: str, read: Callable, type_in: Callable[[bytes], None]
-) -> None:
-    type_in(content)
-    assert read(f"data={source}", "data.path=-").sentence == sentence
+    ):
+        type_in(content)
+        assert read(f"data={source}", "data.path=-").sentence == sentence
 
 
 def test_a_prompt_of_the_command_line_is_decoded_and_its_text_printed(read: Callable, prompts: Path) -> None:

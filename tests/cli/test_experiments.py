@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from emssd.cli.config import Size, conf_dir
-from emssd.cli.rows_file import RowsFile
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
@@ -54,7 +52,7 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
     assert result.status == 0, result.err
     rows = rows_of(result.folder)
     assert [row["job"] for row in rows] == list(range(TOYS[name]))
-    texts: dict[tuple[str, str], set[str]] = {}
+    texts: dict[tuple[object, ...], set[str]] = {}
     for row in rows:
         metrics, samples, origin = row["metrics"], row["samples"], row["provenance"]
         assert (row["experiment"], row["size"], row["repeat"]) == (name, "toy", 1)
@@ -69,9 +67,8 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
         assert bool(row["replay"]) == (row["drafter"] == "replay" and row["speculate"])
         done = [json.loads(line) for line in (result.folder / str(row["job"]) / "generations.jsonl").open()]
         text = json.dumps(sorted((item["id"], item["token_ids"]) for item in done))
-        texts.setdefault(
-            (row["model"], f"{row['data_label']} {row['batch_size'] if name == 'step_time' else ''}"), set()
-        ).add(text)
+        same = row["model"], row["data_label"], row["batch_size"] if name == "step_time" else None
+        texts.setdefault(same, set()).add(text)
     assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
     assert f"python -m emssd.report {Path('out')}" in result.out
     assert "tokens/s" in result.err
@@ -91,9 +88,8 @@ def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
 @pytest.mark.nightly
 def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
     rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
-    padded = {
-        row["method"]: (row["metrics"]["input_padding_tokens"], row["metrics"]["kv_padding_slots"]) for row in rows
-    }
+    counted = ("input_padding_tokens", "kv_padding_slots")
+    padded = {row["method"]: tuple(row["metrics"][name] for name in counted) for row in rows}
     inputs, slots = padded["vanilla"]
     assert inputs > 0 < slots
     assert padded["unpad_both"] == padded["greedy"] == (0, 0)
@@ -164,15 +160,8 @@ def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, 
     for name in ("a", "b"):
         shutil.copytree(model, work / name / "final")
     (work / "prompts.txt").write_text("hello hello hello\nround and round\n")
-    own = (
-        "model=hf",
-        "model.path=a/final,b/final",
-        "data=text",
-        "data.path=prompts.txt",
-        "max_new_tokens=4",
-        "data.limit=2",
-    )
-    result = toy(emssd, "fig1", *own, "method=ragged")
+    own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
+    result = toy(emssd, "fig1", *own, "data.limit=2", "method=ragged")
     assert result.status == 0, result.err
     title = "final · llma · text, 2 prompts, 4 new tokens · float64 · model.path={}/final"
     cells = [(title.format(name), "ragged", 1) for name in ("a", "b")]
@@ -234,21 +223,11 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
 
 
 @pytest.mark.costly("a right run and a wrong one")
-def test_what_a_check_found_is_said(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd.decoding import engine
-
+def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) -> None:
     checked = ("check=greedy", "method=greedy,unpad_both", "data.limit=2", "max_new_tokens=8")
-    right = engine.verify
     result = toy(emssd, "fig1", *checked, "method=greedy")
     assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
-
-    def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
-        verified = right(chosen, draft, *others)
-        if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
-            verified[0].new_tokens[-1] = 5
-        return verified
-
-    monkeypatch.setattr(engine, "verify", wrong)
+    draft_wrongly()
     result = toy(emssd, "fig1", *checked, "overwrite=true")
     _, row = rows_of(result.folder)
     found = row["metrics"]["check"]
@@ -290,12 +269,3 @@ def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
     before = (folder / "rows.jsonl").read_bytes()
     assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
     assert (folder / "rows.jsonl").read_bytes() == before
-
-
-def test_an_experiment_is_alone_in_its_folder(emssd: Callable, work: Path) -> None:
-    pytest.importorskip("fcntl", reason="file locks are Unix")
-    with closing(RowsFile(work / "out")):
-        assert little(emssd, "fig1", "method=greedy").sentence == (
-            "output_dir=out is being written by another run; wait for it, or set output_dir to another folder"
-        )
-    assert little(emssd, "fig1", "method=greedy").status == 0

@@ -20,7 +20,7 @@ from emssd.cli.intake import Failures
 from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
-from tests.support.tiers import looped, only
+from tests.support.tiers import looped
 
 
 def rows_by_id(path: Path) -> dict[str, list[int]]:
@@ -99,8 +99,12 @@ def test_a_finished_job_is_left_as_it_is(decode: Callable) -> None:
     assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
 
 
-def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(decode: Callable) -> None:
-    cut_down(decode().folder, 5)
+@looped("metrics", [None, "{oops"])
+def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(metrics: str | None, decode: Callable) -> None:
+    folder = decode().folder
+    cut_down(folder, 5)
+    if metrics is not None:
+        (folder / "metrics.json").write_text(metrics)
     result = decode("overwrite=false", "resume=true")
     assert result.status == 0
     assert len(result.rows) == 5
@@ -233,31 +237,19 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
         (b"", "it holds no options"),
         (b"- 1", "it is no YAML of options: Index 'model' (str) is not an int"),
         (b"\xff", "it is no UTF-8 text"),
+        (None, "No such file or directory"),
     ],
 )
-def test_rows_whose_config_is_broken(config: bytes, why: str, decode: Callable, work: Path) -> None:
+def test_rows_whose_config_is_broken(config: bytes | None, why: str, decode: Callable, work: Path) -> None:
     folder = work / "out"
     if not folder.exists():
         decode()
-    (folder / "config.yaml").write_bytes(config)
+    (folder / "config.yaml").unlink(missing_ok=True)
+    if config is not None:
+        (folder / "config.yaml").write_bytes(config)
     assert decode("overwrite=false", "resume=true").sentence == (
         f"resume=true: out holds rows, but its config.yaml cannot be read ({why}), which tells how they were made; "
         f"overwrite=true starts again"
-    )
-
-
-def test_broken_metrics_of_a_finished_job(decode: Callable) -> None:
-    folder = decode().folder
-    (folder / "metrics.json").write_text("{oops")
-    assert decode("overwrite=false", "resume=true").status == 0
-
-
-def test_rows_without_a_config(decode: Callable) -> None:
-    folder = decode().folder
-    (folder / "config.yaml").unlink()
-    assert decode("overwrite=false", "resume=true").sentence == (
-        "resume=true: out holds rows, but its config.yaml cannot be read (No such file or directory), which tells how "
-        "they were made; overwrite=true starts again"
     )
 
 
@@ -332,14 +324,8 @@ def records(decode: Callable, work: Path) -> Callable[..., Any]:
     """``records(second, *arguments)`` decodes three records, of which the second is this line."""
 
     def run(second: str, *arguments: object) -> Any:
-        lines = [
-            b'{"id": "first", "n": 3, "prompt": "hello"}',
-            second.encode(),
-            b'{"id": "3", "n": null, "prompt": "x"}',
-        ]
-        if second == "\ufffe":
-            lines[1] = b'{"prompt": "\xff"}'
-        (work / "f.jsonl").write_bytes(b"\n".join(lines))
+        lines = ['{"id": "first", "n": 3, "prompt": "hello"}', second, '{"id": "3", "n": null, "prompt": "x"}']
+        (work / "f.jsonl").write_text("\n".join(lines))
         fields = ["data.id_field=id", "data.max_new_tokens_field=n"]
         return decode("data=jsonl", "data.path=f.jsonl", "ignore_eos=true", *fields, *arguments)
 
@@ -363,8 +349,8 @@ def test_each_bad_prompt_is_skipped_for_its_own_reason(decode: Callable, work: P
         assert by_name[name].startswith(reason), (name, by_name[name])
 
 
-@pytest.mark.parametrize(("line", "name", "reason"), only(BAD, ci=(BAD[0], BAD[6], BAD[-1])))
-def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: str, records: Callable) -> None:
+def test_a_bad_prompt_fails_the_run_or_is_skipped(records: Callable) -> None:
+    line, name, reason = BAD[6]
     failed = records(line)
     assert failed.sentence.startswith(reason)
     assert not failed.folder.exists()
@@ -375,7 +361,7 @@ def test_a_bad_prompt_fails_the_run_or_is_skipped(line: str, name: str, reason: 
     assert result.metrics["check"]["exact"] == 2
     assert (result.metrics["num_prompts"], result.metrics["num_failed_prompts"]) == (2, 1)
     assert "1 prompts were skipped, see errors.jsonl:" in result.out
-    assert reason.split(";")[0][:40] in result.out
+    assert reason.split(";")[0] in result.out
     assert "written to out/: generations.jsonl, metrics.json, config.yaml, errors.jsonl" in result.out
 
 

@@ -92,16 +92,12 @@ def test_chats_and_completions_are_answered_in_the_format_of_the_api(batch: Call
     assert body == {
         "object": "chat.completion",
         "model": chat_model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {"role": "assistant", "content": said.text, "refusal": None},
-                "finish_reason": {"eos": "stop", "length": "length"}[said.finish_reason.value],
-                "logprobs": None,
-            }
-        ],
+        "choices": [{
+            "index": 0, "message": {"role": "assistant", "content": said.text, "refusal": None}, "logprobs": None,
+            "finish_reason": {"eos": "stop", "length": "length"}[said.finish_reason.value],
+        }],
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
-    }
+    }  # fmt: skip
     body = second["response"]["body"]
     (said,) = expected(chat_model, "abc")
     assert body["object"] == "text_completion"

@@ -43,14 +43,6 @@ def test_check_of_a_budget_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1] == f"{len(rules_of('budget'))} rules kept, 0 broken, 0 not tested"
 
 
-def test_check_of_a_policy_that_decides_at_random(capsys: pytest.CaptureFixture[str]) -> None:
-    authoring.main(["check", "fixed", "--decides-at-random", "--examples", "1"])
-    rules = ["budget.deterministic", "budget.release", "budget.preemption"]
-    assert skipped(capsys, len(rules_of("budget"))) == dict.fromkeys(
-        rules, "it decides at random, and its decisions are not compared"
-    )
-
-
 @pytest.mark.costly("all rules, and a smallest example of the broken one")
 def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -80,77 +72,72 @@ DRAWS = "import random; return Draft.from_chains([[random.randrange(2)][:limit] 
 
 
 @pytest.mark.nightly
-def test_check_finds_a_drafter_that_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("learns", drafter(LEARNS))
+@pytest.mark.parametrize(
+    ("source", "broken", "way_out"),
+    [
+        (LEARNS, "isolation", "learns_across_requests = True in its test class, or --learns-across-requests to "),
+        (DRAWS, "deterministic", ""),
+    ],
+)
+def test_check_finds_a_drafter_that_does_not_say_what_it_does(
+    source: str, broken: str, way_out: str, install: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install("odd", drafter(source))
     with pytest.raises(SystemExit):
         authoring.main(["check", "third", "--examples", "5"])
     said = capsys.readouterr().out
-    assert "\nBROKEN   drafter.isolation " in said
-    assert "learns_across_requests = True in its test class, or --learns-across-requests to emssd-plugins check" in said
+    assert f"\nBROKEN   drafter.{broken} " in said
+    assert way_out in said
 
 
-def test_check_of_a_drafter_that_says_it_learns(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("learns", drafter(LEARNS))
-    authoring.main(["check", "third", "--examples", "1", "--learns-across-requests"])
-    reason = "it learns across requests, and its drafts are not compared"
-    assert skipped(capsys) == dict.fromkeys(["drafter.isolation", "drafter.release", "drafter.preemption"], reason)
+ALIKE = ["isolation", "release", "preemption"]
 
 
-@pytest.mark.nightly
-def test_check_finds_a_drafter_that_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("draws", drafter(DRAWS))
-    with pytest.raises(SystemExit):
-        authoring.main(["check", "third", "--examples", "5"])
-    assert "\nBROKEN   drafter.deterministic " in capsys.readouterr().out
-
-
-def test_check_of_a_drafter_that_says_it_draws(install: Callable, capsys: pytest.CaptureFixture[str]) -> None:
-    install("draws", drafter(DRAWS))
-    authoring.main(["check", "third", "--examples", "1", "--decides-at-random"])
-    rules = ["drafter.deterministic", "drafter.isolation", "drafter.release", "drafter.preemption"]
-    assert skipped(capsys) == dict.fromkeys(rules, "it drafts at random, and its drafts are not compared")
-
-
-def skipped(capsys: pytest.CaptureFixture[str], num_rules: int = NUM_RULES) -> dict[str, str]:
-    """Rules that were skipped, and why; no other may have been left out or broken."""
+@pytest.mark.parametrize(
+    ("source", "flag", "rules", "reason"),
+    [
+        (LEARNS, "--learns-across-requests", ALIKE, "it learns across requests, and its drafts are not compared"),
+        (DRAWS, "--decides-at-random", ["deterministic", *ALIKE],
+         "it drafts at random, and its drafts are not compared"),
+        (None, "--decides-at-random", ["deterministic", "release", "preemption"],
+         "it decides at random, and its decisions are not compared"),
+    ],
+    ids=["learns", "draws", "policy"],
+)  # fmt: skip
+def test_check_leaves_out_what_cannot_be_compared(
+    source: str | None, flag: str, rules: list[str], reason: str, install: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind, name = ("budget", "fixed") if source is None else ("drafter", "third")
+    if source is not None:
+        install("odd", drafter(source))
+    authoring.main(["check", name, "--examples", "1", flag])
     lines = capsys.readouterr().out.splitlines()
     found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
-    assert lines[-1] == f"{num_rules - len(found)} rules kept, 0 broken, {len(found)} not tested"
-    return found
+    assert found == {f"{kind}.{rule}": reason for rule in rules}
+    assert lines[-1] == f"{len(rules_of(kind)) - len(found)} rules kept, 0 broken, {len(found)} not tested"
 
 
-@looped(
-    "arguments, message",
-    [
-        (
-            ["lama"],
-            "there is no drafter, backend or budget 'lama' to check; drafters are .*llma.*; backends are .*ragged",
-        ),
-        (["llma", "--kind", "backend"], "unknown backend 'llma'; choose one of"),
-        (["llma", "7"], "'7' is no option; write OPTION=VALUE, as in length=3"),
-        (["llma", "length=7"], "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'"),
-        (["llma", "copy_length=x"], "drafter 'llma' cannot take copy_length=x: Value 'x'"),
-        (["llma", "copy_length=${"], r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input"),
-        (["cascade", "drafters=[a"], r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as"),
-        (
-            ["ragged", "--decides-at-random"],
-            "--decides-at-random is for drafters and policies, and 'ragged' is a backend",
-        ),
-        (["ragged", "--learns-across-requests"], "--learns-across-requests is for drafters, and 'ragged' is a backend"),
-        (["ragged", "--model", "here"], "--model is for drafters, and 'ragged' is a backend; leave it out"),
-        (
-            ["llma", "--model", "nowhere"],
-            "'nowhere' is no folder of a model, nor a tiny model's architecture: opt, llama, ",
-        ),
-    ],
-)
-def test_check_of_what_cannot_be_checked(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+WRONG = {
+    "lama": "there is no drafter, backend or budget 'lama' to check; drafters are .*llma.*; backends are .*ragged",
+    "llma --kind backend": "unknown backend 'llma'; choose one of",
+    "llma 7": "'7' is no option; write OPTION=VALUE, as in length=3",
+    "llma length=7": "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'",
+    "llma copy_length=x": "drafter 'llma' cannot take copy_length=x: Value 'x'",
+    "llma copy_length=${": r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input",
+    "cascade drafters=[a": r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as",
+    "ragged --decides-at-random": "--decides-at-random is for drafters and policies, and 'ragged' is a backend",
+    "ragged --learns-across-requests": "--learns-across-requests is for drafters, and 'ragged' is a backend",
+    "ragged --model here": "--model is for drafters, and 'ragged' is a backend; leave it out",
+    "llma --model nowhere": "'nowhere' is no folder of a model, nor a tiny model's architecture: opt, llama, ",
+}
+
+
+@looped("given", WRONG)
+def test_check_of_what_cannot_be_checked(given: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        authoring.main(["check", *arguments])
+        authoring.main(["check", *given.split(" ")])
     assert stop.value.code == 2
-    assert re.match(f"emssd-plugins: error: {message}", capsys.readouterr().err)
+    assert re.match(f"emssd-plugins: error: {WRONG[given]}", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("options", ["path: str", "path: str = '???'"])

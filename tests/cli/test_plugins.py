@@ -22,7 +22,6 @@ from .conftest import drafter
 
 BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_plugin_page.py has
     "syntax": ("def (", "SyntaxError: invalid syntax"),
-    "exit": ("raise SystemExit(3)", "SystemExit: 3"),
     "base": ("class Odd(BaseException): pass\nraise Odd('own')", "Odd: own"),
     "mute": (
         "class Odd(Exception):\n    def __str__(self): raise SystemExit(0)\nraise Odd",
@@ -52,10 +51,6 @@ BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_pl
         drafter().replace("Third())]", "Third(), lambda: True)]"),
         "unavailable of drafter 'third' returned True; give a reason or None",
     ),
-    "no_spec": (
-        "from emssd.plugins import hookimpl\n@hookimpl\ndef emssd_drafters(): return [3]",
-        "hook emssd_drafters returned [3], not a list of emssd.plugins.DrafterSpec",
-    ),
     "twice": (
         drafter().replace("return [DrafterSpec(", "return 2 * [DrafterSpec("),
         "drafter 'third' is already offered by third-party-twice",
@@ -83,16 +78,13 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
     shutil.rmtree(tmp_path / f"site_{name}")  # the next case is alone
 
 
-BUILDS = {
-    "none": ("None", "built NoneType; its build must return an emssd.drafting.Drafter, or a list of them"),
+BUILDS = {  # as above
     "empty": ("[]", "built nothing; its build must return"),
     "other": ("[Third(), 'x']", "built str; its build must return"),
-    "exits": ("__import__('sys').exit(0)", "failed in build: SystemExit: 0"),
     "raises": ("{}['lost']", "failed in build: KeyError: 'lost'"),
     "negative": ("third(-1)", "has num_speculative_tokens -1; give a whole number, 0 or more"),
     "not a number": ("third(float('nan'))", "has num_speculative_tokens nan; give a whole number"),
     "bool": ("third(True)", "has num_speculative_tokens True; give a whole number"),
-    "fraction": ("third(2.0)", "has num_speculative_tokens 2.0; give a whole number"),
 }
 
 
@@ -129,12 +121,13 @@ def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str,
 
 def test_options_that_exit_take_nobody_else_down(install: Callable, decode: Callable) -> None:
     install("odd", drafter(options="value: int = field(default_factory=lambda: __import__('sys').exit(0))"))
+    reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: SystemExit: 0"
     result = decode("max_new_tokens=2")
     assert len(result.rows) == 5
-    assert result.err.startswith(
-        "emssd: warning: drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
-        "SystemExit: 0\n"
-    )
+    assert result.err.startswith(f"emssd: warning: {reason}\n")
+    sentence = decode("drafter=third").sentence
+    assert sentence.startswith("unknown drafter 'third'; choose one of anpd, ")
+    assert sentence.endswith(reason)
 
 
 WAITS = "import threading\n[each.join() for each in threading.enumerate() if each.name == 'emssd-slow-plugin']\n"
@@ -164,34 +157,16 @@ def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
             registry.find("drafter", "third")
 
 
-def test_the_command_line_warns_of_a_broken_plugin_and_runs(install: Callable, decode: Callable) -> None:
-    install("broken", "raise RuntimeError('no licence')")
-    result = decode("max_new_tokens=2")
-    assert result.err.startswith(
-        "emssd: warning: plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence\n"
-    )
-    assert len(result.rows) == 5
-
-
-def test_strict_mode_stops_at_a_broken_plugin(
+def test_the_command_line_warns_of_a_broken_plugin_and_runs_unless_it_is_strict(
     install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("broken", "raise RuntimeError('no licence')")
+    reason = "plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence"
+    result = decode("max_new_tokens=2")
+    assert result.err.startswith(f"emssd: warning: {reason}\n")
+    assert len(result.rows) == 5
     monkeypatch.setenv("EMSSD_STRICT", "1")
-    with pytest.raises(PluginError, match="plugin 'broken' of third-party-broken"):
-        Registry()
-    assert decode().sentence == "plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence"
-
-
-def test_a_config_that_hydra_cannot_hold(install: Callable, decode: Callable) -> None:
-    install("odd", drafter(options="value: object = lambda: 3"))
-    result = decode("drafter=third")
-    warning, error = result.err.splitlines()
-    reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: "
-    assert warning.startswith(f"emssd: warning: {reason}")
-    assert error.startswith("emssd: error: unknown drafter 'third'; choose one of anpd, ")
-    assert reason in error
-    assert result.status == 2
+    assert decode().sentence == reason
 
 
 def test_a_good_plugin_is_listed_and_takes_options(
@@ -210,48 +185,42 @@ def test_a_good_plugin_is_listed_and_takes_options(
     assert line == ["drafter", "third", "ready", "third-party-good", "1.2", "–"]
 
 
-def test_the_list_of_plugins_shows_every_state(
-    install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_list_of_plugins_shows_every_state_and_reasons_as_they_stand(
+    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    install("absent", drafter().replace("Third())]", "Third(), lambda: 'it needs a licence')]"))
+    monkeypatch.setenv("COLUMNS", "300")
+    reason = "pip install 'emssd[cuda]' brings it, and no [/opt/x.so] and no :smile:"
+    install("absent", drafter().replace("Third())]", f"Third(), lambda: {reason!r})]"))
     authoring.main(["list"])
     install("broken", "raise RuntimeError('no licence')")
+    install("later", drafter())
+    with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
+        metadata.write("Requires-Dist: emssd>=99\n")
     with pytest.raises(SystemExit) as stop:
         authoring.main([])
     assert stop.value.code == 1
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines.count("drafter third unavailable third-party-absent 1.2 it needs a licence") == 2
+    assert lines.count(f"drafter third unavailable third-party-absent 1.2 {reason}") == 2
     assert lines.count("plugin broken failed third-party-broken 1.2 RuntimeError: no licence") == 1
+    later = "plugin later failed third-party-later 1.2 it needs emssd>=99, and this is emssd"
+    assert any(line.startswith(later) for line in lines)
     assert any(line.startswith("backend ragged ready emssd 0.") for line in lines)
 
 
-@looped(
-    "propose, complaint",
-    [
-        ("raise KeyError('lost')", "failed in propose: KeyError: 'lost'"),
-        (
-            "return Draft.from_chains([[10**6]] * len(batch))",
-            "broke its interface: it drafted token id 1000000, outside the target's vocabulary of 260; "
-            "ids must be in 0..259",
-        ),
-    ],
-    at_a_time=1,
-)
-def test_a_failing_drafter_is_named_and_finished_rows_are_kept(
-    propose: str, complaint: str, install: Callable, decode: Callable
-) -> None:
+def test_a_failing_drafter_is_named_and_finished_rows_are_kept(install: Callable, decode: Callable) -> None:
     """It fails at the last prompt, so that four rows are finished by then."""
-    install(
-        "late",
-        drafter(f"if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))\n        {propose}"),
+    good = "if 'prompts.txt:6' not in batch.request_ids: return Draft.empty(len(batch))"
+    install("late", drafter(f"{good}\n        return Draft.from_chains([[10**6]] * len(batch))"))
+    complaint = (
+        "drafter 'third' (third-party-late 1.2) broke its interface: it drafted token id 1000000, outside the target's "
+        "vocabulary of 260; ids must be in 0..259"
     )
     options = ("drafter=third", "budget=fixed", "batch_size=1", "max_new_tokens=4")
     goes_on = decode(*options)
     assert len(goes_on.rows) == 5
-    assert f"drafter 'third' (third-party-late 1.2) {complaint}" in goes_on.err
+    assert complaint in goes_on.err
     result = decode(*options, "on_drafter_error=fail")
-    assert result.sentence == f"drafter 'third' (third-party-late 1.2) {complaint}"
+    assert result.sentence == complaint
     assert [row["id"] for row in result.rows] == [f"prompts.txt:{line}" for line in (1, 2, 4, 5)]
     assert not (result.folder / "metrics.json").exists()
 
@@ -278,16 +247,6 @@ def emssd_prompt_sources():
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
 
 
-@looped("reason", ["pip install 'emssd[cuda]' brings it", "no [/opt/x.so] and no :smile:"])
-def test_reasons_are_listed_as_they_stand(
-    reason: str, install: Callable, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    install("odd", drafter().replace("Third())]", f"Third(), lambda: {reason!r})]"))
-    authoring.main([])
-    assert f" {reason} " in capsys.readouterr().out
-
-
 def test_the_tables_of_a_run_show_names_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
     name = "models/[bold] [/opt/x] :smile:"
     odd = Difference(f"request [/{name}", 3, 1, 2, 0.5, 0.1)
@@ -296,19 +255,6 @@ def test_the_tables_of_a_run_show_names_as_they_stand(capsys: pytest.CaptureFixt
     metrics: defaultdict[str, Any] = defaultdict(int, title=name, seconds={"total": 1.0})
     print_report(plain_console(width=250), metrics)
     assert capsys.readouterr().out.startswith(f"{name}\n")
-
-
-def test_the_list_says_who_was_made_for_another_emssd(
-    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "300")
-    install("later", drafter())
-    with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
-        metadata.write("Requires-Dist: emssd>=99\n")
-    with pytest.raises(SystemExit):
-        authoring.main([])
-    (line,) = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines() if "third-party-later" in line]
-    assert line.startswith("plugin later failed third-party-later 1.2 it needs emssd>=99, and this is emssd")
 
 
 def test_a_plugin_without_metadata_is_listed(

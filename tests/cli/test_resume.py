@@ -93,21 +93,8 @@ def test_rows_of_an_earlier_version_are_kept(half: Callable, work: Path) -> None
     assert len(half(*RESUME).rows) == 5
 
 
-def _removed(path: Path) -> None:
-    path.unlink()
-
-
-def _folder_removed(path: Path) -> None:
-    shutil.rmtree(path.parent)
-
-
-def _cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 9)
-
-
 def _grown(path: Path) -> None:
-    with path.open("a") as file:
-        file.write("of somebody else\n")
+    path.write_bytes(path.read_bytes() + b"of somebody else\n")
 
 
 def _replaced(path: Path) -> None:
@@ -116,32 +103,34 @@ def _replaced(path: Path) -> None:
     path.write_bytes(content)
 
 
-WAYS = {
-    _removed: "is no longer there",
-    _folder_removed: "is no longer there",
-    _cut: "was cut short",
-    _grown: "has grown",
-    _replaced: "is no longer there",
+WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "removed": (Path.unlink, "is no longer there"),
+    "folder removed": (lambda path: shutil.rmtree(path.parent), "is no longer there"),
+    "cut": (lambda path: os.truncate(path, path.stat().st_size - 9), "was cut short"),
+    "grown": (_grown, "has grown"),
+    "replaced": (_replaced, "is no longer there"),
 }
 
 
-@pytest.mark.parametrize("spoil", WAYS, ids=lambda way: way.__name__)
-def test_a_file_that_something_else_changes_takes_no_more_lines(spoil: Callable, tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_file_that_something_else_changes_takes_no_more_lines(way: str, tmp_path: Path) -> None:
+    spoil, said = WAYS[way]
     lines = LinesFile(tmp_path / "out" / "rows.jsonl")
     lines.append(b"first of all\n")
     spoil(lines.path)
     left = lines.path.read_bytes() if lines.path.exists() else None
     for change in (lines.check, lambda: lines.append(b"second\n")):
-        with pytest.raises(OutputError, match=f"rows.jsonl {WAYS[spoil]}, and not by this run"):
+        with pytest.raises(OutputError, match=f"rows.jsonl {said}, and not by this run"):
             change()
     lines.close()
     assert (lines.path.read_bytes() if lines.path.exists() else None) == left
 
 
-@pytest.mark.parametrize(("spoil", "number"), [(_removed, 2), (_cut, 5)])
+@pytest.mark.parametrize(("way", "number"), [("removed", 2), ("cut", 5)])
 def test_rows_that_are_taken_away_during_a_run_end_it(
-    spoil: Callable, number: int, half: Callable, monkeypatch: pytest.MonkeyPatch
+    way: str, number: int, half: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    spoil, said = WAYS[way]
     write, seen = OutputFolder.write_generation, list[Generation]()
 
     def spoiled(self: OutputFolder, prompt: Any, generation: Generation) -> None:
@@ -154,7 +143,7 @@ def test_rows_that_are_taken_away_during_a_run_end_it(
         patched.setattr(OutputFolder, "write_generation", spoiled)
         result = half()
     assert result.sentence == (
-        f"out/generations.jsonl {WAYS[spoil]}, and not by this run, so that rows may be lost; resume=true makes those "
+        f"out/generations.jsonl {said}, and not by this run, so that rows may be lost; resume=true makes those "
         f"anew that are missing"
     )
     assert not (result.folder / "metrics.json").exists()

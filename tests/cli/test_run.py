@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
@@ -13,6 +12,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from emssd.cli.config import RunConfig
+from emssd.cli.job import _most_steps
+from emssd.data.prompts import Prompt
 from emssd.metrics.stats import PHASES
 from emssd.sequences import Row
 
@@ -84,18 +86,8 @@ def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str],
         assert metrics["num_accepted_tokens"] > 0  # else the comparison would say little
 
 
-def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd.decoding import engine
-
-    right = engine.verify
-
-    def wrong(chosen, draft, *others):
-        verified = right(chosen, draft, *others)
-        if draft.indptr[-1]:  # only steps with a draft, so that plain greedy stays right
-            verified[0].new_tokens[-1] = 5
-        return verified
-
-    monkeypatch.setattr(engine, "verify", wrong)
+def test_check_reports_a_difference(decode: Callable, draft_wrongly: Callable) -> None:
+    draft_wrongly()
     result = decode(*RETRIEVE, "check=greedy")
     assert result.metrics["check"]["differences"] > 0
     assert result.metrics["check"]["details"][0]["margin"] > result.metrics["check"]["details"][0]["tolerance"]
@@ -103,25 +95,17 @@ def test_check_reports_a_difference(decode: Callable, monkeypatch: pytest.Monkey
 
 
 def test_plugin_options_are_set_by_name(decode: Callable) -> None:
-    options = (*RETRIEVE, "budget=fixed")
+    options = (*RETRIEVE, "budget=fixed", "backend=unpad_kv")
     short, long = (decode(*options, f"drafter.match_length={length}").metrics for length in (1, 6))
     assert short["num_drafted_tokens"] > long["num_drafted_tokens"]
+    drafter = "llma(match_length=6, copy_length=3, search=prompt_and_output)"
+    assert f"drafter={drafter} · backend=padded(pad_kv=False) · " in long["title"]
 
 
 def test_a_model_without_eos_runs_to_the_limit_with_a_note(decode: Callable, model_without_eos: str) -> None:
     result = decode(f"model.path={model_without_eos}")
     assert {row["finish_reason"] for row in result.rows} == {"length"}
     assert "the model names no EOS token: only max_new_tokens ends a row" in result.err
-
-
-def test_a_sweep_writes_a_folder_per_job(decode: Callable) -> None:
-    result = decode("-m", "drafter=none,llma", "batch_size=1,2", "max_new_tokens=4")
-    assert result.status == 0
-    jobs = [OmegaConf.load(result.folder / str(job) / "config.yaml") for job in range(4)]
-    assert [(job.drafter.name, job.batch_size) for job in jobs] == [("none", 1), ("llma", 1), ("none", 2), ("llma", 2)]
-    for job in range(4):
-        assert (result.folder / str(job) / "metrics.json").is_file()
-        assert len((result.folder / str(job) / "generations.jsonl").read_text().splitlines()) == 5
 
 
 def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,13 +123,6 @@ def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
     result = decode("-m", "drafter=glob(n*)", "backend=choice(ragged,padded)", "max_new_tokens=2")
     assert result.status == 0
     assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
-
-
-def test_an_earlier_run_stays_until_the_new_one_is_known_to_work(decode: Callable) -> None:
-    first = decode()
-    before = {path.name: path.read_text() for path in first.folder.iterdir()}
-    assert decode("data.path=missing.txt").status == 2
-    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
 
 
 def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +154,7 @@ def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(
 ) -> None:
     first = decode()
     before = {path.name: path.read_text() for path in first.folder.iterdir()}
+    assert decode("data.path=missing.txt").status == 2
     failing_at(3, monkeypatch)
     assert decode("max_new_tokens=20").sentence == "out of memory"
     assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
@@ -196,21 +174,14 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     assert sorted(work.rglob("*")) == before
 
 
-@pytest.mark.nightly
-def test_the_module_runs_as_a_process_with_a_progress_bar(
-    start: Callable[..., subprocess.Popen[str]], model: str, prompts: Path
-) -> None:
-    process = start(f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=4", "output_dir=out")
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0
-    assert "decoding" in err
-    assert "5/5" in err
-    assert "written to out/: generations.jsonl, metrics.json, config.yaml" in out
-
-
-def test_the_title_names_the_options_that_are_not_the_defaults(decode: Callable) -> None:
-    title = decode("backend=unpad_kv", "drafter=llma", "drafter.search=prompt_and_output").metrics["title"]
-    assert "drafter=llma(search=prompt_and_output) · backend=padded(pad_kv=False) · " in title
+@pytest.mark.parametrize(
+    ("limits", "batch_size", "steps"),
+    [([30], 8, 30), ([30] * 9, 8, 60), ([4, 4, 30, 4], 2, 34), ([5, 10**400], 2, 96), ([], 8, 0)],
+)
+def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size: int, steps: int) -> None:
+    """So many steps a run has to do at most, by which ``model.compile=auto`` decides."""
+    prompts = [Prompt(str(number), max_new_tokens=limit) for number, limit in enumerate(limits)]
+    assert _most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
 
 
 @pytest.mark.nightly

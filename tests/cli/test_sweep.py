@@ -57,6 +57,10 @@ def test_a_sweep_ends_with_a_line_for_each_run(decode: Callable) -> None:
     assert head == ["batch_size", "drafter", "tokens/s", "τ", "speed-up", "check", "folder"]
     assert [line[:2] for line in lines] == [["1", "none"], ["1", "llma"], ["2", "none"], ["2", "llma"]]
     written = [json.loads((result.folder / str(job) / "metrics.json").read_text()) for job in range(4)]
+    for job, line in enumerate(lines):
+        config = OmegaConf.load(result.folder / str(job) / "config.yaml")
+        assert [str(config.batch_size), config.drafter.name] == line[:2]
+        assert len((result.folder / str(job) / "generations.jsonl").read_text().splitlines()) == 2
     for job, (line, metrics) in enumerate(zip(lines, written, strict=True)):
         plain = written[job // 2 * 2]["decode_tokens_per_second"]
         speed = metrics["decode_tokens_per_second"]

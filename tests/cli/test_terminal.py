@@ -169,7 +169,6 @@ def same_signals() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop, steady("program"):
         os.kill(os.getpid(), signal.SIGINT)
@@ -177,7 +176,6 @@ def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "program: interrupted\n"
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_ctrl_c_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
     class Finalized:
         def __del__(self) -> None:
@@ -196,7 +194,6 @@ def test_ctrl_c_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -
     assert sys.unraisablehook is hook
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
@@ -216,7 +213,6 @@ def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     assert ended == [INTERRUPTED, INTERRUPTED]
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals are Unix")
 def test_a_process_that_ignores_ctrl_c_goes_on_doing_so() -> None:
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.tiers import looped
 
-from .conftest import drafter
+from .conftest import assert_said, drafter
 
 HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
     "stop=hello": ("stop: ", "str is not a ListConfig, list", "stop=[a,b]"),
@@ -48,6 +48,7 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
     "batch_size=" + "9" * 5000: ("Exceeds the limit (4300 digits) for integer string conversion",),
 }
 
+SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
     "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
@@ -90,6 +91,16 @@ SENTENCES = {
     "backend.kernels=fast": "backend.kernels: Invalid value 'fast', expected one of [auto, fused, torch]; …",
     "backend.kernels=fused backend.page_size=8":
         "backend 'ragged' cannot serve this model: the fused kernel has pages of 16 tokens, …",
+    "model=opt_66b":
+        "unknown model 'opt_66b'; did you mean 'opt_6_7b'? choose one of demo, demo_draft, hf, opt_125m, …",
+    f"{SHAPE} ++model.architecture.hidden_size=abc": "model.architecture makes no model of type 'llama': Validation "
+        "error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, …",
+    f"{SHAPE} ++model.architecture.hidden_size=66": "model.architecture makes no model of type 'llama': Class "
+        "validation error for validator 'validate_architecture': ValueError: The hidden size…",
+    f"{SHAPE} ++model.architecture.model_type=optt":
+        "model.architecture makes no model of type 'optt': Unrecognized model identifier: optt. …",
+    f"{SHAPE} ++model.architecture.hidden_sze=64":
+        "model.architecture of type 'llama' has no value 'hidden_sze'; did you mean 'hidden_size'?",
     "sampling.n=0": "sampling.n is 0; it must be a whole number of at least 1…",
     "sampling.n=2":
         "sampling.n is 2 at temperature 0, which would give 2 equal texts; raise temperature, or leave n out",
@@ -129,11 +140,6 @@ TOY_EXPERIMENTS = {
     "experiment=fig1 data=demo data.kind=sing": "data.kind is 'sing'; the demo has prompts of the kinds continue,…",
     "experiment=step_time data.num_tokens=0": "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5…",
 }
-
-
-def assert_said(sentence: str, expected: str) -> None:
-    """The sentence is the expected one, or begins with it if that ends with an ellipsis."""
-    assert sentence.startswith(expected[:-1]) if expected.endswith("…") else sentence == expected, sentence
 
 
 @looped("given", SENTENCES, at_a_time=7)

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import zipfile
 from importlib.metadata import distribution, entry_points
-from importlib.resources import files
 from pathlib import Path
 
 import hydra
@@ -18,7 +17,7 @@ import emssd
 from emssd.cli.config import conf_dir, register_configs
 from emssd.plugins.registry import Registry
 
-BIN = Path(sys.executable).parent
+BIN, EMSSD = Path(sys.executable).parent, [sys.executable, "-m", "emssd"]
 MEGABYTE = 2**20
 
 if "EMSSD_WHEEL" not in os.environ:
@@ -63,10 +62,6 @@ def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> Non
 
 def test_the_wheel_is_small(wheel: Path) -> None:
     assert wheel.stat().st_size < 25 * MEGABYTE
-
-
-def test_the_marker_of_types_is_installed() -> None:
-    assert files("emssd").joinpath("py.typed").is_file()
 
 
 def test_the_version_is_told_once() -> None:
@@ -114,18 +109,11 @@ def test_the_demo_decodes_and_checks_itself(tmp_path: Path) -> None:
     assert len((tmp_path / "out" / "generations.jsonl").read_text().splitlines()) == 4
 
 
-def test_shells_can_complete_options() -> None:
+def test_shells_can_complete_options_and_names() -> None:
     for shell in ("bash", "zsh", "fish"):
-        done = subprocess.run(
-            [sys.executable, "-m", "emssd", "-sc", f"install={shell}"], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([*EMSSD, "-sc", f"install={shell}"], capture_output=True, text=True, check=True)
         assert "hydra" in done.stdout, shell
         assert not done.stderr, shell
-
-
-def test_a_plugins_name_is_completed() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "emssd", "-sc", "query=bash"],
-        capture_output=True, text=True, check=True, env={"COMP_LINE": "emssd drafter=llm", "COMP_POINT": "17"},
-    )  # fmt: skip
+    line = {"COMP_LINE": "emssd drafter=llm", "COMP_POINT": "17"}
+    done = subprocess.run([*EMSSD, "-sc", "query=bash"], capture_output=True, text=True, check=True, env=line)
     assert "drafter=llma" in done.stdout.split()

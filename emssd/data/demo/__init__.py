@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from emssd.errors import ConfigError
 
 if TYPE_CHECKING:
-    from emssd.data.demo.corpus import DemoPrompt
+    from emssd.data.prompts import Prompt
 
 __all__ = ["model_path", "prompts"]
 
@@ -44,7 +44,7 @@ def model_path(name: str) -> Path:
     return path
 
 
-def prompts(limit: int | None = None) -> list[DemoPrompt]:
+def prompts(limit: int | None = None) -> list[Prompt]:
     """Prompts that the embedded target knows: passages to restate and passages to continue, eight by eight.
 
     They are made from the documentation that the running Python carries, so another Python version has

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from random import Random
 
+from emssd.data.prompts import Prompt
 from emssd.errors import PromptError
 
 __all__ = [
     "RESTATE_LENGTH",
-    "DemoPrompt",
     "Document",
     "digest",
     "documents",
@@ -42,14 +42,6 @@ _FULL_LINE = 45  # characters; prose is wrapped at about 70, code and tables hav
 _CONTINUE_LENGTH = range(130, 750)  # characters of a prompt; about 3.2 are a token
 RESTATE_LENGTH = range(200, 420)  # characters of a passage to restate
 _MIN_REST = 80  # characters that a passage leaves to continue with
-
-
-@dataclass(frozen=True, slots=True)
-class DemoPrompt:
-    """One prompt: an id that outputs and errors name it by, and its text."""
-
-    prompt_id: str
-    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,22 +102,22 @@ def digest(docs: Seq[Document]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def make_prompts(docs: Seq[Document], salt: str = "") -> list[DemoPrompt]:
+def make_prompts(docs: Seq[Document], salt: str = "") -> list[Prompt]:
     """Two prompts of each document that has enough text: to continue a passage, and to restate one.
 
     The order mixes topics, and takes eight prompts of each kind by turns: a static batch takes as many steps as its
     slowest row, so its rows should be alike. With another `salt`, other passages are taken.
     """
-    kinds: list[list[DemoPrompt]] = [[], []]
+    kinds: list[list[Prompt]] = [[], []]
     for doc in sorted(docs, key=lambda doc: digest([doc])):
         rng = Random(digest([doc]) + salt)
         to_continue = _continue_prompt(doc, rng)
         if to_continue is not None:
-            kinds[0].append(DemoPrompt(f"{doc.name}-continue", to_continue))
+            kinds[0].append(Prompt(f"{doc.name}-continue", to_continue))
         paragraphs = doc.prose
         if len(paragraphs) >= 2:
             passage = passage_of(paragraphs, rng.randrange(len(paragraphs) - 1), rng.choice(RESTATE_LENGTH))
-            kinds[1].append(DemoPrompt(f"{doc.name}-restate", restate_prompt(passage)))
+            kinds[1].append(Prompt(f"{doc.name}-restate", restate_prompt(passage)))
     return list(chain.from_iterable(kind[start : start + 8] for start in range(0, 512, 8) for kind in reversed(kinds)))
 
 
