@@ -70,6 +70,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
             adam_beta2=0.95,
             weight_decay=0.0,
             max_grad_norm=0.5,
+            bf16=options.bf16,
             seed=options.seed,
             save_strategy="steps",
             save_steps=options.save_every,

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from emssd_eagle3.loading import load_eagle3
 from emssd_medusa import MedusaConfig
 from emssd_medusa.loading import load_medusa
 from emssd_pard import PardConfig
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 import emssd_train.texts
@@ -143,6 +145,18 @@ def test_the_seed_decides_every_byte(trained: Path, train: Train, tmp_path: Path
     same, other, first = content(tmp_path / "same"), content(tmp_path / "other"), content(trained)
     assert same == first
     assert [one == two for one, two in zip(other, first, strict=True)] == [True, False, True]
+
+
+@pytest.mark.parametrize("kind", few(["eagle3", "medusa", "pard"], ci=1))
+def test_bfloat16_in_training_gives_nearly_the_same(
+    kind: str, trained_by: Callable[[str], Path], train: Train, tmp_path: Path
+) -> None:
+    train(tmp_path / "fast", "--bf16", kind=kind)
+    want, got = (load_file(folder / "model.safetensors") for folder in (trained_by(kind), tmp_path / "fast"))
+    changed = [name for name in want if not torch.equal(got[name], want[name])]
+    assert any("norm" not in name for name in changed)
+    for name in changed:
+        assert (got[name] - want[name]).norm() < 0.1 * want[name].norm(), name
 
 
 @pytest.mark.parametrize(("kind", "steps"), few([("eagle3", 4), ("eagle3", 1), ("medusa", 4), ("pard", 4)], ci=1))
