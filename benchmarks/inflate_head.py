@@ -59,7 +59,7 @@ def inflated(
 
 
 def sizes(model: str) -> TargetSizes:
-    """Those of a target."""
+    """The sizes of a target."""
     config = AutoConfig.from_pretrained(model)
     return TargetSizes(config.vocab_size, config.hidden_size, config.num_hidden_layers)
 

@@ -153,10 +153,10 @@ def test_bfloat16_in_training_gives_nearly_the_same(
 ) -> None:
     train(tmp_path / "fast", "--bf16", kind=kind)
     want, got = (load_file(folder / "model.safetensors") for folder in (trained_by(kind), tmp_path / "fast"))
-    changed = [name for name in want if not torch.equal(got[name], want[name])]
-    assert any("norm" not in name for name in changed)
-    for name in changed:
-        assert (got[name] - want[name]).norm() < 0.1 * want[name].norm(), name
+    assert not torch.equal(*(torch.cat([each.flatten() for each in weights.values()]) for weights in (got, want)))
+    # What is added to all keys changes no attention, so the gradient of that bias is rounding alone.
+    for name in (name for name in want if not name.endswith("k_proj.bias")):
+        assert torch.dist(got[name].float(), want[name].float()) <= 0.1 * want[name].float().norm(), name
 
 
 @pytest.mark.parametrize(("kind", "steps"), few([("eagle3", 4), ("eagle3", 1), ("medusa", 4), ("pard", 4)], ci=1))
