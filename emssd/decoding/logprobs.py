@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.packed import on_device, to_host
-from emssd.decoding.choosing import states_of
+from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
 from emssd.sampling.choice import Node, alike, within_grammars
@@ -55,14 +55,7 @@ def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
     params = row.request.sampling
     if params is None or not params.processed_logprobs or params.is_greedy:
         return [None] * len(new)
-    if not params.reads_path:
-        return [Node(params)] * len(new)
-    num_prompt = len(row.request.prompt_ids)
-    states = states_of(row.grammar, new[:-1], range(-1, len(new) - 2))
-    return [
-        Node(params, prefix=[*row.tokens, *new[:count]], num_prompt=num_prompt, state=state)
-        for count, state in enumerate(states)
-    ]
+    return [*drawn_nodes(row, Draft.from_chains([new[:-1]]), 0)]
 
 
 def _found(

@@ -9,6 +9,7 @@ from enum import Enum
 from emssd.drafting.draft import Draft
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
+from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 
 __all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
@@ -26,14 +27,13 @@ class NGramIndex:
 
     Args:
         num_behind: how many tokens must follow an n-gram before it counts.
-        occurrence: which places of an n-gram are found, if it has several.
+        occurrence: which places of an n-gram are found, if it has more than `num_places`.
     """
 
     def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:
         self._size, self._num_behind, self._num_places = size, num_behind, num_places
         self._keep_first = occurrence == Occurrence.first
-        self._behind: dict[tuple[int, ...], int] = {}  # index of the token behind the chosen place of each n-gram
-        self._others: dict[tuple[int, ...], list[int]] = {}  # and of those that are chosen after it, if any are wanted
+        self._behind: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens behind each n-gram
         self._next = size  # where the next n-gram to enter ends
 
     def extend(self, tokens: Seq[int], end: int) -> None:
@@ -43,30 +43,17 @@ class NGramIndex:
         """
         stop = max(self._next, end - self._num_behind + 1)
         for place in range(self._next, stop):
-            gram = tuple(tokens[place - self._size : place])
-            if self._num_places > 1 and gram in self._behind:
-                self._remember(gram, place)
-            if not (self._keep_first and gram in self._behind):
-                self._behind[gram] = place
+            known = self._behind.setdefault(tuple(tokens[place - self._size : place]), [])
+            if not self._keep_first:
+                known.insert(0, place)
+                del known[self._num_places :]
+            elif len(known) < self._num_places:
+                known.append(place)
         self._next = stop
 
-    def find(self, tokens: Seq[int]) -> int | None:
-        """Index of the token behind the chosen place of the n-gram that `tokens` ends with, or ``None``."""
-        return self._behind.get(tuple(tokens[-self._size :]))
-
-    def find_all(self, tokens: Seq[int]) -> list[int]:
-        """The same for up to `num_places` places, that of `find` first."""
-        gram = tuple(tokens[-self._size :])
-        return [self._behind[gram], *self._others.get(gram, ())] if gram in self._behind else []
-
-    def _remember(self, gram: tuple[int, ...], place: int) -> None:
-        """Of an n-gram that is known, a further `place`: in order of choice, and no more than wanted."""
-        others = self._others.setdefault(gram, [])
-        if not self._keep_first:
-            others.insert(0, self._behind[gram])
-            del others[self._num_places - 1 :]
-        elif len(others) < self._num_places - 1:
-            others.append(place)
+    def find(self, tokens: Seq[int]) -> Seq[int]:
+        """Indices of the tokens behind the n-gram that `tokens` ends with, in the order of choice."""
+        return self._behind.get(tuple(tokens[-self._size :]), ())
 
 
 class LookupDrafter(Drafter):
@@ -84,7 +71,7 @@ class LookupDrafter(Drafter):
             first; the confidence is their share.
 
     Raises:
-        ConfigError: `branches` is below one.
+        ConfigError: `branches` is below one, or there is no such `occurrence`.
     """
 
     def __init__(
@@ -96,6 +83,8 @@ class LookupDrafter(Drafter):
         branches: int = 1,
     ) -> None:
         check_branches(branches)
+        if occurrence not in set(Occurrence):
+            raise ConfigError(f"drafter.occurrence is {occurrence!r}; choose {' or '.join(Occurrence)}")
         self.num_speculative_tokens = branches * num_speculative_tokens
         self.drafts_trees = branches > 1
         self._copy_length, self._branches = num_speculative_tokens, branches
@@ -115,22 +104,19 @@ class LookupDrafter(Drafter):
     def _copy(self, row: Row, budget: int) -> Seq[int]:
         if budget == 0:
             return ()
-        tokens, end = row.tokens, self._end(row)
-        for index in self._extended(row, end):
-            place = index.find(tokens)
-            if place is not None:
-                return tokens[place : min(place + self._copy_length, place + budget, end)]
-        return ()
+        places, end = self._found(row)
+        if not places:
+            return ()
+        place = places[0]
+        return row.tokens[place : min(place + self._copy_length, place + budget, end)]
 
     def _tree(self, row: Row, budget: int) -> Tree:
         depth = min(self._copy_length, row.num_remaining - 1)
         if min(budget, depth) < 1:
             return Tree([], [], [])
-        tokens, end = row.tokens, self._end(row)
-        found = (index.find_all(tokens) for index in self._extended(row, end))
-        places = next(filter(None, found), [])
+        tokens, (places, end) = row.tokens, self._found(row)
 
-        def following(places: list[int]) -> list[tuple[int, float, list[int]]]:
+        def following(places: Seq[int]) -> list[tuple[int, float, Seq[int]]]:
             shared: dict[int, list[int]] = {}
             for place in places:
                 if place < end:
@@ -140,12 +126,9 @@ class LookupDrafter(Drafter):
 
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
 
-    def _end(self, row: Row) -> int:
-        """The end of the text that is searched and copied from."""
-        return len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
-
-    def _extended(self, row: Row, end: int) -> list[NGramIndex]:
-        """The row's indexes, one for each size, with all that there is of its text."""
+    def _found(self, row: Row) -> tuple[Seq[int], int]:
+        """Where copies of the row's text begin, and where the text that is searched and copied from ends."""
+        tokens, end = row.tokens, len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
         indexes = self._indexes.get(row.request_id)
         if indexes is None:
             indexes = self._indexes[row.request_id] = [
@@ -153,5 +136,5 @@ class LookupDrafter(Drafter):
                 for size, num_behind in self._num_behind.items()
             ]
         for index in indexes:
-            index.extend(row.tokens, end)
-        return indexes
+            index.extend(tokens, end)
+        return next((found for index in indexes if (found := index.find(tokens))), ()), end

@@ -7,9 +7,6 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
@@ -23,8 +20,8 @@ from emssd.sequences import Batch, Request, Row
 from emssd.simulate.recording import StepLog
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
 from emssd.testing.models import tiny_model
-from tests.support.strategies import drafts
 from tests.support.tiers import looped
+from tests.support.tree_drafts import chains_of
 
 BATCH = Batch(tuple(Row(Request(name, (1,), 9)) for name in "abc"))
 
@@ -79,7 +76,7 @@ def test_a_fixed_budget_limits_nodes_and_depth_of_a_tree(
     stages = DraftStages([CheckedDrafter(drafter, None, 9)], FixedBudget(num_tokens, depth))
     draft = stages.propose(BATCH, [7, 7, 7], 0)
     assert drafter.budget == [min(7, 7 if num_tokens is None else num_tokens)] * 3
-    assert nodes(draft) == [tokens] * 3
+    assert chains_of(draft) == [tokens] * 3
     for row in range(3):
         parents = [tokens[parent] if parent >= 0 else -1 for parent in draft.tree(row)]
         assert parents == [
@@ -137,11 +134,6 @@ def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     assert max(observed) <= min(script[0]), "a drafter hears of what was verified, not of what it drafted"
 
 
-def nodes(draft: Draft) -> list[list[int]]:
-    every = draft.token_ids.tolist()
-    return [every[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
-
-
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, late = time.perf_counter, [0.0]
     monkeypatch.setattr("emssd.decoding.outcome.time.perf_counter", lambda: clock() + late[0])
@@ -154,21 +146,6 @@ def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.Mo
     engine.generate([[3, 4, 5]], 6, ignore_eos=True)
     seconds, num_steps = engine.report.seconds, engine.report.num_steps
     assert 1000.0 * num_steps <= seconds["schedule"] <= sum(seconds.values()) < 1000.0 * (num_steps + 1)
-
-
-@given(data=st.data(), budget=st.lists(st.integers(0, 6), min_size=1, max_size=5))
-def test_a_draft_is_cut_to_the_beginning_of_each_row(data: st.DataObject, budget: list[int]) -> None:
-    drawn = data.draw(drafts(budget, 30))
-    draft = Draft(torch.arange(drawn.token_ids.numel()), drawn.indptr)  # so that each node can be told from the others
-    lengths = [data.draw(st.integers(0, length)) for length in draft.lengths]
-    cut = draft.cut(lengths)
-    assert cut.lengths == lengths
-    assert cut.indptr[0] == 0
-    assert cut.num_rows == draft.num_rows
-    assert cut.is_chain
-    assert nodes(cut) == [row[:length] for row, length in zip(nodes(draft), lengths, strict=True)]
-    assert cut.token_ids.dtype == torch.int64
-    assert nodes(drawn.cut(lengths)) == [row[:length] for row, length in zip(nodes(drawn), lengths, strict=True)]
 
 
 class Broken(BudgetPolicy):

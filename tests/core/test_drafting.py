@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_llma.drafter import LLMADrafter
+from emssd_llma import LLMADrafter
 
 from emssd import Engine
 from emssd.drafting import Draft, Drafter, Outcome

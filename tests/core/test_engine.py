@@ -5,7 +5,7 @@ Oracle: `greedy_reference`, eager attention without a cache, float64, of equal l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, StepPlan
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
-from emssd.drafting import Draft, Drafter, Outcome
-from emssd.errors import ConfigError, DraftError, OutOfMemoryError, PluginError, PromptError
+from emssd.drafting import Draft, Drafter
+from emssd.errors import ConfigError, OutOfMemoryError, PluginError, PromptError
 from emssd.sequences import Batch, FinishReason, Generation, Request
 from emssd.testing.drafters import RandomDrafter
 from tests.support.strategies import drafters_with_eos, prompt_batches
@@ -103,15 +103,6 @@ def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
     assert [generation.token_ids for generation in returned] == [oracle.reference(ids, 6, eos) for ids in prompts]
 
 
-def test_ignore_eos_lets_only_the_limit_end_a_sequence(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
-) -> None:
-    engine = build(oracle, make_ragged, NoneDrafter(), eos_token_ids=range(11))
-    assert [len(generation.token_ids) for generation in engine.generate(prompts, 6)] == [1] * 5
-    done = engine.generate(prompts, 6, ignore_eos=True)
-    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 6) for ids in prompts]
-
-
 def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
 ) -> None:
@@ -128,71 +119,32 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
 
 
-class Faulty(Drafter):
-    """Works until its `fault` is due in step `due`."""
+class FailsOnce(Drafter):
+    """Raises in step `due`."""
 
     num_speculative_tokens = 3
 
-    def __init__(self, fault: str, due: int) -> None:
-        self.fault, self.due, self.num_steps = fault, due, 0
+    def __init__(self, due: int = 0) -> None:
+        self.due, self.num_steps = due, 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self.num_steps += 1
-        if self.num_steps != self.due:
-            return Draft.from_chains([[1] * limit for limit in budget])
-        match self.fault:
-            case "propose":
-                raise ZeroDivisionError("of its own")
-            case "budget":
-                return Draft.from_chains([[1] * (limit + 1) for limit in budget])
-            case "high id":
-                return Draft.from_chains([[11] for _ in batch])
-            case "negative id":
-                return Draft.from_chains([[-1] for _ in batch])
-            case "one row more":
-                return Draft.empty(len(batch) + 1)
-            case "one row less":
-                return Draft.empty(len(batch) - 1)
-            case "tree":
-                return Draft(torch.tensor([1, 1]), (0, *[2] * len(batch)), (-1, -1))
-        return Draft.empty(len(batch))
-
-    def observe(self, outcome: Outcome) -> None:
-        if self.fault == "observe" and self.num_steps == self.due:
+        if self.num_steps == self.due:
             raise ZeroDivisionError("of its own")
+        return Draft.from_chains([[1] * limit for limit in budget])
 
 
-@looped(
-    ("fault", "error", "message"),
-    [
-        ("propose", PluginError, r"failed in propose: ZeroDivisionError: of its own"),
-        ("observe", PluginError, r"failed in observe: ZeroDivisionError: of its own"),
-        ("budget", DraftError, "broke its interface: it drafted 4 tokens for request '2' with a budget of 3"),
-        ("high id", DraftError, "it drafted token id 11, outside the target's vocabulary of 11"),
-        ("negative id", DraftError, "it drafted token id -1, outside"),
-        ("one row more", DraftError, "its draft has 3 rows .* but the batch has 2 rows"),
-        ("one row less", DraftError, "its draft has 1 rows .* but the batch has 2 rows"),
-        ("tree", DraftError, "its drafts_trees is False"),
-    ],
-)
-def test_a_faulty_drafter_is_named_its_memory_is_freed_and_finished_work_is_kept(
-    fault: str,
-    error: type[Exception],
-    message: str,
-    oracle: Any,
-    make_ragged: MakeBackend,
-    build: Any,
-    prompts: list[list[int]],
+def test_a_drafter_that_fails_is_named_its_memory_is_freed_and_finished_work_is_kept(
+    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
 ) -> None:
-    counting = Faulty("none", 0)
+    """`tests.core.test_drafting` has every fault."""
+    counting = FailsOnce()
     first = build(oracle, make_ragged, counting, batch_size=2).generate(prompts[:2], 7)
-    engine = build(oracle, make_ragged, Faulty(fault, counting.num_steps + 1), batch_size=2, drafter_name="'bad' (x 1)")
-    with pytest.raises(error, match=message) as caught:
+    failing = FailsOnce(counting.num_steps + 1)
+    engine = build(oracle, make_ragged, failing, batch_size=2, drafter_name="'bad' (x 1)")
+    with pytest.raises(PluginError, match=r"drafter 'bad' \(x 1\) failed in propose: ZeroDivisionError") as caught:
         engine.generate(prompts, 7)
-    assert type(caught.value) is error
-    assert "drafter 'bad' (x 1) " in str(caught.value)
-    finished = caught.value.finished
-    assert sorted(finished, key=lambda generation: generation.request_id) == first
+    assert sorted(caught.value.finished, key=lambda generation: generation.request_id) == first
     assert engine.runner.usage.held == 0
     assert not engine.scheduler.has_work
     done = engine.generate(prompts, 7)
@@ -290,49 +242,6 @@ def test_bad_limits_and_prompts_are_refused_before_anything_runs(
         with pytest.raises(PromptError, match="prompt 1"):
             engine.stream([[1], bad])
     assert engine.report.num_steps == 0
-
-
-def test_an_engine_serves_one_iterator_at_a_time(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=1)
-    first, second = engine.stream([[1], [2]], 2), engine.stream([[3]], 2)
-    next(first)
-    with pytest.raises(ConfigError, match="still decoding"):
-        next(second)
-    assert next(first).prompt_ids == (2,)
-
-
-class _Faulty(Drafter):
-    """Drafts nothing, or something that is no draft, and cannot forget."""
-
-    num_speculative_tokens = 2
-
-    def __init__(self, draft: Any) -> None:
-        self.draft = draft
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.empty(len(batch)) if self.draft is None else self.draft  # type: ignore[no-any-return]
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        raise RuntimeError("cannot forget")
-
-
-@looped(
-    ("draft", "message"),
-    [
-        ([[1], [2]], "it returned a list; return an emssd.drafting.Draft"),
-        (Draft(torch.tensor([1.0]), (0, 1)), "its token_ids are torch.float32 of 1 dimensions"),
-        (Draft(torch.tensor([[1]]), (0, 1)), "its token_ids are torch.int64 of 2 dimensions"),
-        (None, "_Faulty failed in release: RuntimeError"),
-    ],
-)
-def test_what_is_no_draft_and_what_cannot_be_released_is_named(
-    draft: Any, message: str, oracle: Any, make_ragged: MakeBackend, build: Any
-) -> None:
-    engine = build(oracle, make_ragged, _Faulty(draft), batch_size=1)
-    with pytest.raises(PluginError, match=message):
-        engine.generate([[1], [2]], 2)
-    assert not engine.scheduler.has_work
-    assert engine.runner.usage.held == 0
 
 
 def test_without_work_a_step_does_nothing(oracle: Any, make_ragged: MakeBackend, build: Any) -> None:

@@ -91,14 +91,6 @@ def test_trees_and_prompts_in_pieces_give_the_states_of_one_plain_pass(name: str
     hold_all(listener)
 
 
-@looped("name", ["ragged-fused", "ragged-page-3", "padded", "paged-recorded"])
-def test_so_do_chains(name: str) -> None:
-    listener = Listener(RandomDrafter(VOCAB_SIZE, 5, references()))
-    engine = decode(BACKENDS[name](), listener)
-    assert 0 < engine.report.num_accepted < engine.report.num_drafted
-    hold_all(listener)
-
-
 def test_a_preempted_row_begins_anew() -> None:
     listener = Listener(TreeDrafter(VOCAB_SIZE, 6, references(), right=0.7))
     engine = decode(ragged_backend(page_size=1, kernels="torch"), listener, max_tokens=40)

@@ -5,15 +5,12 @@ Oracle of outputs: `greedy_reference`, float64.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
-from emssd_llma import LLMAConfig, Search
-from emssd_llma.drafter import LLMADrafter
-from emssd_pld import Occurrence, PLDConfig
-from emssd_pld.drafter import PLDDrafter
+from emssd_llma import LLMAConfig, LLMADrafter, Search
+from emssd_pld import Occurrence, PLDConfig, PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,7 +31,12 @@ LLMA = st.builds(
     search=st.sampled_from(Search),
     **OPTIONS,
 )
-PLD = st.builds(PLDConfig, max_ngram_size=st.integers(1, 3), num_speculative_tokens=st.integers(1, 5), **OPTIONS)
+PLD = st.builds(
+    lambda sizes, **options: PLDConfig(max_ngram_size=max(sizes), min_ngram_size=min(sizes), **options),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    num_speculative_tokens=st.integers(1, 5),
+    **OPTIONS,
+)
 CONFIGS = LLMA | PLD
 
 
@@ -49,7 +51,11 @@ def copies(config: LLMAConfig | PLDConfig, row: Row) -> list[list[int]]:
         text = tokens[: len(row.request.prompt_ids)] if config.search is Search.prompt else tokens
         sizes, copied = [config.match_length], config.copy_length
     else:
-        text, sizes, copied = tokens, list(range(config.max_ngram_size, 0, -1)), config.num_speculative_tokens
+        text, sizes, copied = (
+            tokens,
+            list(range(config.max_ngram_size, config.min_ngram_size - 1, -1)),
+            config.num_speculative_tokens,
+        )
     for size in sizes:
         needed = copied if config.require_full_copy else 1
         if config.require_full_copy and isinstance(config, PLDConfig):
@@ -91,14 +97,6 @@ def test_the_tree_is_the_trie_of_the_copies_and_the_common_tokens_come_first(
         assert [share[path] for path in found] == sorted(share.values(), reverse=True)[: len(found)]
         for path, chance in zip(found, draft.confidence or (), strict=drafter.drafts_trees):
             assert chance == pytest.approx(float(share[path] / share.get(path[:-1], Fraction(1))))
-
-
-@given(config=CONFIGS, text=st.lists(TOKENS, min_size=1, max_size=40))
-def test_the_chain_of_one_branch_is_a_path_of_the_tree(config: LLMAConfig | PLDConfig, text: list[int]) -> None:
-    chain = tree_of(make(replace(config, branches=1)), row_of(text), 99)
-    tree = tree_of(make(config), row_of(text), 99)
-    assert chain.parents is None
-    assert set(paths_of(chain)) <= set(paths_of(tree))
 
 
 def test_one_tree_of_a_text_that_went_on_in_three_ways() -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_llma import LLMAConfig, Occurrence, Search
-from emssd_llma.drafter import LLMADrafter
+from emssd_llma import LLMAConfig, LLMADrafter, Occurrence, Search
 from emssd_none import NoneDrafter
 
 import emssd

@@ -202,15 +202,6 @@ TestSharedPages.settings = settings(
 )
 
 
-def test_a_page_that_is_not_full_is_not_shared() -> None:
-    table = PageTable(2)
-    table.reserve("a", 4)
-    table.publish("a", [7, 8, 9])
-    assert [page in table._known for page in table.pages("a")] == [True, False]
-    assert table.adopt("b", [7, 8, 9, 10, 11]) == 2
-    assert table.pages("b") == table.pages("a")[:1]
-
-
 def test_the_end_of_a_text_is_evicted_before_its_head() -> None:
     table = PageTable(1, max_pages=3)
     table.reserve("a", 3)

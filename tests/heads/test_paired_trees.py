@@ -19,6 +19,7 @@ from tests.support.random_heads import DRAFTED, random_head
 from tests.support.right_drafters import target, trial
 from tests.support.right_drafts import PROMPTS, Load
 from tests.support.tiers import looped
+from tests.support.tree_drafts import paths_of
 
 NUM_NEW, EPS = 12, 1e-6
 PATHS = json.loads(files("emssd.drafters.heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]
@@ -118,13 +119,9 @@ class Naive:
 
 def drafted(draft: Draft, row: int) -> dict[Path, float]:
     """The nodes of a row as paths of tokens, and how sure the drafter is of each."""
-    start, stop = draft.indptr[row : row + 2]
-    tokens, confidence = draft.token_ids[start:stop].tolist(), draft.confidence or ()
-    paths: list[Path] = []
-    for token, parent in zip(tokens, draft.tree(row), strict=True):
-        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    (start, stop), paths = draft.indptr[row : row + 2], paths_of(draft, row)
     assert len(set(paths)) == len(paths)
-    return dict(zip(paths, confidence[start:stop], strict=True))
+    return dict(zip(paths, (draft.confidence or ())[start:stop], strict=True))
 
 
 @looped("backend", ["ragged", "padded"])

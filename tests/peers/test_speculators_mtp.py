@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_mtp import MtpConfig
-from emssd_mtp.drafter import load_drafter
+from emssd_mtp import MtpConfig, emssd_drafters
 from emssd_mtp.head import MtpHead
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -80,7 +79,9 @@ def test_it_drafts_what_their_model_computes(
         return logits
 
     def load(context: DrafterContext) -> PairedDrafter:
-        drafter = load_drafter(MtpConfig(path=str(path), tree=TreeKind.chain, depth=NUM_STEPS), context)
+        (spec,) = emssd_drafters()
+        drafter = spec.build(MtpConfig(path=str(path), tree=TreeKind.chain, depth=NUM_STEPS), context)
+        assert isinstance(drafter, PairedDrafter)
         assert isinstance(drafter._head, MtpHead)
         heads.append(drafter._head)
         return drafter

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config
-from emssd_eagle3.drafter import load_drafter
+from emssd_eagle3 import Eagle3Config, emssd_drafters
 from emssd_eagle3.parallel import ParallelDrafter
 
 from emssd.drafters.heads.options import TreeKind
@@ -116,7 +115,8 @@ def test_a_head_of_theirs_drafts_what_their_class_computes(
     monkeypatch.setattr(ParallelDrafter, "slots", noted)
 
     def load(context: DrafterContext) -> ParallelDrafter:
-        drafter = load_drafter(Eagle3Config(path=str(folder), tree=TreeKind.chain, depth=DEPTH), context)
+        (spec,) = emssd_drafters()
+        drafter = spec.build(Eagle3Config(path=str(folder), tree=TreeKind.chain, depth=DEPTH), context)
         assert isinstance(drafter, ParallelDrafter)
         assert drafter.hidden_layers == LAYERS
         ids = torch.tensor(DRAFTED if flags["draft_vocab_size"] < VOCAB else range(VOCAB))

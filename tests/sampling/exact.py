@@ -32,9 +32,7 @@ __all__ = [
     "emitted",
     "law_of",
     "probabilities",
-    "softer",
     "target_law",
-    "total_variation",
     "way",
 ]
 
@@ -118,12 +116,6 @@ def probabilities(*parts: int) -> Any:
     return np.array([Fraction(part, sum(parts)) for part in parts], dtype=object)
 
 
-def softer(probs: Any) -> Any:
-    """``[vocab]`` the same distribution at half the temperature."""
-    squares = probs * probs
-    return squares / squares.sum()
-
-
 @dataclass(frozen=True, eq=False)
 class Model:
     """What follows each text of up to two tokens; beyond that, and where nothing is told, `rest`."""
@@ -184,8 +176,3 @@ def continued(law: Law, target: Model, length: int, num_tokens: int = 3) -> Law:
 def target_law(target: Model, length: int, num_tokens: int = 3) -> Law:
     """The law of the target's own first `length` tokens."""
     return continued({(): Fraction(1)}, target, length, num_tokens)
-
-
-def total_variation(one: Law, other: Law) -> Fraction:
-    """Half the sum of all differences."""
-    return sum((abs(one.get(key, Fraction(0)) - other.get(key, Fraction(0))) for key in one | other), Fraction(0)) / 2

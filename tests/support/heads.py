@@ -21,7 +21,18 @@ from emssd.drafters.heads.head import Head
 from emssd.drafting import Draft
 from emssd.plugins.registry import Registry
 
-__all__ = ["CPU", "Weights", "dense_layer", "dense_rms", "layer_weights", "random_weights", "run_ragged", "write_head"]
+__all__ = [
+    "CPU",
+    "Weights",
+    "assert_same",
+    "dense_layer",
+    "dense_rms",
+    "layer_weights",
+    "numbers",
+    "random_weights",
+    "run_ragged",
+    "write_head",
+]
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
@@ -35,6 +46,16 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Weig
         + (1.0 if "norm" in name else 0.0)
         for name, shape in shapes.items()
     }
+
+
+def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Random inputs, float64."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Hold outputs to what formulas give; only the order of sums may differ."""
+    torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
 
 
 def layer_weights(prefix: str, config: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:

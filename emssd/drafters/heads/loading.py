@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -15,9 +16,8 @@ from emssd.drafters.heads.containers import unwrapped
 from emssd.drafters.heads.files import Checkpoint, cannot_load, read_checkpoint, reading_config
 from emssd.drafters.heads.formats import Format, expect
 from emssd.drafters.heads.target import TargetSizes
-from emssd.drafters.heads.weights import drop_copies, fill, made_empty, rename
 from emssd.drafting import DrafterContext
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model import BorrowedTarget
 
 __all__ = ["HeadFiles", "Lent", "Loaded"]
@@ -26,6 +26,8 @@ AnyLoaded = TypeVar("AnyLoaded", bound="Loaded[Any]")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 logger = logging.getLogger("emssd")
+
+_COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # older versions stored what is computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ class HeadFiles:
         path: str,
         target: TargetSizes,
         *formats: Format,
-        new_name: Callable[[str], str | None] | None = None,
+        new_name: Callable[[str], str | None] = str,
     ) -> HeadFiles:
         """Read them.
 
@@ -122,16 +124,16 @@ class HeadFiles:
             path: folder, file of weights or hub id.
             target: that the head is to draft for.
             formats: of which the head is one.
-            new_name: gives the module's name for a tensor, ``None`` for one that nobody needs. By default, the names
-                are those of the files.
+            new_name: see `renamed`; by default, the module's names are those of the files.
 
         Raises:
             ConfigError: they cannot be read, or hold something else.
         """
         checkpoint = read_checkpoint(path)
         expect(checkpoint, *formats)
-        checkpoint = unwrapped(checkpoint)
-        return cls(checkpoint, target, rename(checkpoint, new_name or str))
+        files = cls(unwrapped(checkpoint), target, {})
+        files.names = files.renamed(new_name)
+        return files
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -147,12 +149,33 @@ class HeadFiles:
         return reading_config(self.checkpoint.path)
 
     def renamed(self, new_name: Callable[[str], str | None]) -> dict[str, str]:
-        """`names` by other names of the module's parameters; `new_name` is as in `read`."""
-        return rename(self.checkpoint, new_name)
+        """The names of the tensors, by those that `new_name` gives; ``None`` is for a tensor that nobody needs.
+
+        Raises:
+            ConfigError: two tensors have the same place.
+        """
+        names: dict[str, str] = {}
+        for name in self.checkpoint.tensors:
+            new = None if _COMPUTED.search(name) else new_name(name)
+            if new is None:
+                continue
+            if new in names:
+                raise self.cannot(f"its weights {names[new]} and {name} are for the same place")
+            names[new] = name
+        return names
 
     def drop_copies(self, model: Any) -> None:
         """Forget tables of embeddings and logits that are copies of those of `model`, the target."""
-        drop_copies(self.names, self.checkpoint, model)
+        for place, table in (
+            ("embed_tokens.weight", model.get_input_embeddings()),
+            ("lm_head.weight", model.get_output_embeddings()),
+        ):
+            weight = getattr(table, "weight", None)
+            if weight is None or place not in self.names:
+                continue
+            tensor = self.checkpoint.tensors[self.names[place]]
+            if tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight):
+                del self.names[place]
 
     def check_sizes(self, hidden_size: object, vocab_size: object) -> None:
         """Refuse a head for another target; ``None`` is a size that its config does not say.
@@ -203,13 +226,53 @@ class HeadFiles:
         return found
 
     def filled(self, make: Callable[[], Module], names: Mapping[str, str] | None = None) -> Module:
-        """The module that `make` gives, with the weights of `names`, by default all.
+        """The module that `make` gives, with the weights of `names`, by default all; ready for inference.
+
+        Floating point weights get the target's dtype; others keep theirs.
 
         Raises:
             ConfigError: weights are missing, left over, or have other shapes than the module.
             OutOfMemoryError: the device has no room for them.
         """
-        module = made_empty(make)
-        names = self.names if names is None else names
-        fill(module, self.checkpoint, names, dtype=self.target.dtype, device=self.target.device)
-        return module
+        with torch.device("meta"):
+            module = make()
+        names, device = self.names if names is None else names, self.target.device
+        self._check_whole(module, names)
+        try:
+            state = {name: self._moved(self.checkpoint.tensors[old]) for name, old in names.items()}
+            module.load_state_dict(state, assign=True)
+            module.to(device)  # buffers that no file holds
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{device} has no room for the trained head {self.checkpoint.path!r}") from error
+        return module.eval().requires_grad_(False)
+
+    def _check_whole(self, module: torch.nn.Module, names: Mapping[str, str]) -> None:
+        """Refuse files in which a tensor has no place, or a place no tensor."""
+        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        given = {name: tuple(self.checkpoint.tensors[old].shape) for name, old in names.items()}
+        wrong = [
+            f"{names[name]} ({_shape(given[name])} in place of {_shape(shape)})"
+            for name, shape in wanted.items()
+            if given.get(name, shape) != shape
+        ]
+        faults = [
+            ("missing", [name for name in wanted if name not in given]),
+            ("of another shape than its config and the target say", wrong),
+            ("without a place in such a head", [names[name] for name in given if name not in wanted]),
+        ]
+        if told := [f"{_listed(found)} {'is' if len(found) == 1 else 'are'} {what}" for what, found in faults if found]:
+            raise self.cannot(f"of its weights, {'; '.join(told)}")
+
+    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy, so that the file is not read again whenever memory is short."""
+        dtype = self.target.dtype if tensor.is_floating_point() else tensor.dtype
+        return tensor.to(self.target.device, dtype, copy=True)
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _shape(sizes: tuple[int, ...]) -> str:
+    return "x".join(map(str, sizes)) or "a single number"

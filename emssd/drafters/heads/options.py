@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from emssd.drafters.heads.trees import PublishedShape, StaticTree, read_trees
+from emssd.drafters.heads.trees import PublishedShape, StaticTree, read_trees, tree_of
 from emssd.drafting.shapes import DynamicShape, Shape, check_at_least_one, chosen
 from emssd.errors import ConfigError, did_you_mean
 
@@ -79,7 +79,7 @@ def shape_of(options: Options, package: str, num_heads: int | None = None, *, to
     kind, static = chosen(TreeKind, "tree", options.tree), static_tree(options.static_tree, read_trees(package))
     depth = min(each for each in (options.depth, num_heads, sys.maxsize) if each is not None)
     if kind is TreeKind.static:
-        return PublishedShape(static if num_heads is None else static.shallow(depth))
+        return PublishedShape(static if num_heads is None else tuple(way for way in static if len(way) <= depth))
     return DynamicShape(depth, depth, 1) if kind is TreeKind.chain else DynamicShape(options.num_nodes, depth, top_k)
 
 
@@ -97,8 +97,8 @@ def static_tree(name: str, known: Mapping[str, StaticTree]) -> StaticTree:
             f"give a file whose name ends with .json"
         )
     try:
-        tree = StaticTree.of_paths(json.loads(Path(name).expanduser().read_text(encoding="utf-8")))
-        if not tree.ranks or not all(type(rank) is int and rank >= 0 for rank in tree.ranks):
+        tree = tree_of(json.loads(Path(name).expanduser().read_text(encoding="utf-8")))
+        if not tree or not all(type(rank) is int and rank >= 0 for way in tree for rank in way):
             raise ValueError("it needs a node at least, and numbers from 0 on")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting import NGramDrafter
+from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["ANPDConfig", "emssd_drafters"]
+__all__ = ["ANPDConfig", "ANPDDrafter", "emssd_drafters"]
 
 
 @dataclass
@@ -32,13 +33,24 @@ class ANPDConfig:
     group_tokens: int = 0
 
 
-def _build(config: ANPDConfig, context: DrafterContext) -> Drafter:
-    from emssd_anpd.drafter import ANPDDrafter
+class ANPDDrafter(NGramDrafter):
+    """Drafts, per row, what followed the longest known n-gram most often, by its own text and its group's (§3.2).
 
-    return ANPDDrafter(config)
+    Raises:
+        ConfigError: a size below one, or sizes in the wrong order.
+    """
+
+    def __init__(self, config: ANPDConfig) -> None:
+        longest, shortest, length = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens
+        if not 1 <= shortest <= longest or length < 1:
+            raise ConfigError(
+                f"drafter.min_ngram_size is {shortest}, drafter.max_ngram_size is {longest} and "
+                f"drafter.num_speculative_tokens is {length}; all must be at least 1, and the second at least the first"
+            )
+        super().__init__(longest, shortest, length, length, 1, config.group_tokens)
 
 
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("anpd", ANPDConfig, _build)]
+    return [DrafterSpec("anpd", ANPDConfig, lambda config, _: ANPDDrafter(config))]

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
-from emssd_anpd import ANPDConfig
-from emssd_anpd.drafter import ANPDDrafter
+from emssd_anpd import ANPDConfig, ANPDDrafter
 from hypothesis import example, given
 from hypothesis import strategies as st
 

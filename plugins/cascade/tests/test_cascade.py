@@ -24,6 +24,7 @@ from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import ScriptedBudget
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
+from tests.support.tree_drafts import chains_of
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 
@@ -54,11 +55,6 @@ def rows(*names: str) -> Batch:
     return Batch(tuple(Row(Request(name, (1, 2, 3), 50)) for name in names))
 
 
-def chains(draft: Draft) -> list[list[int]]:
-    tokens = draft.token_ids.tolist()
-    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
-
-
 def stages(*told: Drafter, policy: BudgetPolicy | None = None) -> DraftStages:
     checked = [CheckedDrafter(drafter, None, 11, on_error="fail") for drafter in told]
     return DraftStages(checked, policy or FixedBudget())
@@ -70,7 +66,7 @@ def test_each_row_is_served_by_the_first_drafter_that_has_something() -> None:
     cascade = stages(first, second, third)
     assert cascade.num_speculative_tokens == 6
     draft = cascade.propose(rows("a", "b", "c", "d", "e"), [6, 6, 6, 6, 0], 0)
-    assert chains(draft) == [[1, 1], [2, 2, 2], [3], [1, 1, 1, 1], []]
+    assert chains_of(draft) == [[1, 1], [2, 2, 2], [3], [1, 1, 1, 1], []]
     assert first.budgets == [[4, 4, 4, 4, 0]]
     assert second.budgets == [[0, 6, 6, 0, 0]]
     assert third.budgets == [[0, 0, 4, 0, 0]]
@@ -81,13 +77,13 @@ def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_oth
     cascade = stages(first, second, policy=ScriptedBudget([(4, 2), (4, 3), (4, 0)]))
     batch = rows("a", "b", "c")
     draft = cascade.propose(batch, [4, 4, 4], 0)
-    assert chains(draft) == [[1, 1], [2, 2, 2], []]
+    assert chains_of(draft) == [[1, 1], [2, 2, 2], []]
     cascade.observe(Outcome(batch, draft, (range(2), range(1), range(0)), IDS))
     (ours,), (theirs,) = first.outcomes, second.outcomes
     assert ours.batch == theirs.batch == batch
-    assert chains(ours.draft) == [[1, 1], [], []]
+    assert chains_of(ours.draft) == [[1, 1], [], []]
     assert [len(nodes) for nodes in ours.accepted] == [2, 0, 0]
-    assert chains(theirs.draft) == [[], [2, 2, 2], []]
+    assert chains_of(theirs.draft) == [[], [2, 2, 2], []]
     assert [len(nodes) for nodes in theirs.accepted] == [0, 1, 0]
 
 
@@ -96,10 +92,10 @@ def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> N
     cascade = stages(first, second, policy=ScriptedBudget([(4, 0), (4, 3), (4, 2), (4, 2)]))
     batch = rows("a", "b")
     draft = cascade.propose(batch, [4, 4], 0)
-    assert chains(draft) == [[2, 2], [1, 1, 1]]
+    assert chains_of(draft) == [[2, 2], [1, 1, 1]]
     cascade.observe(Outcome(batch, draft, (range(1), range(2)), IDS[:2]))
-    assert chains(first.outcomes[0].draft) == [[], [1, 1, 1]]
-    assert chains(second.outcomes[0].draft) == [[2, 2], []]
+    assert chains_of(first.outcomes[0].draft) == [[], [1, 1, 1]]
+    assert chains_of(second.outcomes[0].draft) == [[2, 2], []]
 
 
 def test_who_served_a_row_is_forgotten_with_the_step() -> None:
@@ -154,7 +150,7 @@ def test_the_joined_draft_is_what_the_first_with_something_drafts(lengths: list[
     for row, limit in enumerate(budget):
         for i, some in enumerate(lengths):
             expected[row] = expected[row] or [i + 1] * min(some[row], limit)
-    assert chains(draft) == expected
+    assert chains_of(draft) == expected
 
 
 class Raising(Told):
@@ -174,8 +170,8 @@ def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
     cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(told, None, 11)], FixedBudget())
     batch = rows("a")
     with pytest.warns(PluginWarning, match="drafter Raising failed in propose"):
-        assert chains(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
-    assert chains(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
+        assert chains_of(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
+    assert chains_of(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
     assert cascade.num_speculative_tokens == 4
     cascade.release(["a"])
     assert bad.released == told.released == ["a"]

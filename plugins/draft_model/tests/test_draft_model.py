@@ -19,12 +19,13 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
 from emssd.decoding.caches import make_backend
-from emssd.drafting import Draft, DrafterContext, Outcome
+from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
+from tests.support.tree_drafts import chains_of
 
 VOCAB_SIZE = 13
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -65,11 +66,6 @@ def sequence(tokens: list[int], name: str = "a") -> Row:
     return Row(Request(name, tuple(tokens), 100))
 
 
-def chains(draft: Draft) -> list[list[int]]:
-    tokens = draft.token_ids.tolist()
-    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
-
-
 def greedy(model: TargetModel, tokens: list[int], count: int) -> list[int]:
     """Continue as the draft model itself does, without any cache."""
     text = list(tokens)
@@ -99,9 +95,9 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(backend: str
             draft = drafter.propose(batch, budget)
             fresh = make_drafter(model, backend=backend).propose(batch, budget)
         assert draft.lengths == budget
-        assert chains(draft) == chains(fresh)
+        assert chains_of(draft) == chains_of(fresh)
         accepted = tuple(range(data.draw(st.integers(0, length), "accepted")) for length in draft.lengths)
-        for row, chain, taken in zip(running, chains(draft), accepted, strict=True):
+        for row, chain, taken in zip(running, chains_of(draft), accepted, strict=True):
             row.extend([*chain[: len(taken)], data.draw(TOKENS, "the target's own")])
         gone = [row for row in running if data.draw(st.booleans(), "finished")]
         with torch.inference_mode():
@@ -121,7 +117,7 @@ def test_it_drafts_the_draft_models_own_greedy_continuation(architecture: str) -
     budget = [4, 2, 3]
     with torch.inference_mode():
         draft = make_drafter(model).propose(Batch(tuple(map(sequence, prompts, "abc"))), budget)
-    assert chains(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
+    assert chains_of(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
 
 
 @pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
@@ -133,20 +129,6 @@ def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculativ
     for generation in done:
         assert generation.num_accepted == generation.num_drafted == 6 * num_speculative_tokens
         assert generation.num_steps == 7  # six full ones, and one token that was left
-
-
-def test_rows_that_its_cache_has_no_room_for_draft_nothing_in_that_step() -> None:
-    model = draft_model()
-    drafter = make_drafter(model, max_tokens=48)  # three pages
-    rows = [sequence([3] * 14, "a"), sequence([4] * 20, "b"), sequence([5] * 15, "c")]
-    with torch.inference_mode():
-        draft = drafter.propose(Batch(tuple(rows)), [4, 4, 1])
-        assert draft.lengths == [4, 0, 1]  # 17 and 15 tokens of KV take all three pages
-        assert chains(draft)[0] == greedy(model, rows[0].tokens, 4)
-        drafter.observe(Outcome(Batch(tuple(rows)), draft, (range(0), range(0), range(0)), ()))
-        drafter.release(["c"])
-        assert drafter.propose(Batch(tuple(rows[1:2])), [4]).lengths == [4]  # two pages beside that of the first row
-        assert drafter.propose(Batch(tuple(rows[2:])), [1]).lengths == [0]
 
 
 def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:
@@ -176,7 +158,7 @@ def test_ids_that_only_the_padded_vocabulary_of_the_draft_model_has_are_never_dr
         ).propose(batch, [4, 4, 4])
         draft = make_drafter(model).propose(batch, [4, 4, 4])
     assert int(unlimited.token_ids.max()) >= VOCAB_SIZE  # it would like to
-    assert chains(draft) == [greedy(model, prompt, 4) for prompt in prompts]
+    assert chains_of(draft) == [greedy(model, prompt, 4) for prompt in prompts]
     assert int(draft.token_ids.max()) < VOCAB_SIZE
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import TreeOptions
+from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -24,9 +24,11 @@ class EagleConfig(TreeOptions):
 
 
 def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
-    from emssd_eagle.drafter import load_drafter
+    from emssd_eagle.loading import load_eagle
 
-    return load_drafter(config, context)
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle")
+    loaded = lent.loaded(config.path, load_eagle)
+    return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
 @hookimpl

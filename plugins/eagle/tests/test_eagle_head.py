@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle.drafter import load_eagle
 from emssd_eagle.head import EagleHead
+from emssd_eagle.loading import load_eagle
 
 from emssd.drafters.heads.loading import Loaded
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from tests.support.heads import (
     Weights,
+    assert_same,
     dense_layer,
     dense_rms,
     layer_weights,
+    numbers,
     random_weights,
     run_ragged,
     write_head,
@@ -63,14 +65,6 @@ def dense_outputs(w: Weights, inputs: torch.Tensor, config: dict[str, Any] = CON
             attended = dense_rms(h, w[f"layers.{layer}.input_layernorm.weight"].double(), config["rms_norm_eps"])
         h = dense_layer(w, f"layers.{layer}.", config, h, attended, positions)
     return h
-
-
-def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 
-from emssd.drafters import TreeOptions
+from emssd.drafters import Lent, PairedDrafter, TreeOptions, chosen, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -47,9 +48,22 @@ class Eagle3Config(TreeOptions):
 
 
 def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
-    from emssd_eagle3.drafter import load_drafter
+    from emssd_eagle3.loading import load_eagle3
+    from emssd_eagle3.measuring import MeasuringDrafter
+    from emssd_eagle3.parallel import MeasuringParallelDrafter, ParallelDrafter
 
-    return load_drafter(config, context)
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle3")
+    layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
+    loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
+    head, is_parallel = loaded.head, loaded.head.mask_token_id is not None
+    if loaded.other_layers is None:
+        drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
+    else:
+        unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
+        drafter = unsure(head, (loaded.layers, loaded.other_layers), shape, lent)
+    if lent.compile:
+        head.keep_bytes()
+    return drafter
 
 
 @hookimpl

@@ -21,9 +21,11 @@ from emssd.model.program import Program
 from emssd.native import Entry, NativeError
 from tests.support.heads import (
     Weights,
+    assert_same,
     dense_layer,
     dense_rms,
     layer_weights,
+    numbers,
     random_weights,
     run_ragged,
     write_head,
@@ -91,14 +93,6 @@ def dense_outputs(
 def dense_logits(w: Weights, out: torch.Tensor, **flags: Any) -> torch.Tensor:
     normed = out if flags.get("norm_output") else dense_rms(out, w["norm.weight"].double(), CONFIG["rms_norm_eps"])
     return normed @ w["lm_head.weight"].double().T
-
-
-def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
-    torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
 
 
 def renamed(weights: Weights, *pairs: tuple[str, str]) -> Weights:

@@ -16,14 +16,12 @@ import pytest
 import torch
 from emssd_early_exit import EarlyExitConfig
 
-from emssd.drafters import ModelDrafter
-from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support import right_drafters
-from tests.support.right_drafters import loading
+from tests.support.right_drafters import loading, noting
 from tests.support.right_drafts import Trial
 from tests.support.tiers import looped
 
@@ -71,18 +69,7 @@ def test_it_drafts_what_the_first_layers_say_without_a_cache(architecture: str) 
     """In every step of a run in which some of it is accepted and some is not."""
     model, drafts = model_of(architecture), list[tuple[list[int], list[int]]]()
 
-    class Noted(ModelDrafter):
-        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            draft = super().propose(batch, budget)
-            rows = draft.token_ids.split(draft.lengths)
-            drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
-            return draft
-
-    def load(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
-        made = right_drafters.trial("early_exit").load(options, context)
-        made.__class__ = Noted
-        return made
-
+    load = noting(right_drafters.trial("early_exit").load, drafts)
     engine = trial({"num_layers": 1, "depth": 3}, load=load, target=model).engine
     prompts = [(3, 4, 5, 6, 3, 4), (8,), (9, 10, 9, 10, 9, 10, 11)]
     engine.generate(prompts, 12, ignore_eos=True)

@@ -5,9 +5,10 @@ Ankner et al. 2024, arXiv 2402.05109. Both Hydra and Hydra++ are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
-from emssd.drafters import TreeKind
+from emssd.drafters import HeadLane, Lent, TreeKind, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -41,8 +42,19 @@ class HydraConfig:
 
 def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     from emssd_hydra.drafter import HydraDrafter
+    from emssd_hydra.loading import load_hydra
 
-    return HydraDrafter.load(config, context)
+    shape_of(config, "emssd_hydra", top_k=config.top_k)  # what cannot work is said before heads are loaded
+    lent = Lent.by(context, "hydra")
+    loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
+    if lent.compile:
+        keep_bytes(loaded.head)
+    lane, spec = None, lent.spec
+    if loaded.prefix is not None:
+        spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
+        lane = HeadLane(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
+    shape = shape_of(config, "emssd_hydra", len(loaded.head.projections), top_k=config.top_k)
+    return HydraDrafter(loaded, lane, lent.target, shape, spec.max_model_len)
 
 
 @hookimpl

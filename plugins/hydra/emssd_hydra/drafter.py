@@ -7,27 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import partial
 
 import torch
 
 from emssd.attention import Kept, on_device
-from emssd.drafters import (
-    GrowingRow,
-    HeadLane,
-    Lent,
-    Level,
-    Shape,
-    StatesDrafter,
-    keep_bytes,
-    nodes_of,
-    pack_nodes,
-    shape_of,
-)
-from emssd.drafting import DrafterContext
+from emssd.drafters import GrowingRow, HeadLane, Level, Shape, StatesDrafter, nodes_of, pack_nodes
 from emssd.model import BorrowedTarget
-from emssd_hydra import HydraConfig
-from emssd_hydra.loading import LoadedHydra, load_hydra
+from emssd_hydra.loading import LoadedHydra
 
 __all__ = ["HydraDrafter"]
 
@@ -54,23 +40,6 @@ class HydraDrafter(StatesDrafter):
         super().__init__(shape, loaded.layers, target, lane, max_len)
         self._heads, self._runner = loaded.head, lane
         self.reads_all = lane is not None
-
-    @classmethod
-    def load(cls, config: HydraConfig, context: DrafterContext) -> HydraDrafter:
-        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
-        target; or OutOfMemoryError: the target's device has no room for them.
-        """
-        shape_of(config, "emssd_hydra", top_k=config.top_k)
-        lent = Lent.by(context, "hydra")
-        target, spec = lent.target, lent.spec
-        loaded = lent.loaded(config.path, partial(load_hydra, target_config=target.config))
-        if lent.compile:
-            keep_bytes(loaded.head)
-        shape, lane = shape_of(config, "emssd_hydra", len(loaded.head.projections), top_k=config.top_k), None
-        if loaded.prefix is not None:
-            spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
-            lane = HeadLane(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
-        return cls(loaded, lane, target, shape, spec.max_model_len)
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         self._hidden, self._places = self._read(rows), {row.request_id: place for place, row in enumerate(rows)}

@@ -27,6 +27,7 @@ from tests.support.perfect_head import SIZE, VOCAB
 from tests.support.perfect_hydra import PREFIX
 from tests.support.right_drafts import PROMPTS, Trial
 from tests.support.tiers import looped
+from tests.support.tree_drafts import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
@@ -118,14 +119,12 @@ class Naive:
 
     def static(self, num_nodes: int, depth: int) -> dict[tuple[int, ...], float]:
         """The best nodes of the published tree."""
-        tree = read_trees("emssd_hydra")["mc_sim_7b_63"]
-        found, paths = {(): 0.0}, [None] * len(tree.parents)
-        for node, (parent, rank, deep) in enumerate(zip(tree.parents, tree.ranks, tree.depths, strict=True)):
-            path = paths[parent] if parent >= 0 else ()
-            if deep <= depth and rank < VOCAB and path is not None:
-                log, token = self.children(path)[rank]
-                paths[node] = (*path, token)
-                found[paths[node]] = found[path] + log
+        found, paths = {(): 0.0}, {(): ()}
+        for way in read_trees("emssd_hydra")["mc_sim_7b_63"]:
+            if len(way) <= depth and way[-1] < VOCAB and (path := paths.get(way[:-1])) is not None:
+                log, token = self.children(path)[way[-1]]
+                paths[way] = (*path, token)
+                found[paths[way]] = found[path] + log
         del found[()]
         return {path: found[path] for path in sorted(found, key=lambda path: -found[path])[:num_nodes]}
 
@@ -142,9 +141,7 @@ def test_drafts_are_those_of_the_formulas(shape: str, arch: str, monkeypatch: py
         budget = [min(limit, (70, 2, 9)[num_compared % 3]) for limit in budget]
         draft = propose(self, batch, budget)
         for at, (row, limit) in enumerate(zip(batch, budget, strict=True)):
-            paths, start = list[tuple[int, ...]](), draft.indptr[at]
-            for token, parent in zip(draft.token_ids[start:].tolist(), draft.tree(at), strict=False):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            paths, start = paths_of(draft, at), draft.indptr[at]
             if paths:
                 num_compared += 1
                 naive, depth = Naive(arch, list(row.tokens)), min(3, row.num_remaining - 1)

@@ -18,6 +18,7 @@ from tests.support.heads import (
     dense_layer,
     dense_rms,
     layer_weights,
+    numbers,
     random_weights,
     run_ragged,
     write_head,
@@ -90,10 +91,6 @@ def load(path: str) -> LoadedHydra:
     return load_hydra(path, replace(TARGET, dtype=torch.float64), TARGET_CONFIG)
 
 
-def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_each_head_reads_the_tokens_before_its_own(num_layers: int, dropout: bool, tmp_path: Path) -> None:
@@ -159,8 +156,8 @@ def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str,
 
 def test_the_authors_tree_comes_along() -> None:
     tree = read_trees("emssd_hydra")["mc_sim_7b_63"]
-    assert max(tree.depths) == HEADS
-    children: dict[int, list[int]] = {}
-    for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-        children.setdefault(parent, []).append(rank)
+    assert max(map(len, tree)) == HEADS
+    children: dict[tuple[int, ...], list[int]] = {}
+    for *way, rank in tree:
+        children.setdefault(tuple(way), []).append(rank)
     assert all(sorted(ranks) == list(range(len(ranks))) for ranks in children.values())

@@ -6,7 +6,9 @@ Liu et al. 2024, Kangaroo, arXiv 2404.18911.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
+from emssd.drafters import DynamicShape, HeadLane, Lent, ModelDrafter, check_at_least_one, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -33,9 +35,18 @@ class KangarooConfig:
 
 
 def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
-    from emssd_kangaroo.drafter import build
+    from emssd_kangaroo.loading import load_adapter
+    from emssd_kangaroo.runner import KangarooRunner
 
-    return build(config, context)
+    length = config.num_speculative_tokens
+    check_at_least_one(num_speculative_tokens=length)
+    shape = DynamicShape(length, length, 1, min_confidence=config.min_confidence)
+    lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
+    loaded = lent.loaded(config.path, partial(load_adapter, num_layers=config.num_layers))
+    spec = loaded.head.kv_cache_spec(lent.spec)
+    adapter = HeadLane(loaded.head, lent.make_cache(spec), compile=lent.compile)
+    runner = KangarooRunner(shallow, config.num_layers, adapter, spec.max_model_len, lent.target)
+    return ModelDrafter(runner, context.vocab_size, shape)
 
 
 @hookimpl

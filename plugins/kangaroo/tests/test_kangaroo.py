@@ -17,16 +17,13 @@ import pytest
 import torch
 from emssd_kangaroo import KangarooConfig
 
-from emssd.drafters import ModelDrafter
-from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support import right_drafters
 from tests.support.heads import Weights, dense_layer, dense_rms, random_weights, write_head
 from tests.support.perfect_head import SIZE, VOCAB
-from tests.support.right_drafters import loading, perfect_adapter
+from tests.support.right_drafters import loading, noting, perfect_adapter
 from tests.support.right_drafts import PROMPTS, Trial
 from tests.support.tiers import looped
 
@@ -114,18 +111,7 @@ def test_it_drafts_what_the_formulas_say_without_a_cache(architecture: str) -> N
     model = TargetModel(tiny_model(architecture, vocab_size=13, max_model_len=64))
     weights, drafts = random_weights(SHAPES), list[tuple[list[int], list[int]]]()
 
-    class Noted(ModelDrafter):
-        def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            draft = super().propose(batch, budget)
-            rows = draft.token_ids.split(draft.lengths)
-            drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
-            return draft
-
-    def load(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
-        made = right_drafters.trial("kangaroo").load(options, context)
-        made.__class__ = Noted
-        return made
-
+    load = noting(right_drafters.trial("kangaroo").load, drafts)
     options = {"path": written(CONFIG, weights), "num_layers": 1, "num_speculative_tokens": 3}
     engine = trial(options, load=load, target=model).engine
     engine.generate([(3, 4, 5, 6, 3, 4), (8,), (9, 10, 9, 10, 9, 10, 11)], 12, ignore_eos=True)

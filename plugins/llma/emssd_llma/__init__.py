@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from emssd.drafting import Drafter, DrafterContext, Occurrence
+from emssd.drafting import LookupDrafter, Occurrence
+from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["LLMAConfig", "Occurrence", "Search", "emssd_drafters"]
+__all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search", "emssd_drafters"]
 
 
 class Search(str, Enum):
@@ -40,13 +41,30 @@ class LLMAConfig:
     branches: int = 1
 
 
-def _build(config: LLMAConfig, context: DrafterContext) -> Drafter:
-    from emssd_llma.drafter import LLMADrafter
+class LLMADrafter(LookupDrafter):
+    """Drafts, per row, what followed the row's latest `match_length` tokens at an earlier place, or several.
 
-    return LLMADrafter(config)
+    Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large Language Models"; batched as in the
+    EMS-SD paper, §4.1.
+
+    Raises:
+        ConfigError: a length or a number of branches below one, or a choice that does not exist.
+    """
+
+    def __init__(self, config: LLMAConfig) -> None:
+        if config.match_length < 1 or config.copy_length < 1:
+            raise ConfigError(
+                f"drafter.match_length is {config.match_length} and drafter.copy_length is {config.copy_length}; "
+                f"both must be at least 1"
+            )
+        if config.search not in set(Search):
+            raise ConfigError(f"drafter.search is {config.search!r}; choose {' or '.join(Search)}")
+        num_behind = {config.match_length: config.copy_length if config.require_full_copy else 1}
+        prompt_only = config.search == Search.prompt
+        super().__init__(num_behind, config.copy_length, config.occurrence, prompt_only, config.branches)
 
 
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("llma", LLMAConfig, _build)]
+    return [DrafterSpec("llma", LLMAConfig, lambda config, _: LLMADrafter(config))]

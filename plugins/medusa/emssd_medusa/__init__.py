@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import TreeKind
+from emssd.drafters import Lent, TreeKind, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -41,8 +41,15 @@ class MedusaConfig:
 
 def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_medusa.drafter import MedusaDrafter
+    from emssd_medusa.loading import load_medusa
 
-    return MedusaDrafter.load(config, context)
+    shape_of(config, "emssd_medusa", top_k=config.num_nodes)  # what cannot work is said before heads are loaded
+    lent = Lent.by(context, "medusa")
+    heads = lent.loaded(config.path, load_medusa).head
+    if lent.compile:
+        keep_bytes(heads)
+    shape = shape_of(config, "emssd_medusa", len(heads.heads), top_k=config.num_nodes)
+    return MedusaDrafter(heads, shape, lent.target)
 
 
 @hookimpl

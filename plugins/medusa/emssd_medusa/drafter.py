@@ -10,21 +10,9 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.drafters import (
-    LAST_NORMED,
-    GrowingRow,
-    Lent,
-    Shape,
-    SlotDrafter,
-    StatesDrafter,
-    keep_bytes,
-    shape_of,
-)
-from emssd.drafting import DrafterContext
+from emssd.drafters import LAST_NORMED, GrowingRow, Shape, SlotDrafter, StatesDrafter
 from emssd.model import BorrowedTarget
-from emssd_medusa import MedusaConfig
 from emssd_medusa.heads import MedusaHeads
-from emssd_medusa.loading import load_medusa
 
 __all__ = ["MedusaDrafter"]
 
@@ -45,19 +33,6 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     def __init__(self, heads: MedusaHeads, shape: Shape, target: BorrowedTarget) -> None:
         super().__init__(shape, self.hidden_layers, target)
         self._heads, self.target_ids = heads, heads.target_ids
-
-    @classmethod
-    def load(cls, config: MedusaConfig, context: DrafterContext) -> MedusaDrafter:
-        """Load the heads of `config`. Raises ConfigError: an option cannot work, or there are no such heads for this
-        target; or OutOfMemoryError: the target's device has no room for them.
-        """
-        shape_of(config, "emssd_medusa", top_k=config.num_nodes)
-        lent = Lent.by(context, "medusa")
-        loaded = lent.loaded(config.path, load_medusa)
-        if lent.compile:
-            keep_bytes(loaded.head)
-        shape = shape_of(config, "emssd_medusa", len(loaded.head.heads), top_k=config.num_nodes)
-        return cls(loaded.head, shape, lent.target)
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         states = torch.cat([self._states[row.request_id].new(row.tree.num_tokens) for row in rows])

@@ -28,6 +28,7 @@ from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
 from tests.support.tiers import looped
+from tests.support.tree_drafts import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
@@ -80,10 +81,7 @@ def best_combinations(by_head: list[list[float]], ways: set[tuple[int, ...]], nu
 
 def all_ways(shape: str) -> set[tuple[int, ...]]:
     if shape == "static":
-        tree, found = read_trees("emssd_medusa")["vicuna_7b_stage2"], list[tuple[int, ...]]()
-        for parent, rank in zip(tree.parents, tree.ranks, strict=True):
-            found.append((*(found[parent] if parent >= 0 else ()), rank))
-        return {way for way in found if max(way) < VOCAB and len(way) <= 3}
+        return {way for way in read_trees("emssd_medusa")["vicuna_7b_stage2"] if max(way) < VOCAB and len(way) <= 3}
     ranks = range(1 if shape == "chain" else VOCAB)
     return {way for depth in range(1, 4) for way in product(ranks, repeat=depth)}
 
@@ -101,9 +99,7 @@ def test_the_most_probable_combinations_are_drafted(shape: str, monkeypatch: pyt
         budget = [min(limit, (2, 40, 11, 3)[num_compared % 4]) for limit in budget]
         draft = propose(self, batch, budget)
         for at, (row, limit) in enumerate(zip(batch, budget, strict=True)):
-            paths, start = list[tuple[int, ...]](), draft.indptr[at]
-            for token, parent in zip(draft.token_ids[start:].tolist(), draft.tree(at), strict=False):
-                paths.append((*(paths[parent] if parent >= 0 else ()), token))
+            paths, start = paths_of(draft, at), draft.indptr[at]
             if paths:
                 num_compared += 1
                 by_head = probabilities(weights, list(row.tokens))
@@ -142,4 +138,4 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: st
 def test_a_published_tree_is_cut_to_the_levels_there_are(depth: int | None, num_nodes: int) -> None:
     tree = read_trees("emssd_medusa")["mc_sim_7b_63"]
     engine = trial().make_engine({"tree": "static", "depth": depth})
-    assert engine.drafting.num_speculative_tokens == sum(each <= (depth or 4) for each in tree.depths) == num_nodes
+    assert engine.drafting.num_speculative_tokens == sum(len(way) <= (depth or 4) for way in tree) == num_nodes

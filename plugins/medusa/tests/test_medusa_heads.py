@@ -15,7 +15,7 @@ from emssd.drafters.heads.loading import Loaded
 from emssd.drafters.heads.target import TargetSizes
 from emssd.drafters.heads.trees import read_trees
 from emssd.errors import ConfigError
-from tests.support.heads import Weights, random_weights, write_head
+from tests.support.heads import Weights, numbers, random_weights, write_head
 
 H, V, HEADS = 16, 40, 5
 TARGET = TargetSizes(V, H, 9)
@@ -42,10 +42,6 @@ def dense_logits(w: Weights, head: int, x: torch.Tensor, num_layers: int = 1) ->
 
 def load(path: str) -> Loaded[MedusaHeads]:
     return load_medusa(path, replace(TARGET, dtype=torch.float64))
-
-
-def numbers(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def assert_same(loaded: Loaded[MedusaHeads], weights: Weights, num_layers: int = 1) -> None:
@@ -118,6 +114,6 @@ def test_the_authors_trees_come_along() -> None:
     trees = read_trees("emssd_medusa")
     assert len(trees) == 9
     for tree in trees.values():
-        assert len(tree.parents) == 63
-        assert max(tree.depths) <= HEADS
-        assert max(tree.ranks) == 9
+        assert len(tree) == 63
+        assert max(map(len, tree)) <= HEADS
+        assert max(map(max, tree)) == 9

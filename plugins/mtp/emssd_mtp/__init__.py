@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import TreeKind, TreeOptions
+from emssd.drafters import Lent, PairedDrafter, TreeKind, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["MtpConfig", "emssd_drafters"]
@@ -32,9 +33,17 @@ class MtpConfig(TreeOptions):
 
 
 def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
-    from emssd_mtp.drafter import load_drafter
+    from emssd_mtp.loading import load_mtp
 
-    return load_drafter(config, context)
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "mtp")
+    path = config.path or lent.target.model.name_or_path
+    if not path:
+        raise ConfigError(
+            "drafter=mtp drafts with a layer of the target's checkpoint, and this target was read from none: give "
+            "drafter.path=FOLDER, or a hub id"
+        )
+    loaded = lent.loaded(path, lambda path, _: load_mtp(path, lent))
+    return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
 @hookimpl

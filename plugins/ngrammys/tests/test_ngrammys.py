@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from emssd_ngrammys import NGrammysConfig
-from emssd_ngrammys.drafter import NGrammysDrafter
+from emssd_ngrammys import NGrammysConfig, NGrammysDrafter
 
 from emssd.drafting import Draft, Outcome
 from emssd.drafting.growth import Tree

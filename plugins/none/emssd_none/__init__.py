@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting import Draft, Drafter
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
@@ -26,11 +26,7 @@ class NoneDrafter(Drafter):
         return Draft.empty(len(batch))
 
 
-def _build(config: NoneConfig, context: DrafterContext) -> Drafter:
-    return NoneDrafter()
-
-
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("none", NoneConfig, _build)]
+    return [DrafterSpec("none", NoneConfig, lambda *_: NoneDrafter())]

@@ -5,7 +5,10 @@ An et al. 2025, PARD, arXiv 2504.18583, §3.1.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,9 +25,10 @@ from emssd.drafting import Draft, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd_pard import PardConfig
-from emssd_pard.masks import config_of, mask_token
 
 __all__ = ["PardDrafter"]
+
+_NAMES = ("pard_token", "ptd_token_id")  # of the authors, and what vLLM reads beside it
 
 
 class PardDrafter(SlotDrafter, ModelDrafter):
@@ -56,7 +60,7 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         if config.path is None:
             raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")
         runner = load_draft_model(config.path, context)
-        mask = mask_token(config.path, config_of(config.path), runner.vocab_size, config.mask_token_id)
+        mask = _mask_token(config.path, _config_of(config.path), runner.vocab_size, config.mask_token_id)
         return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -67,3 +71,37 @@ class PardDrafter(SlotDrafter, ModelDrafter):
 
     def finish(self, rows: Seq[GrowingRow]) -> None:
         pass  # what is accepted changes no KV
+
+
+def _config_of(path: str) -> Mapping[str, Any]:
+    """The ``config.json`` of a model that was loaded from this folder or hub id."""
+    from transformers import PretrainedConfig
+
+    local = Path(path).expanduser()
+    values: Mapping[str, Any] = PretrainedConfig.get_config_dict(str(local) if local.is_dir() else path)[0]
+    return values
+
+
+def _mask_token(path: str, config: Mapping[str, Any], vocab_size: int, chosen: int | None = None) -> int:
+    """The token that the draft model at `path` was trained to fill in. Raises ConfigError: there is none, or the model
+    is one of PARD-2.
+    """
+    if config.get("spd_type") == "pard2" or any(name.startswith("pard2") for name in config):
+        raise ConfigError(
+            f"cannot draft with {path!r}: it is a PARD-2 model, which reads hidden states of its target, and "
+            f"drafter=pard has none to give; take a PARD model"
+        )
+    named = {name: config[name] for name in _NAMES if config.get(name) is not None}
+    if chosen is not None:
+        what, token = f"drafter.mask_token_id is {chosen}", chosen
+    elif named:
+        name, token = next(iter(named.items()))
+        what = f"{name} in its config.json is {token!r}"
+    else:
+        raise ConfigError(
+            f"cannot draft with {path!r}: its config.json has no {_NAMES[0]}, so nothing says that it was trained to "
+            f"draft in parallel; take drafter=draft_model, or give drafter.mask_token_id if you know it"
+        )
+    if type(token) is not int or not 0 <= token < vocab_size:
+        raise ConfigError(f"cannot draft with {path!r}: {what}, and its vocabulary has the ids 0 to {vocab_size - 1}")
+    return token

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafting import Drafter, DrafterContext, Occurrence
+from emssd.drafting import LookupDrafter, Occurrence
+from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["Occurrence", "PLDConfig", "emssd_drafters"]
+__all__ = ["Occurrence", "PLDConfig", "PLDDrafter", "emssd_drafters"]
 
 
 @dataclass
@@ -36,13 +37,26 @@ class PLDConfig:
     branches: int = 1
 
 
-def _build(config: PLDConfig, context: DrafterContext) -> Drafter:
-    from emssd_pld.drafter import PLDDrafter
+class PLDDrafter(LookupDrafter):
+    """Drafts, per row, what followed the row's latest n-gram earlier in its prompt and output, the longest n first.
 
-    return PLDDrafter(config)
+    Raises:
+        ConfigError: a size or `branches` below one, sizes in the wrong order, or a choice that does not exist.
+    """
+
+    def __init__(self, config: PLDConfig) -> None:
+        longest, shortest, copied = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens
+        if not 1 <= shortest <= longest or copied < 1:
+            raise ConfigError(
+                f"drafter.min_ngram_size is {shortest}, drafter.max_ngram_size is {longest} and "
+                f"drafter.num_speculative_tokens is {copied}; all must be at least 1, and the second at least the first"
+            )
+        sizes = range(longest, shortest - 1, -1)
+        num_behind = {size: max(copied, size + 1) if config.require_full_copy else 1 for size in sizes}
+        super().__init__(num_behind, copied, config.occurrence, branches=config.branches)
 
 
 @hookimpl
 def emssd_drafters() -> list[DrafterSpec]:
     """Offer the drafter."""
-    return [DrafterSpec("pld", PLDConfig, _build)]
+    return [DrafterSpec("pld", PLDConfig, lambda config, _: PLDDrafter(config))]

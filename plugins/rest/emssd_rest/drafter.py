@@ -77,11 +77,7 @@ class RestDrafter(Drafter):
             if not match:
                 return nothing
             behind = self._search.behind(match, places, config.max_matches)
-            drafted = (
-                self._search.tree(behind, depth, limit, config.branches)
-                if self.drafts_trees
-                else self._search.weighted_chain(behind, limit)
-            )
+            drafted = self._search.tree(behind, depth, limit, config.branches)
         except IndexError as error:
             raise self._damaged(f"{SUFFIXES} points outside of {TOKENS}") from error
         if (largest := max(drafted.token_ids, default=0)) >= self._num_ids:

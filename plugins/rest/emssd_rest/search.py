@@ -7,8 +7,9 @@ that occurs exactly; and §3.3: the most frequent prefixes of the trie of what f
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Sequence as Seq
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -58,46 +59,21 @@ class StoreSearch:
         gram = wanted[len(wanted) - found * self._width :]
         return found, range(first, bisect_right(self._order, gram, lo=first, key=self._reader(found)))
 
-    def chain(self, match: int, places: range, num_tokens: int, max_matches: int) -> list[int]:
-        """The most frequent tokens behind a match, one after another, each among the places that all before it fit.
-
-        The lowest id wins a tie. The end of a document counts as a token that is never taken.
+    def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
+        """``[m]`` the places of what follows a match, in the order of what stands there.
 
         Args:
             match, places: as `longest` gives them.
-            num_tokens: the most tokens to give.
             max_matches: of more places, a sample at even distances is looked at.
         """
-        return self.weighted_chain(self.behind(match, places, max_matches), num_tokens).token_ids
-
-    def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
-        """``[m]`` the places of what follows a match, in the order of what stands there; see `chain`."""
         return self._sample(places, max_matches) + match
 
-    def weighted_chain(self, behind: npt.NDArray[Any], num_tokens: int) -> Tree:
-        """`chain`, with the share of places where each token follows those before it."""
-        ids, shares = list[int](), list[float]()
-        while behind.size > _FEW and len(ids) < num_tokens:
-            following = self._tokens[behind]  # in ascending order, as the suffixes are
-            start, stop = _longest_run(following)
-            if start == stop:
-                return _chain(ids, shares)
-            ids.append(int(following[start]) - 1)
-            shares.append((stop - start) / len(following))
-            behind = behind[start:stop] + 1
-        rows = self._texts(behind, num_tokens - len(ids))
-        for depth in range(num_tokens - len(ids)):
-            following = [row[depth] for row in rows]
-            token = following[0] if following[0] == following[-1] else _most_frequent(following)
-            if token == END:
-                break
-            rows = [row for row in rows if row[depth] == token]
-            ids.append(token - 1)
-            shares.append(len(rows) / len(following))
-        return _chain(ids, shares)
-
     def tree(self, behind: npt.NDArray[Any], depth: int, num_nodes: int, branches: int) -> Tree:
-        """The most frequent continuations as a tree, best first; see `emssd.drafting.growth.grow_tree`."""
+        """The most frequent continuations, best first; see `emssd.drafting.growth.grow_tree`. One branch is a chain.
+
+        The share of a node is that of the places that fit its parent. The lowest id wins a tie. The end of a document
+        counts as a token that is never taken.
+        """
 
         def following(texts: _Texts) -> list[tuple[int, float, _Texts]]:
             if isinstance(texts, np.ndarray):
@@ -105,12 +81,11 @@ class StoreSearch:
                     return _runs(self._tokens[texts], texts, branches)
                 texts = self._texts(texts, depth), 0
             rows, column = texts
-            shared: dict[int, list[list[int]]] = {}
-            for row in rows:
-                shared.setdefault(row[column], []).append(row)
-            shared.pop(END, None)
-            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))[:branches]  # the lowest id wins a tie
-            return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in ranked]
+            if (token := rows[0][column]) == rows[-1][column]:
+                return [] if token == END else [(token - 1, 1.0, (rows, column + 1))]
+            shared = [(token, list(group)) for token, group in groupby(rows, itemgetter(column)) if token != END]
+            shared.sort(key=lambda each: -len(each[1]))
+            return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in shared[:branches]]
 
         origin: _Texts = behind
         return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
@@ -142,10 +117,6 @@ class StoreSearch:
         return read
 
 
-def _chain(ids: list[int], shares: list[float]) -> Tree:
-    return Tree(ids, list(range(-1, len(ids) - 1)), shares)
-
-
 def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, _Texts]]:
     """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
 
@@ -157,21 +128,3 @@ def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list
     kept = [run for run in order[: most + 1].tolist() if tokens[bounds[run]] != END][:most]
     spans = [(int(bounds[run]), int(bounds[run + 1])) for run in kept]
     return [(int(tokens[start]) - 1, (stop - start) / len(tokens), places[start:stop] + 1) for start, stop in spans]
-
-
-def _most_frequent(tokens: list[int]) -> int:
-    """Of ascending `tokens`, not all alike, the most frequent one beside `END`; of equally frequent ones the lowest."""
-    counts = Counter(token for token in tokens if token != END)
-    return max(counts, key=counts.__getitem__)
-
-
-def _longest_run(tokens: npt.NDArray[Any]) -> tuple[int, int]:
-    """The run of the most frequent of ascending ``tokens [m]`` other than `END`; empty if there is none."""
-    if tokens[0] == tokens[-1]:
-        return (0, 0) if tokens[0] == END else (0, len(tokens))
-    bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))
-    lengths = np.diff(bounds)
-    if tokens[0] == END:
-        lengths[0] = 0
-    run = int(lengths.argmax())
-    return int(bounds[run]), int(bounds[run + 1])

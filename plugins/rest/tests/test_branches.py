@@ -84,17 +84,6 @@ def test_the_tree_is_made_of_the_most_frequent_prefixes(
         assert worths == sorted((count for path, count in counts.items() if path), reverse=True)[:budget]
 
 
-@given(documents=TEXTS, repeats=st.sampled_from([1, 17]), tokens=st.lists(TOKENS, min_size=2, max_size=6))
-def test_the_chain_of_one_branch_is_a_path_of_the_tree(
-    tmp_path_factory: pytest.TempPathFactory, documents: list[list[int]], repeats: int, tokens: list[int]
-) -> None:
-    store = opened(tmp_path_factory.mktemp("text"), documents * repeats)
-    chain, *trees = (tree_of(RestDrafter(RestConfig(branches=n), store), row_of(tokens), 99) for n in (1, 2, 6))
-    assert chain.parents is None
-    for tree in trees:
-        assert set(paths_of(chain)) <= set(paths_of(tree))
-
-
 def test_as_published_there_are_so_many_nodes_and_any_branches(tmp_path: Path) -> None:
     draw = Random(0)
     store = opened(tmp_path, [[1, 2, *(draw.randrange(3, 9) for _ in range(10))] for _ in range(300)])

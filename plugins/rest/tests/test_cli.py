@@ -88,7 +88,7 @@ def test_a_store_drafts_what_stands_in_the_file(tmp_path: Path, corpus: Path) ->
     search: Any = StoreSearch(Store.open(tmp_path / "store"))
     match, places = search.longest(ids[:4], 2, 16)
     assert match == 4
-    assert search.chain(match, places, 3, 5000) == ids[4:7]
+    assert search.tree(search.behind(match, places, 5000), 3, 3, 1).token_ids == ids[4:7]
 
 
 def test_what_cannot_be_read_is_told_in_the_words_of_this_command(

@@ -15,11 +15,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
-from emssd.drafting import Draft, DrafterContext
+from emssd.drafting import DrafterContext
 from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
+from tests.support.tree_drafts import chains_of
 
 VOCAB_SIZE = 13
 
@@ -57,12 +58,7 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     budget = [9, 1, 4, 0, 4, 4]
     draft = drafter.propose(batch, budget)
     check_draft(draft, batch, budget, VOCAB_SIZE)
-    assert chains(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
-
-
-def chains(draft: Draft) -> list[list[int]]:
-    tokens = draft.token_ids.tolist()
-    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+    assert chains_of(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
 
 
 @pytest.mark.parametrize("name", ["num_speculative_tokens", "min_match", "max_match", "max_matches"])

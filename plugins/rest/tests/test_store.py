@@ -69,6 +69,11 @@ def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: i
     return chain
 
 
+def chain(searched: StoreSearch, match: int, places: range, num_tokens: int, most: int = 5000) -> list[int]:
+    """The most frequent tokens behind a match, of at most so many places, one after another."""
+    return searched.tree(searched.behind(match, places, most), num_tokens, num_tokens, 1).token_ids
+
+
 @pytest.mark.parametrize("largest", [3, 300, 70_000])
 @given(data=st.data())
 def test_a_suffix_array_is_the_order_of_all_suffixes(largest: int, data: st.DataObject) -> None:
@@ -100,14 +105,14 @@ def test_matches_and_chains_are_those_of_their_definitions(
         assert (match, len(places)) == brute_force_longest(documents, context, low, low + more)
         if match:
             expected = brute_force_chain(documents, context[len(context) - match :], num_tokens)
-            assert searched.chain(match, places, num_tokens, 5000) == expected
+            assert chain(searched, match, places, num_tokens) == expected
 
 
 def test_a_draft_never_runs_across_two_documents(tmp_path: Path) -> None:
     searched = StoreSearch(made(tmp_path / "store", [[1, 2, 3], [4, 5, 6]]))
-    assert searched.chain(*searched.longest([1, 2], 2, 16), 10, 5000) == [3]
+    assert chain(searched, *searched.longest([1, 2], 2, 16), 10) == [3]
     assert searched.longest([3, 4], 2, 16) == (0, range(0))  # one document's end and the next one's beginning
-    assert searched.chain(*searched.longest([5, 6], 2, 16), 10, 5000) == []
+    assert chain(searched, *searched.longest([5, 6], 2, 16), 10) == []
 
 
 @pytest.mark.parametrize(("largest", "kind"), [(65_534, ">u2"), (65_535, ">u4"), (200_000, ">u4")])
@@ -115,7 +120,7 @@ def test_ids_of_any_size_are_kept(tmp_path: Path, largest: int, kind: str) -> No
     store = made(tmp_path / "store", [[largest, 7, 8, largest, 7, 9]])
     assert store.tokens.dtype.str == kind
     searched = StoreSearch(store)
-    assert searched.chain(*searched.longest([7, 8], 2, 16), 10, 5000) == [largest, 7, 9]
+    assert chain(searched, *searched.longest([7, 8], 2, 16), 10) == [largest, 7, 9]
 
 
 def test_of_many_matches_an_even_sample_is_taken(tmp_path: Path) -> None:
@@ -126,7 +131,7 @@ def test_of_many_matches_an_even_sample_is_taken(tmp_path: Path) -> None:
     # The first ten in order are all followed by 3; of ten at even distances, three are.
     followers = [int(store.tokens[place + match]) - 1 for place in searched._sample(places, 10)]
     assert Counter(followers) == {3: 3, 4: 7}
-    assert [searched.chain(match, places, 10, most) for most in (10, 5000, 1)] == [[4], [4], [3]]
+    assert [chain(searched, match, places, 10, most) for most in (10, 5000, 1)] == [[4], [4], [3]]
 
 
 def test_an_open_store_tells_what_it_is_made_of_and_reads_its_files_through_memory_maps(tmp_path: Path) -> None:

@@ -110,15 +110,6 @@ def test_the_tree_is_the_likeliest_part_of_the_trie_behind_the_match_of_the_chai
         assert products == pytest.approx(sorted(everything.values(), reverse=True)[:budget])
 
 
-@given(config=CONFIGS, text=st.lists(TOKENS, min_size=1, max_size=40))
-def test_the_chain_of_one_branch_is_a_path_of_the_tree(config: SuffixConfig, text: list[int]) -> None:
-    chain = tree_of(SuffixDrafter(replace(config, branches=1)), row_of(text), 99)
-    tree = tree_of(SuffixDrafter(config), row_of(text), 99)
-    assert chain.parents is None
-    assert set(paths_of(chain)) <= set(paths_of(tree))
-    assert tree.lengths[0] <= config.branches * config.num_speculative_tokens
-
-
 def test_an_end_of_the_text_is_no_continuation_and_counts_for_none() -> None:
     # Behind 3 comes 4 twice and 5 once; the last 3 is the end itself.
     config = SuffixConfig(max_spec_factor=2.0, branches=3)

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, FinishReason, Request, Row
+from emssd.sequences import Batch, FinishReason, Row
 from tests.support.tiers import looped
+from tests.support.tree_drafts import chains_of, row_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -85,7 +86,7 @@ class AsDefined(SuffixDrafter):
             by_definition(self._config, self.generations, row.tokens, min(limit, self.num_speculative_tokens))
             for row, limit in zip(batch, budget, strict=True)
         ]
-        assert split(draft) == expected
+        assert chains_of(draft) == expected
         return draft
 
     def observe(self, outcome: Outcome) -> None:
@@ -100,21 +101,12 @@ class AsDefined(SuffixDrafter):
                     self.generations = [text, *self.generations[:1]]
 
 
-def split(draft: Draft) -> list[list[int]]:
-    tokens, bounds = draft.token_ids.tolist(), zip(draft.indptr, draft.indptr[1:], strict=False)
-    return [tokens[start:stop] for start, stop in bounds]
-
-
-def sequence(prompt: Seq[int], output: Seq[int] = (), name: str = "a") -> Row:
-    return Row(Request(name, tuple(prompt), 100), [*prompt, *output])
-
-
 def drafted(drafter: Drafter, row: Row, budget: int = 15) -> list[int]:
     return drafter.propose(Batch((row,)), [budget]).token_ids.tolist()
 
 
 def finish(drafter: Drafter, prompt: Seq[int], output: Seq[int], name: str = "done") -> None:
-    batch = Batch((replace(sequence(prompt, output, name), finish_reason=FinishReason.LENGTH),))
+    batch = Batch((replace(row_of(prompt, output, name), finish_reason=FinishReason.LENGTH),))
     drafter.observe(Outcome(batch, Draft.empty(1), (range(0),), ()))
     drafter.release([name])
 
@@ -127,7 +119,7 @@ def test_it_drafts_what_counting_by_hand_drafts_while_rows_grow_end_and_come_aga
     config: SuffixConfig, steps: list[list[tuple[int, list[int], int, int]]]
 ) -> None:
     drafter = AsDefined(config)
-    rows = {i: sequence([3, 4, 3, 4, 5], name=str(i)) for i in range(3)}
+    rows = {i: row_of([3, 4, 3, 4, 5], name=str(i)) for i in range(3)}
     for step in steps:
         for i, new, _, _ in step:
             rows[i].extend(new)
@@ -136,7 +128,7 @@ def test_it_drafts_what_counting_by_hand_drafts_while_rows_grow_end_and_come_aga
         for i, _, _, fate in step:
             if fate == 0:  # finished, and another of that name comes
                 finish(drafter, rows[i].request.prompt_ids, rows[i].output_ids, str(i))
-                rows[i] = sequence([5, 4], name=str(i))
+                rows[i] = row_of([5, 4], name=str(i))
             elif fate == 1:  # preempted
                 drafter.release([str(i)])
 
@@ -147,9 +139,9 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
     assert (config.num_speculative_tokens, config.cache_bias) == (15, 5)
     drafter = SuffixDrafter(config)
     text = [1, 2, 3, *range(20, 40), 1, 2, 3]
-    assert drafted(drafter, sequence(text)) == [20, 21, 22]  # no more than were matched
+    assert drafted(drafter, row_of(text)) == [20, 21, 22]  # no more than were matched
     finish(drafter, [1], text)
-    assert drafted(drafter, sequence([1, 2, 3], name="b")) == []  # without a cache no row knows of another
+    assert drafted(drafter, row_of([1, 2, 3], name="b")) == []  # without a cache no row knows of another
 
 
 @looped(
@@ -167,7 +159,7 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
 def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
     # 6 follows (3, 4) in two cases of three; behind it always 7; then 8 or, the latest, 9.
     text = [3, 4, 6, 7, 8, 3, 4, 5, 3, 4, 6, 7, 9, 3, 4]
-    assert drafted(SuffixDrafter(SuffixConfig(**options)), sequence(text)) == expected
+    assert drafted(SuffixDrafter(SuffixConfig(**options)), row_of(text)) == expected
 
 
 @looped(
@@ -179,25 +171,25 @@ def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_
 ) -> None:
     # Behind 3 comes 4 in two cases of three; then always 5, and 3; then, the latest, 6 in one case of two.
     drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0, min_token_prob=least))
-    assert drafted(drafter, sequence([3, 4, 5, 3, 4, 5, 3, 6, 7, 3])) == expected
+    assert drafted(drafter, row_of([3, 4, 5, 3, 4, 5, 3, 6, 7, 3])) == expected
 
 
 @pytest.mark.parametrize(("bias", "expected"), [(0, [8, 8]), (1, [9]), (5, [9])])
 def test_the_cache_is_preferred_where_its_match_is_longer_by_more_than_the_bias(bias: int, expected: list[int]) -> None:
     drafter = SuffixDrafter(SuffixConfig(cache_tokens=200, cache_bias=bias))
     finish(drafter, [50], [1, 2, 8, 8, 8])
-    assert drafted(drafter, sequence([2, 9, 1, 2])) == expected
-    assert drafted(drafter, sequence([1, 2], name="b")) == [8, 8]  # where its own text has nothing, in any case
+    assert drafted(drafter, row_of([2, 9, 1, 2])) == expected
+    assert drafted(drafter, row_of([1, 2], name="b")) == [8, 8]  # where its own text has nothing, in any case
 
 
 def test_the_cache_knows_outputs_only_and_only_of_requests_that_finished() -> None:
     drafter = SuffixDrafter(SuffixConfig(cache_tokens=200))
-    assert drafted(drafter, sequence([1, 2, 3], [4, 5, 6], "preempted")) == []
+    assert drafted(drafter, row_of([1, 2, 3], [4, 5, 6], "preempted")) == []
     drafter.release(["preempted"])
     finish(drafter, [7, 8, 9], [4, 9])
-    assert drafted(drafter, sequence([1, 2])) == []
-    assert drafted(drafter, sequence([7, 8], name="b")) == []
-    assert drafted(drafter, sequence([4], name="c")) == [9]
+    assert drafted(drafter, row_of([1, 2])) == []
+    assert drafted(drafter, row_of([7, 8], name="b")) == []
+    assert drafted(drafter, row_of([4], name="c")) == [9]
 
 
 @looped(

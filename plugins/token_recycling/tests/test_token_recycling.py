@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from emssd_token_recycling import TokenRecyclingConfig
-from emssd_token_recycling.drafter import TokenRecyclingDrafter, grow
+from emssd_token_recycling import TokenRecyclingConfig, TokenRecyclingDrafter, grow
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -17,8 +17,7 @@ from zlib import crc32
 import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_llma import LLMAConfig, Search
-from emssd_llma.drafter import LLMADrafter
+from emssd_llma import LLMAConfig, LLMADrafter, Search
 from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter

@@ -1,33 +1,11 @@
-"""Loads EAGLE-1 and EAGLE-2 heads as their authors publish them, and builds the drafter."""
+"""Loads EAGLE-1 and EAGLE-2 heads as their authors publish them."""
 
 from __future__ import annotations
 
-from emssd.drafters import (
-    LAST_NORMED,
-    DecoderConfig,
-    Format,
-    HeadFiles,
-    Lent,
-    Loaded,
-    PairedDrafter,
-    TargetSizes,
-    shape_of,
-)
-from emssd.drafting import DrafterContext
-from emssd_eagle import EagleConfig
+from emssd.drafters import LAST_NORMED, DecoderConfig, Format, HeadFiles, Loaded, TargetSizes
 from emssd_eagle.head import EagleHead
 
-__all__ = ["load_drafter", "load_eagle"]
-
-
-def load_drafter(config: EagleConfig, context: DrafterContext) -> PairedDrafter:
-    """A drafter with the head of `config`. Raises ConfigError: an option cannot work, or there is no such head for this
-    target; or OutOfMemoryError: the target's device has no room for it.
-    """
-    shape = shape_of(config, "emssd.drafters.heads", top_k=config.top_k)
-    lent = Lent.by(context, "eagle")
-    loaded = lent.loaded(config.path, load_eagle)
-    return PairedDrafter(loaded.head, loaded.layers, shape, lent)
+__all__ = ["load_eagle"]
 
 
 def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
