@@ -25,12 +25,12 @@ def tree_of(paths: Iterable[Seq[int]]) -> StaticTree:
     Raises:
         ValueError: a path comes before its parent, or twice.
     """
-    ways = [Way()]
+    ways: dict[Way, None] = {(): None}
     for way in map(tuple, paths):
         if way in ways or way[:-1] not in ways:
             raise ValueError(f"path {list(way)} comes twice, or before its parent")
-        ways.append(way)
-    return tuple(ways[1:])
+        ways[way] = None
+    return tuple(ways)[1:]
 
 
 def read_trees(package: str) -> Mapping[str, StaticTree]:
