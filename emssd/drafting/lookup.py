@@ -127,7 +127,7 @@ class LookupDrafter(Drafter):
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
 
     def _found(self, row: Row) -> tuple[Seq[int], int]:
-        """Where copies of the row's text begin, and where the text that is searched and copied from ends."""
+        """The places at which copies of the row's text begin, and the end of what is searched and copied from."""
         tokens, end = row.tokens, len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
         indexes = self._indexes.get(row.request_id)
         if indexes is None:
