@@ -116,7 +116,7 @@ class HeadFiles:
         path: str,
         target: TargetSizes,
         *formats: Format,
-        new_name: Callable[[str], str | None] = str,
+        new_name: Callable[[str], str | None] | None = None,
     ) -> HeadFiles:
         """Read them.
 
@@ -132,7 +132,7 @@ class HeadFiles:
         checkpoint = read_checkpoint(path)
         expect(checkpoint, *formats)
         files = cls(unwrapped(checkpoint), target, {})
-        files.names = files.renamed(new_name)
+        files.names = files.renamed(new_name or str)
         return files
 
     @property
