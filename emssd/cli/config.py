@@ -171,7 +171,7 @@ def _sampling_config() -> type:
     options: list[Any] = []
     for option in fields(SamplingParams):
         default: Any = 0.0 if option.name == "temperature" else option.default
-        own = field(default=default, default_factory=option.default_factory)  # type: ignore[call-overload]  # one is none
+        own = field(default=default, default_factory=option.default_factory)
         options.append((option.name, kinds[option.name], own))
     made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
     made.__module__ = __name__
