@@ -1,8 +1,7 @@
 """Attention over ragged batches: the `AttentionBackend` interface and what paged backends share."""
 
-from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, NativeStep, StepPlan
 from emssd.attention.masked import StepMask, additive_mask, masked_attention
-from emssd.attention.native import NativeStep
 from emssd.attention.packed import Drafted, PackedInputs, StepInputs, on_device, runs, to_host
 from emssd.attention.paged import PagedBackend, PagedKernels
 from emssd.attention.pages import PageTable

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from emssd.attention.native import NativeStep
 from emssd.attention.packed import PackedInputs, StepInputs
 
 __all__ = [
@@ -19,6 +18,7 @@ __all__ = [
     "KVUsage",
     "Kept",
     "LayerSpec",
+    "NativeStep",
     "StepPlan",
 ]
 
@@ -89,6 +89,20 @@ class KVCacheSpec:
         elements = sum(layer.num_kv_heads * (layer.key_dim + layer.value_dim) for layer in self.layers)
         return elements * self.dtype.itemsize
 
+
+NativeStep = Any
+"""The attention of a step, which C++ code computes without Python: ``torch.classes.emssd_native.Step`` of the kernels.
+
+It is called with, in this order:
+
+- ``keys``, ``values``: tensors by layer, the pool, as `emssd.attention.pool.KVPool` has it;
+- ``query_indptr``, ``kv_lens``, ``page_indptr``, ``pages``: lists; row ``i`` has the queries and the pages from entry
+  ``i`` of its ``indptr`` to the next;
+- ``tree_indptr``, ``parents``: lists, the trees that rows end with; ``None`` if no row has any;
+- ``scales``, ``windows``, ``softcaps``, ``sinks``: by layer, see `emssd.attention.LayerSpec`; 0 stands for none.
+
+``attend(query, key, value, layer)`` is what `AttentionBackend.forward` gives. `emssd.model.program` calls its others.
+"""
 
 _Replay = Callable[[Callable[[], Any]], Any]
 
@@ -246,7 +260,7 @@ class AttentionBackend(ABC):
         """
         return None
 
-    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> StepPlan | None:
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
         """`plan` a step, of chains, that passes of one token for each row follow without another plan.
 
         Args:
@@ -254,7 +268,7 @@ class AttentionBackend(ABC):
             lengths: ``[B]`` tokens that each row has room for behind those of the step.
 
         Returns:
-            A plan that `native_step` takes, or ``None``: this backend plans each pass.
+            The plan and its `native_step`, or ``None``: this backend plans each pass.
         """
         return None
 

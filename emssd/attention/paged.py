@@ -8,9 +8,8 @@ from collections.abc import Sequence as Seq
 
 import torch
 
-from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, StepPlan
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, NativeStep, StepPlan
 from emssd.attention.memory import free_bytes
-from emssd.attention.native import NativeStep
 from emssd.attention.packed import PackedInputs, on_device
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
@@ -123,8 +122,7 @@ class PagedBackend(AttentionBackend):
         page_size = self._table.page_size
         self._kernels = self._serving(spec)
         self.batch_invariant, self.plans_passes = self._kernels.batch_invariant, self._kernels.plans_passes
-        shapes = [self._kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
-        self._pool = KVPool(shapes, page_size, spec.dtype, spec.device)
+        self._pool = KVPool(self._page_shapes(self._kernels, spec), page_size, spec.dtype, spec.device)
         self.prefix_unit = page_size if spec.prefix_caching else 0
         self._kernels.allocate(spec, self._pool)
         if self._memory_fraction is not None:
@@ -134,9 +132,10 @@ class PagedBackend(AttentionBackend):
         self._kernels.prepare()
 
     def bytes_per_token(self, spec: KVCacheSpec) -> int:
-        kernels, page_size = self._serving(spec), self._table.page_size
-        shapes = [kernels.page_shapes(layer, spec.dtype, page_size) for layer in spec.layers]
-        return page_bytes(shapes, spec.dtype) // page_size
+        return page_bytes(self._page_shapes(self._serving(spec), spec), spec.dtype) // self._table.page_size
+
+    def _page_shapes(self, kernels: PagedKernels, spec: KVCacheSpec) -> list[PageShapes]:
+        return [kernels.page_shapes(layer, spec.dtype, self._table.page_size) for layer in spec.layers]
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return self._table.fits(kv_lens)
@@ -146,11 +145,12 @@ class PagedBackend(AttentionBackend):
         self._have_reserved()
         return self._kernels.plan(packed, self._table)
 
-    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> StepPlan | None:
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
         if not self._kernels.are_native:
             return None
         self._reserve_behind(packed, lengths)
-        return self._kernels.plan(packed, self._table)
+        plan = self._kernels.plan(packed, self._table)
+        return plan, self._kernels.native_step(plan)
 
     def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
         self._reserve_behind(packed, [length - 1 for length in lengths])

@@ -148,11 +148,8 @@ class HeadLane(Lane):
         """
         if self._compiled is None:
             return None
-        plan = self._backend.plan_chain(packed, [length - 1 for length in chain.lengths])
-        step = None if plan is None else self._backend.native_step(plan)
-        if plan is None or step is None:
-            return None
-        return self._compiled.run_chain(inputs.unsqueeze(0), plan, step, chain)
+        planned = self._backend.plan_chain(packed, [length - 1 for length in chain.lengths])
+        return None if planned is None else self._compiled.run_chain(inputs.unsqueeze(0), *planned, chain)
 
     @property
     def plans_passes(self) -> bool:

@@ -53,7 +53,7 @@ class SharedDrafter(LevelDrafter):
         if not self.are_greedy_chains(rows):
             return False
         chain = self.chain_of(rows)
-        found = self._runner.run_shares(pack(rows, Draft.empty(len(rows))), chain)
+        found = self._runner.run_chain(pack(rows, Draft.empty(len(rows))), chain)
         if found is not None:
             self.take_chains(rows, chain, *found)
         return found is not None

@@ -22,8 +22,7 @@ from emssd.model.program import Chain, Program
 from emssd.model.proven import NotKeptError, ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
-    from emssd.attention import StepPlan
-    from emssd.attention.native import NativeStep
+    from emssd.attention import NativeStep, StepPlan
     from emssd.model.hooked import HookedModel
     from emssd.model.int8 import Rounded
     from emssd.model.interface import Attend
@@ -111,16 +110,11 @@ class CompiledForward(ProvenProgram):
         other._program = Program(self._found, self._module, round_to)
         return other
 
-    def run_shares(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """See `Program.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
+    def run_chain(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See `Program.run_chain`; `plan` and `step` are by `AttentionBackend.plan_chain`."""
         if self._program.few_sizes:
             return None
         return self._program.run_chain([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, chain)
-
-    def run_chain(self, plan: StepPlan, step: NativeStep, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
-        """See `emssd.model.runner.ModelRunner.run_chain`; `plan` is by `AttentionBackend.plan_chain`, `step` of it."""
-        found = self.run_shares(plan, step, Chain([*lengths], vocab_size))
-        return None if found is None else found[0]
 
 
 def _filled(values: torch.Tensor) -> torch.Tensor:

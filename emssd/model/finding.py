@@ -61,7 +61,7 @@ def find_streams(target: HookedModel) -> Streams:
         hooks.callback(hear_output(decoder, note("given by", last)).remove)
         for module in decoder.modules():
             if module not in inside:
-                hooks.callback(module.register_forward_hook(only_here(note_call, lambda *_: None)).remove)
+                hooks.callback(module.register_forward_hook(only_here(note_call)).remove)
         rows.run_packed(target, rows.attend)
 
     def refused(reason: str) -> UnsupportedModelError:

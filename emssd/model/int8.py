@@ -81,12 +81,11 @@ def round_weights(model: torch.nn.Module) -> int:
                 continue
             weight = module.weight
             if weight.data_ptr() not in scales:
-                largest = weight.float().abs().amax(dim=1)
-                if not largest.isfinite().all():
+                own = rounded(weight, 8)
+                if not own.scale.isfinite().all():
                     raise ConfigError("model.weights=int8: some weights are infinite, or no numbers; leave it out")
-                scale = torch.where(largest > 0, largest / _MOST, torch.ones_like(largest))
-                weight.copy_((weight.float() / scale.unsqueeze(1)).round() * scale.unsqueeze(1))
-                scales[weight.data_ptr()] = scale
+                weight.copy_(own.dense(weight.dtype))
+                scales[weight.data_ptr()] = own.scale
                 count += weight.numel()
             module.register_buffer(SCALE, scales[weight.data_ptr()], persistent=False)
     return count

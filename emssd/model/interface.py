@@ -42,7 +42,7 @@ Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
      "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic",
-     "logits_to_keep"}
+     "logits_to_keep", "emssd_masks"}
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def register(config: Any) -> None:
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
-    AttentionInterface.register(MASKED_NAME, _masked_attention)
+    AttentionInterface.register(MASKED_NAME, _attention)
     AttentionMaskInterface.register(MASKED_NAME, _mask)
     for each in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         for base in type(each).__mro__:
@@ -147,14 +147,18 @@ def _attention(
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     emssd_attend: Attend | None = None,
-    emssd_visible: Visible | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out."""
+    """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out.
+
+    Of a mask by `_mask`, the function behind it is noted. Any other mask is refused.
+    """
     known = _KEYWORDS.get() or {}
     name, emssd_attend = type(module).__name__, emssd_attend or known.get("emssd_attend")
     if emssd_attend is None:
         raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
+    visible = getattr(attention_mask, "emssd_visible", None)
+    attention_mask = attention_mask if visible is None else None
     refused = features.keys() - _HARMLESS
     if refused:
         refused = {key for key in refused if features[key] is not None}
@@ -174,8 +178,8 @@ def _attention(
     )
     calls = known.get("emssd_calls")
     layer = int(module.layer_idx) if calls is None else next(calls)  # type: ignore[arg-type]  # an integer then
-    if emssd_visible is not None:
-        known["emssd_masks"][layer] = emssd_visible
+    if visible is not None:
+        known["emssd_masks"][layer] = visible
     out = emssd_attend(
         layer,
         spec,
@@ -184,22 +188,6 @@ def _attention(
         value.transpose(1, 2).reshape(batch * num_tokens, spec.num_kv_heads, spec.value_dim),
     )
     return out.view(batch, num_tokens, num_heads, spec.value_dim), None
-
-
-def _masked_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **features: Any,
-) -> tuple[torch.Tensor, None]:
-    """`_attention`, which notes the mask function behind each layer's mask; a mask that we did not make is refused."""
-    visible = getattr(attention_mask, "emssd_visible", None)
-    features.pop("emssd_masks", None)
-    if visible is not None:
-        attention_mask = None
-    return _attention(module, query, key, value, attention_mask, emssd_visible=visible, **features)
 
 
 def _mask(

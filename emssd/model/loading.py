@@ -12,7 +12,7 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel.group import Shard, join
-from emssd.model.parallel.messages import Kind, Message
+from emssd.model.parallel.messages import Message
 from emssd.model.parallel.plans import check_heads
 from emssd.model.spread import DeviceMap, check_device_map
 from emssd.model.target import Compile, TargetModel
@@ -67,40 +67,23 @@ def load_model(
         UnsupportedModelError: see `TargetModel`.
         OutOfMemoryError: there is no room for the weights.
     """
-    if device_map is not None:
-        check_device_map(device_map)
-        others = {
-            "model.device": device != "auto",
-            "model.compile=true": compile is True,
-            "model.batch_invariant=true": batch_invariant,
-            "model.architecture": bool(architecture),
-            "model.weights=int8": weights == "int8",
-            "model.tensor_parallel=true": tensor_parallel,
-            "model.fallback=per_row": fallback != "none",
-        }
-        if given := [name for name, is_given in others.items() if is_given]:
-            raise ConfigError(
-                f"model.device_map puts one model on several devices by itself; leave it or {given[0]} out"
-            )
     if weights not in ("auto", "int8"):
         raise ConfigError(f"model.weights is {weights!r}; choose auto or int8")
+    whole = {
+        "model.compile=true": compile is True,
+        "model.batch_invariant=true": batch_invariant,
+        "model.architecture": bool(architecture),
+        "model.weights=int8": weights == "int8",
+        "model.fallback=per_row": fallback != "none",
+    }
+    if device_map is not None:
+        check_device_map(device_map)
+        others = {"model.device": device != "auto", **whole, "model.tensor_parallel=true": tensor_parallel}
+        if (name := _given(others)) is not None:
+            raise ConfigError(f"model.device_map puts one model on several devices by itself; leave it or {name} out")
     if tensor_parallel:
-        if weights == "int8":
-            raise ConfigError("model.weights=int8 rounds a whole model; leave it or model.tensor_parallel out")
-        if batch_invariant:
-            raise ConfigError("model.batch_invariant is for one process; leave it or model.tensor_parallel out")
-        if fallback != "none":
-            raise ConfigError("model.fallback=per_row runs in one process; leave it or model.tensor_parallel out")
-        _check_parallel(device, compile=compile is True, architecture=architecture)
-        wanted = Wanted(path, dtype, max_model_len, trust_remote_code, checksums)
-        group = join()
-        assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
-        shard = Shard(group, group.number(), checksums)
-        group.say(Message(Kind.LOAD, shard.number, wanted))
-        target, tokenizer = load_shard(wanted, shard)
-        target.why_compiled = "not compiled: the model is spread over several processes"
-        weakref.finalize(target, group.note, Message(Kind.DROP, shard.number)).atexit = False
-        return target, tokenizer
+        _check_parallel(device, _given(whole))
+        return _load_first_shard(Wanted(path, dtype, max_model_len, trust_remote_code, checksums))
     if checksums:
         raise ConfigError("model.checksums compares the processes of model.tensor_parallel=true; leave it out")
     if architecture:
@@ -108,56 +91,49 @@ def load_model(
 
         kind = _resolve_dtype("bfloat16" if dtype == "auto" else dtype)
         assert isinstance(kind, torch.dtype)
-        made = counting_model(architecture, kind, _resolve_device(device))
-        return _target(made, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), None
-    torch_dtype = _resolve_dtype(dtype)
-    torch_device = None if device_map is not None else _resolve_device(device)
-    model, tokenizer = load_checkpoint(
-        path,
-        dtype=torch_dtype,
-        max_model_len=max_model_len,
-        trust_remote_code=trust_remote_code,
-        device_map=device_map,
-        fallback=fallback,
-    )
-    if torch_device is None:
-        return TargetModel(model, max_model_len=max_model_len, compile=compile, frozen=frozen), tokenizer
-    try:
-        model.to(torch_device)  # type: ignore[arg-type]  # annotated for no device at all
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"{torch_device} has no room for the weights of {path!r}; take a smaller one") from error
-    return _target(model, weights, max_model_len, compile, frozen, for_drafts, fallback, batch_invariant), tokenizer
-
-
-def _target(
-    model: Any,
-    weights: str,
-    max_model_len: int | None,
-    compile: Compile,
-    frozen: bool,
-    for_drafts: bool,
-    fallback: str,
-    batch_invariant: bool,
-) -> TargetModel:
+        model, tokenizer = counting_model(architecture, kind, _resolve_device(device)), None
+    else:
+        kind, to = _resolve_dtype(dtype), None if device_map is not None else _resolve_device(device)
+        model, tokenizer = load_checkpoint(
+            path,
+            dtype=kind,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+            device_map=device_map,
+            fallback=fallback,
+        )
+        try:
+            model = model if to is None else model.to(to)  # type: ignore[arg-type]  # annotated for no device at all
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{to} has no room for the weights of {path!r}; take a smaller one") from error
     if weights == "int8":
-        if model.device.type != "cpu":
-            raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
-        if round_weights(model) == 0:
-            raise ConfigError(
-                f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
-            )
+        _round(model)
         compile = True if compile == "auto" else compile
-    elif for_drafts and compile:
+    elif for_drafts and compile and device_map is None:
         round_drafter(model)
-    frozen = frozen or for_drafts
-    return TargetModel(
+    target = TargetModel(
         model,
         max_model_len=max_model_len,
         compile=compile,
-        frozen=frozen,
+        frozen=frozen or for_drafts,
         fallback=fallback,
         batch_invariant=batch_invariant,
     )
+    return target, tokenizer
+
+
+def _given(options: Mapping[str, bool]) -> str | None:
+    """The first option that is given."""
+    return next((name for name, is_given in options.items() if is_given), None)
+
+
+def _round(model: Any) -> None:
+    if model.device.type != "cpu":
+        raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
+    if round_weights(model) == 0:
+        raise ConfigError(
+            f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
+        )
 
 
 class Wanted(NamedTuple):
@@ -188,13 +164,25 @@ def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
     return target, tokenizer
 
 
-def _check_parallel(device: str, *, compile: bool, architecture: Mapping[str, Any] | None) -> None:
-    if compile:
-        raise ConfigError("model.compile compiles a whole model; leave it or model.tensor_parallel out")
-    if architecture:
+def _load_first_shard(wanted: Wanted) -> tuple[TargetModel, Any]:
+    """Load a model in process 0, and have the others do so."""
+    group = join()
+    assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
+    shard = Shard(group, group.number(), wanted.checksums)
+    group.say(Message("load", shard.number, (wanted,)))
+    target, tokenizer = load_shard(wanted, shard)
+    target.why_compiled = "not compiled: the model is spread over several processes"
+    weakref.finalize(target, group.note, Message("drop", shard.number)).atexit = False
+    return target, tokenizer
+
+
+def _check_parallel(device: str, other: str | None) -> None:
+    """Refuse to spread a model with an option that is for `other` ones, or on a chosen device. Raises ConfigError."""
+    if other is not None:
+        hint = ", or save a model of random weights to a folder and give that as model.path"
         raise ConfigError(
-            "model.architecture makes a whole model in one process; leave model.tensor_parallel out, or save a model "
-            "of random weights to a folder and give that as model.path"
+            f"{other} is for a whole model in one process; leave it or model.tensor_parallel out"
+            + (hint if other == "model.architecture" else "")
         )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     if device not in ("auto", here):

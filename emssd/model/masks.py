@@ -11,7 +11,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Visible
-from emssd.model.probe import running
+from emssd.model.probe import look_at_layers, running
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -29,23 +29,20 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
     or the layer's own window is another one.
     """
     name = type(target.model).__name__
-    passed: dict[int, LayerSpec] = {}
+    passed: dict[int, int | None] = {}
     masks: dict[int, Visible] = {}
 
-    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        passed[layer] = seen
-        return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
+    def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
+        passed[layer] = seen.sliding_window
 
-    tokens = torch.tensor([[3 % target.vocab_size, 14 % target.vocab_size]], device=target.device)
+    look_at_layers(target, note, masks)
     with running(target):
-        numbers = torch.arange(2, device=target.device)
-        target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
         known = {
             id(visible): window_of(visible, target.max_model_len, name, target.device) for visible in masks.values()
         }
     windows: dict[int, int] = {}
     for layer, visible in masks.items():
-        masked, given = known[id(visible)], passed[layer].sliding_window
+        masked, given = known[id(visible)], passed[layer]
         if given is None and masked is not None:
             windows[layer] = masked
         elif masked != given and not (masked is None and given is not None and given >= target.max_model_len):

@@ -18,7 +18,7 @@ from emssd.errors import UnsupportedModelError
 from emssd.model.interface import ATTENTION_NAME, Visible, implementation
 from emssd.model.masks import window_of
 from emssd.model.mixing import mixed_by, mixer_of_pass
-from emssd.model.probe import PROBE_TOLERANCE, Aranges, ProbeRows, running
+from emssd.model.probe import PROBE_TOLERANCE, Aranges, ProbeRows, look_at_layers, running
 from emssd.model.streams import only_here, replaced_forward
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class PerRow:
             def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
                 seen.setdefault(name, []).append((tree_flatten((args, kwargs))[0], tree_flatten(output)[0]))
 
-            return only_here(hook, lambda *_: None)
+            return only_here(hook)
 
         ids = torch.arange(length, device=target.device)[None] % target.vocab_size
         with ExitStack() as stack, implementation("eager", experts_in_loops=target.dtype is torch.float64):
@@ -257,7 +257,7 @@ class _Events:
             self._note((name, self.calls[name], "out"), output)
             self.stack.pop()
 
-        return only_here(before, lambda *_: None), only_here(after, lambda *_: None)
+        return only_here(before), only_here(after)
 
     def _note(self, key: tuple[Any, ...], given: Any) -> None:
         inner = key[0] if key[-1] == "out" else self.stack[-1]
@@ -301,13 +301,11 @@ class _Search:
     def _with_foreign_mask(self, events: _Events) -> str | None:
         target, modules, masks = self._target, dict[int, str](), dict[int, Visible]()
 
-        def attend(layer: int, seen: Any, *qkv: torch.Tensor) -> torch.Tensor:
+        def note(layer: int, *_: Any) -> None:
             modules[layer] = events.stack[-1]
-            return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
 
-        numbers = torch.arange(2, device=target.device)
         with events.heard(target.model):
-            target.run(numbers[None], numbers[None], attend, numbers, masks=masks)
+            look_at_layers(target, note, masks)
         for layer, visible in masks.items():
             try:
                 window_of(visible, target.max_model_len, "", target.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,22 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
-from emssd.model.interface import Attend, implementation
+from emssd.model.interface import Attend, Visible, implementation
 from emssd.model.states import Feed
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["PROBE_TOLERANCE", "Aranges", "OtherLogitsError", "ProbeRows", "layer_devices", "probe_layers", "running"]
+__all__ = [
+    "PROBE_TOLERANCE",
+    "Aranges",
+    "OtherLogitsError",
+    "ProbeRows",
+    "layer_devices",
+    "look_at_layers",
+    "probe_layers",
+    "running",
+]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -85,14 +94,26 @@ def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
     """
     devices: dict[int, torch.device] = {}
 
+    def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
+        devices[layer] = query.device
+
+    look_at_layers(target, note)
+    return tuple(devices[layer] for layer in sorted(devices))
+
+
+def look_at_layers(
+    target: HookedModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
+) -> None:
+    """Run two tokens, and tell `note` of each layer its rules and queries. `masks` are as of `HookedModel.run`."""
+
     def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        devices[layer] = qkv[0].device
+        note(layer, seen, qkv[0])
         return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
 
+    tokens = torch.tensor([[3 % target.vocab_size, 14 % target.vocab_size]], device=target.device)
     with running(target):
         numbers = torch.arange(2, device=target.device)
-        target.run(numbers.unsqueeze(0), numbers.unsqueeze(0), attend, numbers)
-    return tuple(devices[layer] for layer in sorted(devices))
+        target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
 
 
 class _OneRow:

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.attention import PackedInputs, StepPlan
+from emssd.attention import AttentionBackend, PackedInputs, StepPlan
 from emssd.errors import ConfigError
 from emssd.model.int8 import Rounded, rounded
-from emssd.model.program import Chain
 from emssd.model.runner import CausalLMRunner, ModelOutput
+from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 from emssd.native import free_module, load_kernels, why_unavailable
 
@@ -66,26 +66,28 @@ class RoundedRunner(CausalLMRunner):
         """Whether there is a KV cache to share."""
         return self._owner() is not None
 
-    def run(self, packed: PackedInputs) -> ModelOutput:
-        owner = self._follow()
-        self.backend, self._states = owner.backend, owner._states
-        try:
-            return super().run(packed)
-        finally:
-            del self.backend, self._states
+    @property
+    def _runner(self) -> CausalLMRunner:
+        owner = self._owner()
+        assert owner is not None, "not attached to the runner of the target"
+        return owner
 
-    def run_shares(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Draft chains in one call, see `Program.run_chain`; ``None``: `run` does it one level at a time."""
-        owner = self._follow()
-        if self._program is None or owner._states is not None:
-            return None
-        plan = owner.backend.plan_chain(packed, [length - 1 for length in chain.lengths])
-        step = None if plan is None else owner.backend.native_step(plan)
-        if plan is None or step is None:
-            return None
-        with self.model.lock:
-            found: tuple[torch.Tensor, torch.Tensor] | None = self._program.run_shares(plan, step, chain)
-        return found
+    @property
+    def backend(self) -> AttentionBackend:  # type: ignore[override]  # read-only
+        """The target's."""
+        return self._runner.backend
+
+    @property
+    def _states(self) -> StateCache | None:  # type: ignore[override]  # read-only
+        return self._runner._states
+
+    def run(self, packed: PackedInputs) -> ModelOutput:
+        self._follow()
+        return super().run(packed)
+
+    def _chain_program(self) -> Any:
+        self._follow()
+        return self._program
 
     def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
         plan = replace(plan, replay=None)  # a recorded pass is one of the target's own weights
@@ -96,10 +98,8 @@ class RoundedRunner(CausalLMRunner):
     def _eager(self, *args: Any, step: Any, **kwargs: Any) -> torch.Tensor:
         return self.model.run(*args, **kwargs)
 
-    def _follow(self) -> CausalLMRunner:
-        """The runner that it is attached to, once the weights are those of its model as it is now."""
-        owner = self._owner()
-        assert owner is not None, "not attached to the runner of the target"
+    def _follow(self) -> None:
+        """Round the weights again if the model has changed."""
         compiled = self.model.compiled if self.num_layers is None else None
         state = self.model.num_changes, compiled
         if self._made_of is None or self._made_of[0] != state[0] or self._made_of[1] is not state[1]:
@@ -109,7 +109,6 @@ class RoundedRunner(CausalLMRunner):
             else:
                 self._weights = RoundedWeights(self.model.model, self.bits)
             self._made_of = state
-        return owner
 
 
 class RoundedWeights(TorchFunctionMode):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -69,17 +70,15 @@ class ModelRunner(ABC):
         A step may fail, and the same or other rows be run next, without a commit between.
         """
 
-    def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
+    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Compute a step of chains, and then its greedy tokens, level by level, in one call.
 
         Args:
             packed: the step; logits are wanted of the last token of each row.
-            lengths: ``[B]`` tokens to choose behind each row, at least 1. KV is computed for all but the last.
-            vocab_size: only ids below it are chosen.
+            chain: how many tokens to choose behind each row, and how. KV is computed for all but the last of them.
 
         Returns:
-            ``[B, k]`` int64, where `k` is the largest of `lengths`; behind the last of a row stands anything. ``None``:
-            nothing was done, `run` does it one level at a time.
+            See `emssd.model.program.Program.run_chain`. ``None``: nothing was done, `run` does it one level at a time.
         """
         return None
 
@@ -204,16 +203,18 @@ class CausalLMRunner(ModelRunner):
             self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
         return self._landings[size]
 
-    def run_chain(self, packed: PackedInputs, lengths: Seq[int], vocab_size: int) -> torch.Tensor | None:
-        if not self._takes_chains or self.model.compiled is None:
-            return None
-        plan = self.backend.plan_chain(packed, [length - 1 for length in lengths])
-        step = None if plan is None else self.backend.native_step(plan)
-        if plan is None or step is None:
+    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
+        program = self._chain_program()
+        planned = None if program is None else self.backend.plan_chain(packed, [each - 1 for each in chain.lengths])
+        if planned is None:
             return None
         with self.model.lock:
-            tokens: torch.Tensor | None = self.model.compiled.run_chain(plan, step, lengths, vocab_size)
-        return tokens
+            found: tuple[torch.Tensor, torch.Tensor] | None = program.run_chain(*planned, chain)
+        return found
+
+    def _chain_program(self) -> Any:
+        """The compiled program that drafts chains, or ``None``."""
+        return self.model.compiled if self._takes_chains else None
 
     @property
     def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same

@@ -36,8 +36,8 @@ def lock_of(model: torch.nn.Module) -> Any:
         return _LOCKS.setdefault(model, RLock())
 
 
-def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` in this thread, and `elsewhere` in others, which call the same modules."""
+def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
+    """`function` in this thread, and `elsewhere` in others, which call the same modules; without, they do nothing."""
     thread = get_ident()
     return lambda *args, **kwargs: (function if get_ident() == thread else elsewhere)(*args, **kwargs)
 
@@ -148,7 +148,7 @@ def hear_input(module: torch.nn.Module, listener: Callable[[torch.Tensor], None]
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         listener(_handed_on(*arguments, **keywords))
 
-    return module.register_forward_pre_hook(only_here(hook, _ignored), with_kwargs=True)
+    return module.register_forward_pre_hook(only_here(hook), with_kwargs=True)
 
 
 def hear_output(module: torch.nn.Module, listener: Callable[[Any], None]) -> Any:
@@ -157,7 +157,7 @@ def hear_output(module: torch.nn.Module, listener: Callable[[Any], None]) -> Any
     def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
         listener(output)
 
-    return module.register_forward_hook(only_here(hook, _ignored))
+    return module.register_forward_hook(only_here(hook))
 
 
 def stream_of(output: Any) -> torch.Tensor:
@@ -170,7 +170,3 @@ def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
     """The residual stream that a layer is called with."""
     stream: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
     return stream
-
-
-def _ignored(*_: Any) -> None:
-    """The hook in other threads: it does nothing."""

@@ -156,7 +156,10 @@ def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, 
 @looped(
     ("options", "said"),
     [
-        ({"compile": True}, "model.compile compiles a whole model"),
+        (
+            {"compile": True},
+            "model.compile=true is for a whole model in one process",
+        ),
         ({"device": "cuda:1"}, "every process takes its own"),
         ({}, "torchrun --nproc-per-node 2 -m emssd"),
         ({"tensor_parallel": False, "checksums": True}, "model.checksums compares the processes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from emssd.errors import ConfigError, EmssdError, GroupError
 from emssd.model import TargetModel, load_model, loading
 from emssd.model.parallel import follower
 from emssd.model.parallel.group import Group, join
-from emssd.model.parallel.messages import Kind, Message, bytes_of
+from emssd.model.parallel.messages import Message
 from emssd.plugins.registry import Registry
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
@@ -30,12 +31,12 @@ def plant_told(patch: pytest.MonkeyPatch) -> None:
 
     def other(group: Group) -> tuple[list[Message], bytes]:
         messages, _ = hear(group)
-        for place, (kind, number, step) in enumerate(messages):
-            if kind is Kind.RUN and len(step[0]) == 3:
-                request_ids, token_ids, *rest = step
+        for place, (call, number, arguments) in enumerate(messages):
+            if call == "run" and len(arguments[0][0]) == 3:
+                ((request_ids, token_ids, *rest),) = arguments
                 changed = [token_ids[0], (token_ids[1] + 1) % 13, *token_ids[2:]]
-                messages[place] = Message(kind, number, (request_ids, changed, *rest))
-        return messages, bytes_of(messages)
+                messages[place] = Message(call, number, ((request_ids, changed, *rest),))
+        return messages, pickle.dumps(messages)
 
     patch.setattr(Group, "hear", other)
 

@@ -21,8 +21,7 @@ from emssd.model.program import Chain
 from emssd.model.proven import ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
-    from emssd.attention import StepPlan
-    from emssd.attention.native import NativeStep
+    from emssd.attention import NativeStep, StepPlan
     from emssd.drafters.heads.head import Head
 
 __all__ = ["CompiledHead", "compiled_head"]

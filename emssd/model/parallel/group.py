@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from emssd.errors import ConfigError, EmssdError, GroupError
-from emssd.model.parallel.messages import Kind, Message, bytes_of, messages_of
+from emssd.model.parallel.messages import Message
 
 __all__ = ["Group", "Shard", "join"]
 
@@ -80,7 +81,7 @@ class Group:
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
-        data = bytes_of([*noted, message])
+        data = pickle.dumps([*noted, message])
         with self.in_step():
             for start in range(0, len(data), _FRAME - _LENGTH):
                 left = (len(data) - start).to_bytes(_LENGTH, "little")
@@ -99,7 +100,7 @@ class Group:
                 left = int.from_bytes(head, "little")
                 data += part[:left]
                 if left <= len(part):
-                    return messages_of(data), data
+                    return pickle.loads(data), data
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all processes, by rank. All must call this. Raises GroupError: one of them has ended."""
@@ -144,7 +145,7 @@ class Group:
             return
         if self.rank == 0 and not self.is_broken:
             try:
-                self.say(Message(Kind.END, 0))
+                self.say(Message("end", 0))
             except GroupError as error:
                 print(f"emssd: {error}", file=sys.stderr)
         self._leaves.set()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
 from emssd.model.borrowed import BorrowedTarget
-from emssd.model.parallel.messages import Kind, Message
+from emssd.model.parallel.messages import Message
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
 from emssd.model.streams import Streams
@@ -29,7 +29,7 @@ def prepare_hidden(target: TargetModel, indices: Seq[int]) -> Streams:
     """`TargetModel.prepare_hidden` in process 0, with the others, as it runs the model."""
     assert target.shard is not None, "a model that is whole needs nobody else"
     group = target.shard.group
-    group.say(Message(Kind.HIDDEN, target.shard.number, [*indices]))
+    group.say(Message("prepare_hidden", target.shard.number, ([*indices],)))
     with group.in_step():
         return target.prepare_hidden(indices)
 
@@ -96,7 +96,7 @@ class LendingShard(BorrowedTarget):
         group = self._shard.group
         if self._target.streams is None:  # what proves them is a pass of all processes, so before anything is whole
             prepare_hidden(self._target, ())
-        group.say(Message(Kind.GATHER, self._shard.number))
+        group.say(Message("gather", self._shard.number))
         with group.in_step(), torch.inference_mode():
             return whole_weights(self._target)
 

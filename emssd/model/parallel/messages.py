@@ -1,52 +1,27 @@
-"""Messages of process 0 to the others, as bytes: the work of a step, and changes of KV between two steps."""
+"""Messages of process 0 to the others: the work of a step, and changes of KV between two steps."""
 
 from __future__ import annotations
 
-import pickle
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import torch
 
 from emssd.attention import PackedInputs
 
-__all__ = ["Kind", "Message", "bytes_of", "messages_of", "packed_of", "step_of"]
-
-
-class Kind(Enum):
-    """The subject of a message."""
-
-    END = auto()
-    LOAD = auto()
-    CACHE = auto()
-    RUN = auto()
-    COMMIT = auto()
-    RELEASE = auto()
-    ADOPT = auto()
-    PUBLISH = auto()
-    FORGET = auto()
-    DROP = auto()
-    HIDDEN = auto()
-    GATHER = auto()
+__all__ = ["Message", "packed_of", "step_of"]
 
 
 class Message(NamedTuple):
-    """One message about a model or a cache, by its number. Its value holds no tensors."""
+    """What the other processes are to do with the model, or the cache, of a number.
 
-    kind: Kind
+    Attributes:
+        call: a method of `emssd.model.parallel.follower` or of the cache's runner; ``end`` for nothing more.
+        arguments: of that method; they hold no tensors.
+    """
+
+    call: str
     number: int
-    value: Any = None
-
-
-def bytes_of(messages: list[Message]) -> bytes:
-    """The bytes that `messages_of` reads."""
-    return pickle.dumps(messages)
-
-
-def messages_of(data: bytes) -> list[Message]:
-    """The messages that a process of the same run put into `data`."""
-    messages: list[Message] = pickle.loads(data)
-    return messages
+    arguments: tuple[Any, ...] = ()
 
 
 _Step = tuple[Any, ...]

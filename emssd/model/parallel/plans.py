@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from typing import Any
 
 from emssd.errors import UnsupportedModelError
@@ -11,37 +9,17 @@ from emssd.errors import UnsupportedModelError
 __all__ = ["check_heads", "check_shards", "distributed_options", "mend"]
 
 
-@dataclass(frozen=True, slots=True)
-class _OwnPlan:
-    """A plan for models that Transformers has none for.
-
-    Attributes:
-        rules: by module, with ``*`` for the number of a layer, a parallel style of Transformers.
-        attention: the attention module of a layer.
-        counts: attributes of it that count heads, which a process has fewer of.
-    """
-
-    rules: dict[str, str]
-    attention: str
-    counts: tuple[str, ...]
-
-
-_OWN = {
-    "opt": _OwnPlan(
-        rules={
-            "model.decoder.layers.*.self_attn.q_proj": "colwise",
-            "model.decoder.layers.*.self_attn.k_proj": "colwise",
-            "model.decoder.layers.*.self_attn.v_proj": "colwise",
-            "model.decoder.layers.*.self_attn.out_proj": "rowwise",
-            "model.decoder.layers.*.fc1": "colwise",
-            "model.decoder.layers.*.fc2": "rowwise",
-            "model.decoder.embed_tokens": "embedding_rowwise",
-            "lm_head": "colwise_gather_output",
-        },
-        attention="model.decoder.layers.*.self_attn",
-        counts=("num_heads",),
-    )
+_OPT = {
+    "model.decoder.layers.*.self_attn.q_proj": "colwise",
+    "model.decoder.layers.*.self_attn.k_proj": "colwise",
+    "model.decoder.layers.*.self_attn.v_proj": "colwise",
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    "model.decoder.embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
 }
+"""For ``opt``, which Transformers has no plan for: by module, with ``*`` for a layer, one of its parallel styles."""
 
 
 def check_shards(config: Any, size: int) -> None:
@@ -49,7 +27,7 @@ def check_shards(config: Any, size: int) -> None:
     UnsupportedModelError: Transformers has no plan for it, or its heads do not divide.
     """
     text, name = config.get_text_config(), config.model_type
-    if name not in _OWN and not (config.base_model_tp_plan or text.base_model_tp_plan):
+    if name != "opt" and not (config.base_model_tp_plan or text.base_model_tp_plan):
         raise UnsupportedModelError(
             f"{name} cannot be spread over {size} processes: Transformers has no tensor parallel plan for it. Leave "
             f"model.tensor_parallel out, and run it on one device"
@@ -69,20 +47,14 @@ def distributed_options(config: Any) -> Any:
     """The ``distributed_config`` for `from_pretrained`; the size is that of the process group."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    own = _OWN.get(config.model_type)
-    return DistributedConfig(tp_plan="auto" if own is None else dict(own.rules))
+    return DistributedConfig(tp_plan=dict(_OPT) if config.model_type == "opt" else "auto")
 
 
 def mend(model: Any, size: int) -> None:
-    """Let a model's attention count the heads of this process, where it counts those of its config."""
-    own = _OWN.get(model.config.model_type)
-    if own is None:
-        return
-    attention = re.compile(re.escape(own.attention).replace(r"\*", r"\d+"))
-    for name, module in model.named_modules():
-        if attention.fullmatch(name):
-            for count in own.counts:
-                setattr(module, count, getattr(module, count) // size)
+    """Let the attention of ``opt`` count the heads of this process, where it counts those of its config."""
+    if model.config.model_type == "opt":
+        for layer in model.model.decoder.layers:
+            layer.self_attn.num_heads //= size
 
 
 def check_heads(target: Any, size: int) -> None:

@@ -87,9 +87,9 @@ class DraftModelDrafter(ModelDrafter):
         """``[r, k]`` drafted tokens; anything stands after what a row wants."""
         if not self.has_own_ids and all(row.node.params.is_greedy for row in rows):
             packed = pack(rows, Draft.empty(len(rows)))
-            if (tokens := self._runner.run_chain(packed, wanted, self._vocab_size)) is not None:
+            if (found := self._runner.run_chain(packed, Chain(wanted, self._vocab_size))) is not None:
                 self._have_cached(rows)
-                return tokens
+                return found[0]
         columns = [_chosen(self.catch_up(rows), [row.node for row in rows])]
         columns += self._greedy_behind(rows, wanted, columns[0])
         while len(columns) < max(wanted):

@@ -42,7 +42,7 @@ class PaddedStep:
         rows: ``[B]`` slab rows; a slice if they are the first ``B`` in order.
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         mask: of queries ``[B, n_max]`` over slots; the positions of holes are out of reach.
-        watch: on devices where a look at each layer's results would make the host wait; else ``None``.
+        watch: of use on devices where a look at each layer's results would make the host wait.
     """
 
     places: torch.Tensor | None
@@ -51,7 +51,7 @@ class PaddedStep:
     write_rows: torch.Tensor
     write_slots: torch.Tensor
     mask: StepMask
-    watch: StepWatch | None
+    watch: StepWatch
 
 
 class PaddedBackend(AttentionBackend):
@@ -114,8 +114,8 @@ class PaddedBackend(AttentionBackend):
         self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
         rows_used = slice(len(rows)) if rows == list(range(len(rows))) else self._index(rows)
         key_positions = self._positions[rows_used, : self._width()]
-        watch = StepWatch() if self._watched else None
-        replay = None if watch is None else watch.run
+        watch = StepWatch()
+        replay = watch.run if self._watched else None
         positions = inputs.position_ids[places].view(len(rows), longest)
         step = PaddedStep(
             places=None if self._pad_inputs else places,
@@ -156,10 +156,9 @@ class PaddedBackend(AttentionBackend):
             values[step.rows, :num_slots],
             step.mask.additive(spec.sliding_window, query),
             spec,
-            checked=step.watch is None or not step.watch.trusts,
+            checked=not step.watch.trusts,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
-        if step.watch is not None:
-            step.watch.saw(out)
+        step.watch.saw(out)
         return out if step.real is None else out[step.real]
 
     def commit(self, kept: Kept) -> None:

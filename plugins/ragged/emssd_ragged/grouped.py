@@ -61,12 +61,12 @@ class GroupedStep:
 
     Attributes:
         slots: ``[nnz]`` int64, where the new KV goes.
-        watch: on devices where a look at each layer's results would make the host wait; else ``None``.
+        watch: of use on devices where a look at each layer's results would make the host wait.
     """
 
     slots: torch.Tensor
     groups: list[RowGroup]
-    watch: StepWatch | None
+    watch: StepWatch
 
 
 class GroupedKernels(PagedKernels):
@@ -99,25 +99,24 @@ class GroupedKernels(PagedKernels):
         short = [row for row, length in enumerate(packed.lengths) if length <= _MAX_GROUPED_TOKENS]
         groups = self._by_length(pages, short)
         groups += [[row] for row, length in enumerate(packed.lengths) if length > _MAX_GROUPED_TOKENS]
-        watch = StepWatch() if self._watched else None
+        watch = StepWatch()
         inputs = packed.on(self._spec.device)
         rectangles = [self._group(packed, inputs.position_ids, pages, rows) for rows in groups]
         step = GroupedStep(on_device(slots, self._spec.device), rectangles, watch)
-        return StepPlan.ragged(inputs, step, replay=None if watch is None else watch.run)
+        return StepPlan.ragged(inputs, step, replay=watch.run if self._watched else None)
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         step: GroupedStep = plan.attention
         out = self._attend(step, layer, query, key, value)
-        if step.watch is not None:
-            step.watch.saw(out)
+        step.watch.saw(out)
         return out
 
     def _attend(
         self, step: GroupedStep, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        spec, checked = self._spec.layers[layer], step.watch is None or not step.watch.trusts
+        spec = self._spec.layers[layer]
         keys, values = self._keys[layer], self._values[layer]
         keys.view(-1, *keys.shape[2:]).index_copy_(0, step.slots, key)
         values.view(-1, *values.shape[2:]).index_copy_(0, step.slots, value)
@@ -130,7 +129,7 @@ class GroupedKernels(PagedKernels):
                 values.index_select(0, group.pages).view(rows, -1, *values.shape[2:]),
                 group.mask.additive(spec.sliding_window, query),
                 spec,
-                checked=checked,
+                checked=not step.watch.trusts,
             ).reshape(-1, spec.num_qo_heads, spec.value_dim)
             if group.output_index is not None:
                 attended = attended[group.output_index]
