@@ -256,13 +256,6 @@ def test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite() -> N
     assert out.isfinite().all()
 
 
-def test_a_step_beyond_the_ladder_runs_as_it_is() -> None:
-    backend = allocated(capture=rerun, max_graph_tokens=12)
-    plan = backend.plan(pack([sequence("a", 13)], Draft.empty(1)))
-    assert plan.replay is None
-    assert plan.input_ids.shape == (1, 13)
-
-
 def test_a_recorded_step_reads_no_tensor_of_its_packed_inputs() -> None:
     """What a replay reads must be the static tensors: here the packed ones are spoilt after planning."""
     backend = allocated(capture=rerun, max_graph_tokens=12)

@@ -57,11 +57,6 @@ def test_rows_of_steps_to_verify(size: int, batch: int, group: int, by_tile: dic
     assert {tile: recorded_rows(size, batch, group, tile) for tile in by_tile} == by_tile
 
 
-def test_16_rows_of_5_tokens_took_the_tile_of_the_worst_case() -> None:
-    tiles = [query_tile(80 - recorded_rows(80, 16, 1, tile) + 1, 128) for tile in (128, 64, 16)]
-    assert tiles == [128, 64, 16]
-
-
 @pytest.mark.parametrize(
     ("rows", "heads", "kv_heads", "mib"),
     [(256, 32, 32, 522), (128, 64, 8, 641), (256, 40, 40, 653)],

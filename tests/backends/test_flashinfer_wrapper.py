@@ -21,16 +21,11 @@ from hypothesis.stateful import run_state_machine_as_test
 from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
-from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
-from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request, Row
-from emssd.testing.drafters import RandomDrafter
 from emssd.testing.machines import BackendMachine
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
@@ -65,18 +60,6 @@ def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules
     chosen = settings(settings.default, max_examples=settings.default.max_examples // 3, stateful_step_count=10)
     run_state_machine_as_test(machine, settings=chosen)
     assert {module.name for module in modules} == {"fa2"}
-
-
-@pytest.mark.parametrize("architecture", ["opt", "gemma2"])
-def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str, modules: list[Any]) -> None:
-    model = tiny_model(architecture, max_model_len=64)
-    target, prompts = TargetModel(model), [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
-    expected = {str(i): greedy_reference(model, prompt, 10) for i, prompt in enumerate(prompts)}
-    made = backend(capture=rerun, max_graph_tokens=16)
-    made.allocate(target.kv_cache_spec(3))
-    engine = Engine(CausalLMRunner(target, made), RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3)
-    outputs = engine.generate(prompts, 10, ignore_eos=True)
-    assert [list(output.token_ids) for output in outputs] == list(expected.values())
 
 
 @pytest.mark.parametrize("window", [None, 3])

@@ -19,7 +19,7 @@ from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import Kept, KVCacheSpec, LayerSpec, PackedInputs
+from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
 from tests.support.tiers import looped
@@ -279,34 +279,6 @@ def test_a_query_sees_nothing_of_tokens_behind_its_own_nor_before_its_window(
         unseen = [i for i in range(len(out)) if i < token or (window is not None and i >= token + window)]
         assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
         assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
-
-
-def test_a_sequence_that_overflows_spoils_neither_its_neighbour_nor_the_next_one_on_its_pages() -> None:
-    layer = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=4, value_dim=4, scale=1.0)
-    backend = ragged_backend(kernels="fused")
-    backend.allocate(KVCacheSpec((layer,), torch.float32, torch.device("cpu"), 2, 64))
-    generator = torch.Generator().manual_seed(0)
-    query, key, value = (torch.randn(60, heads, 4, generator=generator) for heads in (2, 1, 1))
-
-    def step(bad: bool, *request_ids: str) -> torch.Tensor:
-        count, length = len(request_ids), 60 // len(request_ids)
-        ids = torch.zeros(60, dtype=torch.int64)
-        indptr = tuple(range(0, 61, length))
-        plan = backend.plan(PackedInputs(request_ids, ids, ids, indptr, (length,) * count, torch.tensor([0])))
-        tensors = [query.clone(), key.clone(), value.clone()]
-        if bad:
-            for tensor in tensors:
-                tensor[length:] = float("nan")
-        return backend.forward(plan, 0, *tensors)
-
-    clean = step(False, "a", "b")
-    backend.commit(Kept(("a", "b"), (30, 30)))
-    backend.release(["a", "b"])
-    beside = step(True, "good", "bad")
-    assert torch.equal(beside[:30], clean[:30])
-    assert bool(beside[30:].isnan().all())
-    backend.release(["good", "bad"])
-    assert torch.equal(step(False, "c", "d"), clean)
 
 
 SPEC = KVCacheSpec((LayerSpec(2, 1, 4, 4, 1.0),), torch.float32, torch.device("cpu"), 4, 64)

@@ -163,7 +163,3 @@ def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> 
         assert table.num_slots == 2
         assert table.release(["long"]) == [1]
         assert table.rows(["short", "new"]) == [0, 1]
-
-
-def test_any_model_is_supported() -> None:
-    assert PaddedBackend().unsupported(SPEC) == []

@@ -165,10 +165,6 @@ def test_page_size_below_one_is_refused(page_size: int) -> None:
         ragged_backend(page_size)
 
 
-def test_any_model_is_supported() -> None:
-    assert ragged_backend().unsupported(SPEC) == []
-
-
 def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"backend\.kernels is 'fast'; choose auto, fused, torch"):
         ragged_backend(kernels="fast")

@@ -72,18 +72,16 @@ def generate_row(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, 
     return tuple(out[0, len(prompt) :].tolist())
 
 
-def same_weights_drafter(model: PreTrainedModel, backend: Any, batch_size: int) -> Drafter:
+def same_weights_drafter(model: PreTrainedModel, backend: Any) -> Drafter:
     """A draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
     draft = TargetModel(model)
-    cache = make_backend(draft.kv_cache_spec(batch_size), backend, Registry())
+    cache = make_backend(draft.kv_cache_spec(len(PROMPTS)), backend, Registry())
     return DraftModelDrafter(CausalLMRunner(draft, cache), VOCAB_SIZE, num_speculative_tokens=4)
 
 
-def generate(
-    model: PreTrainedModel, drafter: str, backend: Any, batch_size: int = len(PROMPTS)
-) -> tuple[Engine, list[Generation]]:
-    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(model, backend, batch_size)
-    engine = Engine.from_model(model, drafter=chosen, backend=backend, budget="fixed", batch_size=batch_size)
+def generate(model: PreTrainedModel, drafter: str, backend: Any) -> tuple[Engine, list[Generation]]:
+    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(model, backend)
+    engine = Engine.from_model(model, drafter=chosen, backend=backend, budget="fixed", batch_size=len(PROMPTS))
     return engine, engine.generate(PROMPTS, NEW_TOKENS)
 
 
@@ -138,13 +136,6 @@ def test_trees_of_every_shape_equal_generate_of_hugging_face(architecture: str, 
         done = engine.generate(PROMPTS, NEW_TOKENS)
         assert_equal_to_hugging_face(architecture, "float64", engine, done)
         assert 0 < engine.report.num_accepted < engine.report.num_drafted
-
-
-@looped("batch_size", [1, 3])
-@looped("architecture", ["opt", "mistral"])
-def test_the_batch_size_does_not_change_the_tokens(architecture: str, batch_size: int) -> None:
-    engine, done = generate(model_of(architecture, "float64"), "llma", "ragged", batch_size)
-    assert_equal_to_hugging_face(architecture, "float64", engine, done)
 
 
 @looped(

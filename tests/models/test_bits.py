@@ -19,11 +19,9 @@ from emssd.attention import LayerSpec
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Drafter
-from emssd.integrations.batch_invariant import batch_invariant
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.invariant import BatchInvariant
 from emssd.sampling import SamplingParams
-from emssd.sampling.processing import processed
 from emssd.sequences import Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
@@ -103,41 +101,6 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
     texts = {name: tokens for name, (tokens, _) in expected.items()}
     found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, tokens_a_step, max_tokens)
     assert found == expected
-
-
-MODES = ("none", "trees", "early_exit")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "mode"),
-    only(
-        [*product(("llama", "gemma2"), DTYPES, MODES)],
-        ci=[("llama", DTYPES[0], "trees"), ("gemma2", DTYPES[1], "early_exit")],
-    ),
-)
-def test_log_probabilities_are_those_of_one_pass_over_the_finished_text(
-    architecture: str, dtype: torch.dtype, mode: str
-) -> None:
-    model = target(architecture, dtype).model
-    drafter = TreeDrafter(VOCAB, 5) if mode == "trees" else mode
-    engine = Engine.from_model(model, drafter=drafter, batch_size=3, batch_invariant=True, on_drafter_error="fail")
-    asked = requests()
-    done = {each.request_id: each for each in engine.run(asked)}
-    assert mode == "none" or engine.report.num_drafted
-    for request in asked:
-        each, params, start = done[request.request_id], request.sampling, len(request.prompt_ids)
-        assert params is not None
-        text = [*each.prompt_ids, *each.token_ids]
-        with torch.no_grad(), batch_invariant(model):
-            logits = model(input_ids=torch.tensor([text])).logits[0]
-        assert each.logprobs is not None
-        for place, token in enumerate(each.logprobs, start=start):
-            scores = logits[place - 1 : place].double()
-            if params.processed_logprobs:
-                scores = processed(scores, params, [text[:place]], [start])
-            shares = scores.log_softmax(-1)[0]
-            best = [(number, float(shares[number])) for number, _ in token.top]
-            assert (token.logprob, [*token.top]) == (float(shares[text[place]]), best)
 
 
 @pytest.mark.parametrize("asked", [False, True])

@@ -6,9 +6,7 @@ ten seconds a model, so there are few, and test processes share what they compil
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,8 +30,7 @@ from emssd.drafting import Drafter
 from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel, tracing
-from emssd.model.fingerprint import fingerprint
-from emssd.native import cache_dir, load_kernels
+from emssd.native import cache_dir
 from emssd.plugins.registry import Registry
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
@@ -287,20 +284,6 @@ def test_buffers_are_the_models_own_too() -> None:
 
 
 @pytest.mark.usefixtures("no_compiling")
-def test_a_model_that_is_gone_gives_its_weights_back() -> None:
-    target = TargetModel(make("opt-float32"), compile=True)
-    assert target.compiled is not None
-    program, handle = weakref.ref(target.compiled), target.compiled._program._handle
-    size = target.model.lm_head.weight.shape[1]
-    load_kernels().linear(torch.ones(1, 2, size), handle, 0, 1)
-    del target
-    gc.collect()
-    assert program() is None
-    with pytest.raises((IndexError, RuntimeError)):
-        load_kernels().linear(torch.ones(1, 2, size), handle, 0, 1)
-
-
-@pytest.mark.usefixtures("no_compiling")
 def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -> None:
     target = TargetModel(make("opt-float32"), compile=True)
 
@@ -312,30 +295,6 @@ def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -
     with pytest.raises(MemoryError, match=r"^out of memory$"):
         target.compiled(ids, ids, broken, torch.tensor([0]))
     assert_close(*both(target, 1, 5, [0, 4]))
-
-
-def test_what_the_program_depends_on_has_a_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    def name(**changes: Any) -> str:
-        options = {"architecture": "llama", "dtype": torch.float32, "vocab_size": VOCAB_SIZE} | changes
-        return fingerprint(TargetModel(tiny_model(**options)), [])[0]
-
-    first = name()
-    assert name(seed=1) == first  # other weights are no other program
-    others = [
-        name(vocab_size=14),
-        name(dtype=torch.float64),
-        name(num_hidden_layers=1),
-        name(hidden_act="gelu"),
-        name(rms_norm_eps=1e-3),
-        name(tie_word_embeddings=True),
-        name(rope_parameters={"rope_type": "default", "rope_theta": 5.0}),
-        name(architecture="mistral"),
-    ]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
-    others.append(name())
-    monkeypatch.setattr("transformers.__version__", "99.0")
-    others.append(name())
-    assert len({first, *others}) == len(others) + 1
 
 
 class LooksAtItsTokens(LlamaForCausalLM):

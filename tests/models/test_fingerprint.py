@@ -27,8 +27,9 @@ from tests.support.tiers import looped
 Change = Callable[[Any], object]
 
 
-def llama(seed: int = 0) -> PreTrainedModel:
-    return tiny_model("llama", dtype=torch.float32, vocab_size=13, num_hidden_layers=1, seed=seed)
+def llama(**options: Any) -> PreTrainedModel:
+    chosen: dict[str, Any] = {"dtype": torch.float32, "vocab_size": 13, "num_hidden_layers": 1} | options
+    return tiny_model(**{"architecture": "llama"} | chosen)
 
 
 def key(model: Any) -> str:
@@ -121,11 +122,28 @@ CHANGES: dict[str, Change] = {
 }
 
 
-def test_every_change_has_a_key_of_its_own(plain: str) -> None:
+SHAPES: list[dict[str, Any]] = [
+    {"vocab_size": 14},
+    {"dtype": torch.float64},
+    {"num_hidden_layers": 2},
+    {"hidden_act": "gelu"},
+    {"rms_norm_eps": 1e-3},
+    {"tie_word_embeddings": True},
+    {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
+    {"architecture": "mistral"},
+]
+
+
+def test_every_change_has_a_key_of_its_own(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = {"none": plain, "the weights": key(llama(seed=1))}
     for name, change in CHANGES.items():
         change(model := llama())
         keys[name] = key(model)
+    keys |= {str(options): key(llama(**options)) for options in SHAPES}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
+    keys["threads"] = key(llama())
+    monkeypatch.setattr("transformers.__version__", "99.0")
+    keys["version"] = key(llama())
     assert keys.pop("the weights") == plain  # one program serves all weights
     assert len(set(keys.values())) == len(keys), keys
 

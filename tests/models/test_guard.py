@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-import emssd
 from emssd import Engine
 from emssd.attention import LayerSpec
 from emssd.drafting import Draft, Drafter
@@ -28,7 +27,6 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from tests.models.test_sinks import gpt_oss
 
 PROMPT = tuple(3 + i * i % 10 for i in range(40))  # more than two pages, which the next run adopts
 NEW_TOKENS = 8
@@ -209,21 +207,6 @@ def test_another_model_altogether_is_refused(change: Callable[[Any], object]) ->
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=r"this engine was made for torch\.float64 .* make the engine"):
             tokens(engine)
-
-
-def test_sinks_are_read_anew_in_each_call_of_generate() -> None:
-    model: Any = gpt_oss()
-    ids, mask = torch.tensor([PROMPT[:12]]), torch.ones(1, 12, dtype=torch.int64)
-
-    def generated() -> list[int]:
-        options = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW_TOKENS}
-        done = model.generate(ids, custom_generate=emssd.custom_generate, drafter="none", **options)
-        return list(done[0, 12:].tolist())
-
-    before = generated()
-    for layer in model.model.layers:
-        layer.self_attn.sinks.data.add_(4.0)
-    assert generated() == greedy_reference(model, PROMPT[:12], NEW_TOKENS) != before
 
 
 def rewritten(change: Callable[[list[torch.Tensor]], object]) -> list[torch.Tensor]:

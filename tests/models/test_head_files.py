@@ -79,8 +79,9 @@ def test_what_is_missing_or_damaged_is_said(tmp_path: Path, monkeypatch: pytest.
     assert "config.json is missing" in refusal()
     (tmp_path / "config.json").write_text("[]")
     assert "holds no JSON object" in refusal()
-    (tmp_path / "config.json").write_text("{")
-    assert "cannot be read as JSON" in refusal()
+    for content in (b"{", b"\xff"):
+        (tmp_path / "config.json").write_bytes(content)
+        assert "cannot be read as JSON" in refusal()
     (tmp_path / "config.json").write_text("{}")
     assert "it is no file of weights" in refusal(tmp_path / "config.json")
     (tmp_path / "model.safetensors").write_bytes(b"half a file")

@@ -26,6 +26,7 @@ from transformers.generation import (
 )
 
 import emssd
+from emssd.attention import PagedBackend
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.testing.models import tiny_model
@@ -128,19 +129,15 @@ def test_a_callers_own_length_and_eos_criteria_are_followed(criteria: list[Any])
 
 
 class TestTheModelAfterwards:
-    def test_is_as_before(self) -> None:
-        model = make_model()
-        before, alone = model.config._attn_implementation, model.generate(**left_padded(), max_new_tokens=9)
-        model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
-        assert model.config._attn_implementation == before != "emssd"
-        assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
-
-    def test_is_as_before_when_a_drafter_fails_and_the_output_is_right(self) -> None:
+    def test_is_as_before_also_when_a_drafter_or_attention_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Failing(Drafter):
             num_speculative_tokens = 1
 
             def propose(self, batch: Any, budget: Any) -> Draft:
                 raise RuntimeError("no idea")
+
+        def broken(*args: Any) -> torch.Tensor:
+            raise MemoryError("out of memory")
 
         model = make_model()
         before, alone = model.config._attn_implementation, model.generate(**left_padded(), max_new_tokens=9)
@@ -148,21 +145,11 @@ class TestTheModelAfterwards:
         with pytest.warns(PluginWarning, match="no idea"):
             ours = model.generate(**left_padded(), max_new_tokens=9, **kwargs)
         assert torch.equal(ours, alone)
-        assert model.config._attn_implementation == before
-        assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
-
-    def test_is_as_before_when_attention_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from emssd.attention import PagedBackend
-
-        def broken(*args: Any) -> torch.Tensor:
-            raise MemoryError("out of memory")
-
-        model = make_model()
-        before = model.config._attn_implementation
         monkeypatch.setattr(PagedBackend, "forward", broken)
         with pytest.raises(MemoryError):
             model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
-        assert model.config._attn_implementation == before
+        assert model.config._attn_implementation == before != "emssd"
+        assert torch.equal(model.generate(**left_padded(), max_new_tokens=9), alone)
 
     def test_is_in_training_again_module_by_module(self) -> None:
         model = make_model("gpt2")

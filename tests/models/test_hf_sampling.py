@@ -192,9 +192,6 @@ def test_processors_that_do_what_the_config_says_are_none_of_the_callers_own() -
     ("options", "message"),
     [
         ({"top_p": 0.0}, r"^top_p is 0.0; it must be above 0"),
-        ({"min_new_tokens": 3, "eos_token_id": 5}, "MinNewTokensLengthLogitsProcessor"),
-        ({"num_beams": 2, "num_return_sequences": 2}, "num_beams=2"),
-        ({"guidance_scale": 1.5}, "guidance_scale=1.5"),
         ({"suppress_tokens": [VOCAB]}, "logit_bias has token 71, but the model's vocabulary has 71 tokens"),
     ],
 )

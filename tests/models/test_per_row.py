@@ -8,21 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_ragged import RaggedConfig
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from emssd import Engine
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel, load_model, per_row
 from emssd.sampling import SamplingParams
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
-from tests.support.trees import DecoyDrafter
+from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 
-VOCAB_SIZE, NEW_TOKENS = 13, 12
-PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 3, 3, 9), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9), (10, 6, 6, 7, 10, 6))
 IDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "vocab_size": VOCAB_SIZE}
 KINDS: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 64},
@@ -45,24 +40,13 @@ def model_of(kind: str) -> PreTrainedModel:
 
 
 @cache
-def references(kind: str) -> dict[tuple[int, ...], list[int]]:
-    return {prompt: [*greedy_reference(model_of(kind), prompt, NEW_TOKENS + 1)] for prompt in PROMPTS}
-
-
-def engine_of(kind: str, drafter: Any, **options: Any) -> Engine:
-    options = {"batch_size": 3, "budget": "fixed", "max_model_len": 64, "on_drafter_error": "fail"} | options
-    return Engine.from_model(model_of(kind), drafter=drafter, fallback="per_row", **options)
-
-
-def check(kind: str, engine: Engine) -> None:
-    done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
-    expected = [tokens[:NEW_TOKENS] for tokens in references(kind).values()]
-    assert [list(each.token_ids) for each in done] == expected
+def texts_of(kind: str) -> Texts:
+    return Texts(model_of(kind), fallback="per_row")
 
 
 def summing() -> PreTrainedModel:
     """A model whose first layer mixes tokens beside its attention."""
-    model = tiny_model("llama")
+    model = tiny_model("llama", vocab_size=VOCAB_SIZE)
     own = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda hidden: own(hidden).cumsum(1)
     return model
@@ -71,65 +55,42 @@ def summing() -> PreTrainedModel:
 @pytest.mark.costly("three runs of each kind")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_those_of_the_forward_pass(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = references(kind)
     monkeypatch.setattr(per_row, "_LONG", 12)  # texts outgrow what was learnt of them at load
-    drafters = (
-        RandomDrafter(VOCAB_SIZE, 5, known, seed=1),
-        DecoyDrafter(VOCAB_SIZE, known),
-        TreeDrafter(VOCAB_SIZE, 8, known, seed=2),
-    )
-    for drafter, backend in zip(drafters, ("ragged", "ragged", "padded"), strict=True):
-        pieces = {} if backend == "padded" else {"max_step_tokens": 9}
-        engine = engine_of(kind, drafter, backend=backend, **pieces)
-        check(kind, engine)
-        assert engine.report.num_accepted > NEW_TOKENS
-        assert engine.report.kv_usage.held == 0
+    texts_of(kind).try_every_draft()
 
 
 def test_rows_that_are_preempted_begin_again() -> None:
-    model = summing()
-    known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS + 1)] for prompt in PROMPTS}
-    engine = Engine.from_model(
-        model, drafter=DecoyDrafter(61, known, depth=1), budget="fixed", max_model_len=64, batch_size=3,
-        kv_memory="118KiB", backend=RaggedConfig(page_size=4), fallback="per_row", on_drafter_error="fail",
-    )  # fmt: skip
-    engine.scheduler = ContinuousScheduler(3, headroom=0)
-    done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
-    assert [list(each.token_ids) for each in done] == [tokens[:NEW_TOKENS] for tokens in known.values()]
-    assert engine.report.num_preempted > 0
+    Texts(summing(), fallback="per_row").try_preemption("118KiB")
 
 
 def test_whole_texts_count_as_memory() -> None:
+    texts = texts_of("gptj")
     with pytest.raises(ConfigError, match=r"states of 3 rows, which take .* MiB, and KV"):
-        engine_of("gptj", "none", kv_memory="20KiB")
-    engine = engine_of("gptj", "none", kv_memory="10MiB")  # there is no KV to divide it among
+        texts.engine("none", kv_memory="20KiB")
+    engine = texts.decoded(texts.engine("none", kv_memory="10MiB"))  # there is no KV to divide it among
     assert engine.target.bytes_per_row >= 2 * 64 * 32 * 8  # the inputs of two modules
-    check("gptj", engine)
     assert engine.report.kv_usage.peak_held >= 3 * engine.target.bytes_per_row
 
 
 def test_drafters_with_the_models_first_layers_keep_texts_of_their_own() -> None:
-    model = summing()
-    known = [[*greedy_reference(model, prompt, NEW_TOKENS)] for prompt in PROMPTS]
-    engine = Engine.from_model(model, drafter="early_exit", fallback="per_row", on_drafter_error="fail")
-    assert [list(each.token_ids) for each in engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)] == known
-    assert engine.report.num_drafted > NEW_TOKENS
+    texts = Texts(summing(), fallback="per_row")
+    assert texts.decoded(texts.engine("early_exit")).report.num_drafted > NEW_TOKENS
 
 
 def test_sampled_texts_do_not_depend_on_drafts() -> None:
-    texts = []
-    for drafter in ("none", TreeDrafter(VOCAB_SIZE, 8, references("gptj"), seed=3)):
+    texts, found = texts_of("gptj"), []
+    for drafter in ("none", TreeDrafter(VOCAB_SIZE, 8, texts.known, seed=3)):
         sampling = SamplingParams(temperature=0.8, seed=5, n=2)
-        done = engine_of("gptj", drafter).generate(PROMPTS[:2], NEW_TOKENS, sampling=sampling)
-        texts.append([each.token_ids for each in done])
-    assert texts[0] == texts[1]
+        done = texts.engine(drafter).generate(PROMPTS[:2], NEW_TOKENS, sampling=sampling)
+        found.append([each.token_ids for each in done])
+    assert found[0] == found[1]
 
 
 def test_the_users_own_calls_are_as_before() -> None:
     model, ids = model_of("falcon"), torch.tensor([PROMPTS[0]])
     with torch.inference_mode():
         before = model(ids, use_cache=False).logits
-        running = engine_of("falcon", "none").stream(PROMPTS, 4)
+        running = texts_of("falcon").engine("none").stream(PROMPTS, 4)
         next(running)
         assert torch.equal(model(ids, use_cache=False).logits, before)
         running.close()  # type: ignore[attr-defined]  # a generator
@@ -153,9 +114,6 @@ def test_a_refusal_names_the_option_or_the_module() -> None:
     model = summing()
     with pytest.raises(UnsupportedModelError, match=r"gives other logits.*: model\.layers\.0\.mlp mixes tokens"):
         Engine.from_model(model, drafter="none")
-    known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS)] for prompt in PROMPTS}
-    engine = Engine.from_model(model, drafter=DecoyDrafter(61, known), budget="fixed", fallback="per_row")
-    assert [list(each.token_ids) for each in engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)] == [*known.values()]
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import suppress
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from emssd_ragged import RaggedConfig
-from transformers import PreTrainedModel
 
-from emssd import Engine
 from emssd.attention import Kept
-from emssd.decoding.scheduler import ContinuousScheduler, Scheduler
-from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import states
 from emssd.model.mixing import _MIXER, Convolution, Mixer, Recurrence, keeps_states
 from emssd.model.states import Feed, StateCache
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
-from emssd.testing.models import HYBRIDS, WideFloats, tiny_model
-from emssd.testing.oracle import greedy_reference
+from emssd.testing.models import HYBRIDS, tiny_model
+from tests.support.texts import NEW_TOKENS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
 
-VOCAB_SIZE, NEW_TOKENS = 13, 12
-PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9), (10, 6, 6, 7, 10, 6))
 EVERY_ARITHMETIC = pytest.mark.parametrize("arithmetic", ["C++", "PyTorch"], indirect=True)
 
 Text = list[int]  # of a token, all that it feeds is drawn from its number
@@ -193,90 +182,52 @@ def test_the_bits_of_a_token_depend_on_its_text_alone(seed: int, arithmetic: str
 
 
 @cache
-def model_of(architecture: str) -> PreTrainedModel:
-    return tiny_model(architecture, vocab_size=VOCAB_SIZE, max_model_len=64)
-
-
-@cache
-def references(architecture: str) -> dict[tuple[int, ...], Seq[int]]:
-    with WideFloats():
-        return {prompt: greedy_reference(model_of(architecture), prompt, NEW_TOKENS + 1) for prompt in PROMPTS}
-
-
-def decoded(
-    architecture: str, drafter: Drafter | str, scheduler: Scheduler | None = None, **options: Any
-) -> tuple[dict[tuple[int, ...], Text], Engine]:
-    with WideFloats():
-        options = {"batch_size": 3, "budget": "fixed", "max_model_len": 64, "on_drafter_error": "fail"} | options
-        engine = Engine.from_model(model_of(architecture), drafter=drafter, **options)
-        engine.scheduler = scheduler or engine.scheduler
-        done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
-    return {prompt: list(each.token_ids) for prompt, each in zip(PROMPTS, done, strict=True)}, engine
-
-
-def drafters(architecture: str) -> Iterator[Drafter]:
-    known = references(architecture)
-    yield RandomDrafter(VOCAB_SIZE, 5, known, seed=1)
-    yield DecoyDrafter(VOCAB_SIZE, known)
-    yield TreeDrafter(VOCAB_SIZE, 8, known, seed=2)
+def texts_of(architecture: str) -> Texts:
+    return Texts(tiny_model(architecture, vocab_size=VOCAB_SIZE, max_model_len=64))
 
 
 @pytest.mark.costly("three runs of each architecture")
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_tokens_are_those_of_the_forward_pass(architecture: str) -> None:
-    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references(architecture).items()}
-    for drafter, backend in zip(drafters(architecture), ("ragged", "ragged", "padded"), strict=True):
-        pieces = {} if backend == "padded" else {"max_step_tokens": 9}
-        found, engine = decoded(architecture, drafter, backend=backend, **pieces)
-        assert found == expected
-        assert engine.report.num_accepted > NEW_TOKENS
-        assert engine.report.kv_usage.held == 0
+    texts_of(architecture).try_every_draft()
 
 
 def test_rows_that_are_preempted_begin_again() -> None:
-    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references("qwen3_5_text").items()}
-    drafter = DecoyDrafter(VOCAB_SIZE, references("qwen3_5_text"), depth=1)
-    crowd = ContinuousScheduler(3, headroom=0)
-    found, engine = decoded("qwen3_5_text", drafter, crowd, kv_memory="44KiB", backend=RaggedConfig(page_size=4))
-    assert found == expected
-    assert engine.report.num_preempted > 0
+    texts_of("qwen3_5_text").try_preemption("44KiB")
 
 
 def test_states_count_as_memory() -> None:
+    texts = texts_of("qwen3_5_text")
     with pytest.raises(ConfigError, match=r"states of 3 rows, which take .* MiB, and KV"):
-        decoded("qwen3_5_text", "none", kv_memory="20KiB")
-    _, engine = decoded("qwen3_5_text", "none")
+        texts.engine("none", kv_memory="20KiB")
+    engine = texts.decoded(texts.engine("none"))
     assert engine.report.kv_usage.peak_held >= 3 * engine.target.bytes_per_row > 0
 
 
 def test_drafters_with_a_model_have_states_of_their_own() -> None:
-    expected = {prompt: list(tokens[:NEW_TOKENS]) for prompt, tokens in references("qwen3_5_text").items()}
-    found, engine = decoded("qwen3_5_text", "early_exit")
-    assert found == expected
-    assert engine.report.num_drafted > NEW_TOKENS
+    texts = texts_of("qwen3_5_text")
+    assert texts.decoded(texts.engine("early_exit")).report.num_drafted > NEW_TOKENS
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = states._Mixer._room_for
     monkeypatch.setattr(states._Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
     with pytest.raises(UnsupportedModelError, match="gives other logits"):
-        Engine.from_model(model_of("qwen3_5_text"), drafter="none")
+        texts_of("qwen3_5_text").engine("none")
 
 
 def test_a_layer_that_attends_twice_has_kv_for_each_time() -> None:
     model = tiny_model("llama", vocab_size=VOCAB_SIZE, max_model_len=64)
     model.model.layers[1] = model.model.layers[0]
-    known = {prompt: greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
-    engine = Engine.from_model(model, drafter=DecoyDrafter(VOCAB_SIZE, known), budget="fixed")
-    assert len(engine.target.layers) == 2
-    assert [list(each.token_ids) for each in engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)] == [*known.values()]
+    texts = Texts(model)
+    assert len(texts.decoded(texts.engine(DecoyDrafter(VOCAB_SIZE, texts.known))).target.layers) == 2
 
 
 def test_it_is_not_compiled() -> None:
     with pytest.warns(RuntimeWarning, match="keep a state, or attend twice"):
-        Engine.from_model(model_of("lfm2"), drafter="none", compile=True)
+        texts_of("lfm2").engine("none", compile=True)
 
 
 def test_a_class_without_such_functions_keeps_no_states() -> None:
-    assert keeps_states(type(model_of("lfm2")))
+    assert keeps_states(type(texts_of("lfm2").model))
     assert not keeps_states(type(tiny_model("llama")))

@@ -7,7 +7,6 @@ import json
 import runpy
 import warnings
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,27 +92,13 @@ def step_in_place(model: Any) -> None:
     optimizer.step()
 
 
-def write_data(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data.mul_(1.3)
-
-
-def load_others(model: Any) -> None:
-    model.load_state_dict(tiny_model("opt", seed=5, vocab_size=len(byte_tokenizer()), max_model_len=96).state_dict())
-
-
-def replace_data(model: Any) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data.flip(0).clone()
-
-
-@pytest.mark.parametrize("change", [step_in_place, write_data, load_others, replace_data])
 @pytest.mark.parametrize("drafter", ["none", REMEMBERS])
-def test_what_is_decoded_is_the_model_as_it_is_now(change: Callable[[Any], None], drafter: Any) -> None:
+def test_what_is_decoded_is_the_model_as_it_is_now(drafter: Any) -> None:
+    """Which changes are noticed, `test_guard` tests."""
     model = make_model()
     rollouts, trainer = Rollouts(drafter=drafter, budget=FixedBudget()), stand_in(model, do_sample=False)
     before = rollouts(PROMPTS, trainer)
-    change(model)
+    step_in_place(model)
     model.lm_head.eval()  # as a trainer may have it
     after = rollouts(PROMPTS, trainer)
     assert [name for name, each in model.named_modules() if not each.training] == ["lm_head"]
