@@ -15,7 +15,7 @@ from emssd.model import states
 from emssd.model.mixing import _MIXER, Convolution, Mixer, Recurrence, keeps_states
 from emssd.model.states import Feed, StateCache
 from emssd.testing.models import HYBRIDS, tiny_model
-from tests.support.texts import NEW_TOKENS, VOCAB_SIZE, Texts
+from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
 
@@ -183,7 +183,8 @@ def test_the_bits_of_a_token_depend_on_its_text_alone(seed: int, arithmetic: str
 
 @cache
 def texts_of(architecture: str) -> Texts:
-    return Texts(tiny_model(architecture, vocab_size=VOCAB_SIZE, max_model_len=64))
+    prompts = (PROMPTS[0][:12], *PROMPTS[1:])
+    return Texts(tiny_model(architecture, vocab_size=VOCAB_SIZE, max_model_len=64), prompts)
 
 
 @pytest.mark.costly("three runs of each architecture")

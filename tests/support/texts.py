@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from emssd_ragged import RaggedConfig
@@ -30,11 +31,11 @@ class Texts:
         known: by prompt, one token more than engines generate.
     """
 
-    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, prompts: Iterable[tuple[int, ...]] = PROMPTS, **options: Any) -> None:
         common = {"batch_size": 3, "budget": "fixed", "max_model_len": 64, "on_drafter_error": "fail"}
         self.model, self._options = model, common | options
         with WideFloats():
-            self.known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS + 1)] for prompt in PROMPTS}
+            self.known = {prompt: [*greedy_reference(model, prompt, NEW_TOKENS + 1)] for prompt in prompts}
 
     def engine(self, drafter: Any, **options: Any) -> Engine:
         with WideFloats():
@@ -43,7 +44,7 @@ class Texts:
     def decoded(self, engine: Engine) -> Engine:
         """The same engine, which has given the texts."""
         with WideFloats():
-            done = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
+            done = engine.generate([*self.known], NEW_TOKENS, ignore_eos=True)
         assert [list(each.token_ids) for each in done] == [text[:NEW_TOKENS] for text in self.known.values()]
         return engine
 
