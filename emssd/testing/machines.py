@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ from emssd.testing.conformance.rules import assertions, broken
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import Waves, kv_layers, trees
 
-__all__ = ["BackendMachine", "MachineRow", "check_plan", "moved"]
+__all__ = ["BackendMachine", "MachineRow", "Turn", "check_plan", "moved"]
 
 _Nodes = list[tuple[int, int]]  # of a tree: token, and index of its parent or -1
 
@@ -31,6 +31,20 @@ class MachineRow:
     request_id: str
     tokens: list[int] = field(default_factory=list)
     num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The draft for a row, and the way through it that is accepted."""
+
+    row: MachineRow
+    nodes: _Nodes
+    way: list[int]
+
+    @property
+    def accepted(self) -> list[int]:
+        """The accepted tokens."""
+        return [self.nodes[node][0] for node in self.way]
 
 
 class BackendMachine(RuleBasedStateMachine):
@@ -52,6 +66,7 @@ class BackendMachine(RuleBasedStateMachine):
         layers: strategy of the layers of the model; draws that the backend does not support are passed over.
         dtype, device, atol: of the tensors, and the largest difference from the reference that is rounding.
         max_batch_size, max_model_len: no history goes beyond them.
+        compared: the rule that a result breaks which differs.
     """
 
     layers: st.SearchStrategy[tuple[LayerSpec, ...]] = kv_layers()
@@ -60,15 +75,20 @@ class BackendMachine(RuleBasedStateMachine):
     atol = 1e-10
     max_batch_size = 4
     max_model_len = 96
+    compared = "backend.attention"
 
     def make_backend(self) -> AttentionBackend:
         """A backend that is not allocated yet."""
         raise NotImplementedError(f"{type(self).__name__} must say in make_backend which backend to test")
 
+    def make_reference(self) -> AttentionBackend:
+        """Another that is right, not allocated yet."""
+        return DenseBackend()
+
     @initialize(data=st.data(), seed=st.integers(0, 2**16))
     def allocate(self, data: st.DataObject, seed: int) -> None:
         """Begin with an empty cache for drawn layers."""
-        self.backend, self.dense = self.make_backend(), DenseBackend()
+        self.backend, self.reference = self.make_backend(), self.make_reference()
         for _ in range(20):  # of a backend that refuses much, whole examples would be thrown away
             layers = data.draw(self.layers, label="layers")
             self.spec = KVCacheSpec(
@@ -85,18 +105,19 @@ class BackendMachine(RuleBasedStateMachine):
         else:
             assume(False)
         self.backend.allocate(self.spec)
-        self.dense.allocate(self.spec)
-        self._rows: list[MachineRow] = []
+        self.reference.allocate(self.spec)
+        self._rows, self._uncompared = list[MachineRow](), set[int]()
         self._num_ids = self._num_requests = 0
         self._peak = KVUsage()
         self._waves = Waves(self.spec, seed)
+        for length in data.draw(st.lists(st.integers(1, 24), max_size=self.max_batch_size), label="prompts"):
+            self._add(length)
 
     @precondition(lambda self: len(self._rows) < self.max_batch_size)
     @rule(length=st.integers(1, 24))
     def admit(self, length: int) -> None:
         """A new sequence with a prompt."""
-        self._num_requests += 1
-        self._rows.append(MachineRow(f"request-{self._num_requests}", self._new_ids(length)))
+        self._add(length)
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), num_steps=st.integers(1, 4))
@@ -104,24 +125,8 @@ class BackendMachine(RuleBasedStateMachine):
         """Engine steps for some rows in any order: drafts are ragged, and each row accepts its own number of tokens."""
         rows = self._pick(data)
         for _ in range(num_steps):
-            self._verify([row for row in rows if self._room(row) > 0], data)
-
-    def _verify(self, rows: list[MachineRow], data: st.DataObject) -> None:
-        if not rows:
-            return
-        lengths = [data.draw(st.integers(0, min(7, self._room(row))), label="drafted") for row in rows]
-        drafted = [self._tree(length, data) for length in lengths]
-        if self.spec.trees:
-            self._step(pack(rows, Draft.from_trees(drafted)))
-        else:
-            self._step(pack(rows, Draft.from_chains([[token for token, _ in nodes] for nodes in drafted])))
-        sources = []
-        for row, nodes in zip(rows, drafted, strict=True):
-            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="accepted") - 1)
-            sources.append(moved(len(row.tokens), way))
-            row.num_cached = len(row.tokens) + len(way)
-            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(1)
-        self._commit(rows, sources)
+            if turns := self._turns(rows, 7, data):
+                self._advance(turns, [self._packed(turns)], [1] * len(turns))
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data())
@@ -130,28 +135,9 @@ class BackendMachine(RuleBasedStateMachine):
 
         A tree grows in any of its nodes, which are cached and not committed.
         """
-        rows = [row for row in self._pick(data) if self._room(row) > 0]
-        if not rows:
-            return
-        wanted = [data.draw(st.integers(1, min(5, self._room(row))), label="drafted") - 1 for row in rows]
-        self._step(pack(rows, Draft.empty(len(rows))))
-        grown: list[_Nodes] = [[] for _ in rows]
-        while active := [i for i, nodes in enumerate(grown) if len(nodes) < wanted[i]]:
-            lengths = [self._grow(grown[i], wanted[i], data) for i in active]
-            ids = [token for i, length in zip(active, lengths, strict=True) for token, _ in grown[i][-length:]]
-            names, kv_lens = zip(
-                *[(rows[i].request_id, len(rows[i].tokens) + len(grown[i])) for i in active], strict=True
-            )
-            parents = [[parent for _, parent in grown[i]] for i in active] if self.spec.trees else None
-            self._step(pack_nodes(names, torch.tensor(ids), lengths, kv_lens, parents))
-        sources = []
-        for row, nodes in zip(rows, grown, strict=True):
-            way = path([parent for _, parent in nodes], data.draw(st.integers(0, len(nodes)), label="kept") - 1)
-            sources.append(moved(len(row.tokens), way))
-            row.num_cached = len(row.tokens) + len(way)
-            num_uncached = data.draw(st.integers(1, 2), label="uncached")
-            row.tokens = row.tokens + [nodes[node][0] for node in way] + self._new_ids(num_uncached)
-        self._commit(rows, sources)
+        if turns := self._turns(self._pick(data), 4, data):
+            uncached = [data.draw(st.integers(1, 2), label="uncached") for _ in turns]
+            self._advance(turns, list(self._passes(turns, data)), uncached)
 
     @precondition(lambda self: self._rows)
     @rule(data=st.data(), planned=st.booleans())
@@ -161,13 +147,13 @@ class BackendMachine(RuleBasedStateMachine):
         if planned:
             packed = pack(rows, Draft.empty(len(rows)))
             self.backend.plan(packed)
-            self.dense.plan(packed)
+            self.reference.plan(packed)
         self._release(rows)
 
     @invariant()
     def memory(self) -> None:
         """Held memory covers the tokens there are, is 0 without tokens, and peaks never fall."""
-        now, exact = self.backend.kv_usage, self.dense.kv_usage
+        now, exact = self.backend.kv_usage, self.reference.kv_usage
         with assertions("backend.memory"):
             assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
             assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
@@ -181,33 +167,24 @@ class BackendMachine(RuleBasedStateMachine):
             self._release(self._rows)
             self.memory()
 
+    def _add(self, length: int) -> None:
+        self._num_requests += 1
+        self._rows.append(MachineRow(f"request-{self._num_requests}", self._new_ids(length)))
+
     def _pick(self, data: st.DataObject) -> list[MachineRow]:
         """At least one row, in any order."""
         rows = data.draw(st.permutations(self._rows), label="rows")
         return rows[: data.draw(st.integers(1, len(rows)), label="number of rows")]
 
-    def _room(self, row: MachineRow) -> int:
-        """The most tokens to draft for a row, so that two of the target's own still fit. A full row waits."""
-        return self.max_model_len - len(row.tokens) - 2
-
-    def _step(self, packed: PackedInputs) -> None:
-        plan, expected = self.backend.plan(packed), self.dense.plan(packed)
-        with assertions("backend.plan"):
-            places = check_plan(plan, packed)
-        ids, dense_ids = plan.input_ids.flatten(), expected.input_ids.flatten()
-        for layer, spec in enumerate(self.spec.layers):
-            out = self.backend.forward(plan, layer, *self._waves.qkv(ids, layer))
-            right = self.dense.forward(expected, layer, *self._waves.qkv(dense_ids, layer))
-            with assertions("backend.output"):
-                assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
-                assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
-            for token, candidates in enumerate(places):
-                errors = (out[candidates] - right[token]).abs().flatten(1).amax(dim=1)
-                if not float(errors.min()) <= self.atol:
-                    broken(
-                        "backend.attention",
-                        f"layer {layer} ({spec}) is off by {float(errors.min()):.3g} for token {token} of {packed}",
-                    )
+    def _turns(self, rows: Seq[MachineRow], most: int, data: st.DataObject) -> list[Turn]:
+        """At most so many drafted tokens for each row, with room for two of the target's own. A full row waits."""
+        turns = []
+        for row in rows:
+            if (room := self.max_model_len - len(row.tokens) - 2) > 0:
+                nodes = self._tree(data.draw(st.integers(0, min(most, room)), label="drafted"), data)
+                last = data.draw(st.integers(0, len(nodes)), label="accepted") - 1
+                turns.append(Turn(row, nodes, path([parent for _, parent in nodes], last)))
+        return turns
 
     def _tree(self, num_nodes: int, data: st.DataObject) -> _Nodes:
         """Drafted tokens; where trees are drafted, some of the siblings may be equal."""
@@ -219,32 +196,84 @@ class BackendMachine(RuleBasedStateMachine):
             ids = [ids[parents.index(parent)] for parent in parents]
         return list(zip(ids, parents, strict=True))
 
-    def _grow(self, nodes: _Nodes, wanted: int, data: st.DataObject) -> int:
-        """Add one node, or, to a tree, several with any parents. Returns how many."""
-        if not self.spec.trees:
-            nodes.append((self._new_ids(1)[0], len(nodes) - 1))
-            return 1
-        number = data.draw(st.integers(1, wanted - len(nodes)), label="new nodes")
-        for token in self._new_ids(number):
-            nodes.append((token, data.draw(st.integers(-1, len(nodes) - 1), label="parent")))
-        return number
+    def _packed(self, turns: Seq[Turn]) -> PackedInputs:
+        """The step that verifies all that is drafted."""
+        drafted = [turn.nodes for turn in turns]
+        draft = Draft.from_trees(drafted) if self.spec.trees else Draft.from_chains(_tokens(nodes) for nodes in drafted)
+        return pack([turn.row for turn in turns], draft)
 
-    def _commit(self, rows: Seq[MachineRow], sources: Seq[tuple[int, ...]]) -> None:
-        kept = Kept(
-            tuple(row.request_id for row in rows),
-            tuple(row.num_cached for row in rows),
-            tuple(sources) if any(sources) else (),
-        )
+    def _passes(self, turns: Seq[Turn], data: st.DataObject) -> Iterator[PackedInputs]:
+        """The steps that draft it: the rows catch up; then each grows by one node, or, a tree, by several at a time."""
+        yield pack([turn.row for turn in turns], Draft.empty(len(turns)))
+        left = [(turn, 0) for turn in turns if turn.nodes]
+        while left:
+            most = [len(turn.nodes) - done if self.spec.trees else 1 for turn, done in left]
+            lengths = [data.draw(st.integers(1, number), label="new nodes") for number in most]
+            grown = [(turn, done + more) for (turn, done), more in zip(left, lengths, strict=True)]
+            yield pack_nodes(
+                [turn.row.request_id for turn, _ in grown],
+                torch.tensor([token for (turn, end), more in zip(grown, lengths, strict=True)
+                              for token in _tokens(turn.nodes[end - more : end])]),
+                lengths,
+                [len(turn.row.tokens) + end for turn, end in grown],
+                [[parent for _, parent in turn.nodes[:end]] for turn, end in grown] if self.spec.trees else None,
+            )  # fmt: skip
+            left = [(turn, end) for turn, end in grown if end < len(turn.nodes)]
+
+    def _advance(self, turns: Seq[Turn], steps: Seq[PackedInputs], uncached: Seq[int]) -> None:
+        """Compute the steps, keep what is accepted, and give each row its number of tokens that are not cached yet."""
+        self._compute(turns, steps)
+        sources = tuple(moved(len(turn.row.tokens), turn.way) for turn in turns)
+        for turn, count in zip(turns, uncached, strict=True):
+            turn.row.num_cached = len(turn.row.tokens) + len(turn.way)
+            turn.row.tokens = [*turn.row.tokens, *turn.accepted, *self._new_ids(count)]
+        names, kv_lens = tuple(turn.row.request_id for turn in turns), tuple(turn.row.num_cached for turn in turns)
+        self._commit(Kept(names, kv_lens, sources if any(sources) else ()))
+
+    def _compute(self, turns: Seq[Turn], steps: Seq[PackedInputs]) -> None:
+        """Compute the steps of these turns on both backends, and compare what they give for each token."""
+        for packed in steps:
+            pairs = zip(self._results(self.backend, packed), self._results(self.reference, packed), strict=True)
+            for layer, (results, right) in enumerate(pairs):
+                self._compare(packed, layer, results, right)
+
+    def _results(self, backend: AttentionBackend, packed: PackedInputs) -> Iterator[torch.Tensor]:
+        """``[num_tokens, num_qo_heads, value_dim]`` of each layer."""
+        plan = self._plan(backend, packed)
+        with assertions("backend.plan"):
+            places = check_plan(plan, packed)
+        for layer in range(len(self.spec.layers)):
+            yield self._forward(backend, plan, layer)[places]
+
+    def _plan(self, backend: AttentionBackend, packed: PackedInputs) -> StepPlan:
+        return backend.plan(packed)
+
+    def _forward(self, backend: AttentionBackend, plan: StepPlan, layer: int) -> torch.Tensor:
+        ids, spec = plan.input_ids.flatten(), self.spec.layers[layer]
+        out = backend.forward(plan, layer, *self._waves.qkv(ids, layer))
+        with assertions("backend.output"):
+            assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
+            assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
+        return out
+
+    def _compare(self, packed: PackedInputs, layer: int, results: torch.Tensor, right: torch.Tensor) -> None:
+        errors = (results - right).abs().flatten(1).amax(dim=1).tolist()
+        for token, error in zip(packed.input_ids.tolist(), errors, strict=True):
+            if not error <= self.atol and token not in self._uncompared:
+                spec = self.spec.layers[layer]
+                broken(self.compared, f"layer {layer} ({spec}) is off by {error:.3g} for token {token} of {packed}")
+
+    def _commit(self, kept: Kept) -> None:
         self.backend.commit(kept)
         assert self.backend.kv_usage.padding >= 0
-        self.dense.commit(kept)
+        self.reference.commit(kept)
 
     def _release(self, rows: Iterable[MachineRow]) -> None:
         request_ids = [row.request_id for row in rows]
-        for backend in (self.backend, self.dense):
+        for backend in (self.backend, self.reference):
             backend.release([*request_ids, "never seen"])
         self._rows = [row for row in self._rows if row.request_id not in request_ids]
-        if (held := self.backend.kv_usage.held) and not self.dense.kv_usage.held:
+        if (held := self.backend.kv_usage.held) and not self.reference.kv_usage.held:
             broken("backend.release", f"{held} bytes are held after the last sequence was released")
 
     def _new_ids(self, count: int) -> list[int]:
@@ -252,20 +281,26 @@ class BackendMachine(RuleBasedStateMachine):
         return list(range(self._num_ids - count, self._num_ids))
 
 
+def _tokens(nodes: _Nodes) -> list[int]:
+    return [token for token, _ in nodes]
+
+
 def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
     """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`."""
     return () if list(nodes) == list(range(len(nodes))) else tuple(num_tokens + node for node in nodes)
 
 
-def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
-    """Check what the model is fed. Returns for each packed token its place, as a list, in the flattened input."""
+def check_plan(plan: StepPlan, packed: PackedInputs) -> list[int]:
+    """Check what the model is fed. Returns for each packed token its place in the flattened input."""
     assert plan.input_ids.shape == plan.position_ids.shape
     rows, columns = plan.input_ids.shape
     pairs = list(zip(packed.input_ids.tolist(), packed.position_ids.tolist(), strict=True))
     fed = list(zip(plan.input_ids.flatten().tolist(), plan.position_ids.flatten().tolist(), strict=True))
     assert min(token for token, _ in fed) >= 0, "padding must be a token of the vocabulary"
-    places = [[place for place, pair in enumerate(fed) if pair == wanted] for wanted in pairs]
-    assert all(places), f"tokens {pairs} at their positions are not all among those fed: {fed}"
+    numbered = torch.arange(len(fed), device=plan.input_ids.device)
+    places: list[int] = plan.packed(numbered, packed.num_tokens).tolist()
+    found = [fed[place] for place in places]
+    assert found == pairs, f"tokens {pairs} at their positions are not where token_index finds {found}"
     keep = plan.logits_to_keep.tolist()
     projected = [row * columns + column for row in range(rows) for column in keep]
     chosen = slice(None) if plan.logit_index is None else plan.logit_index
@@ -273,10 +308,5 @@ def check_plan(plan: StepPlan, packed: PackedInputs) -> list[list[int]]:
     wanted_rows = packed.logit_rows.tolist()
     assert len(index) == len(wanted_rows), f"{len(index)} rows of logits for {len(wanted_rows)} tokens"
     for token, place in zip(wanted_rows, index, strict=True):
-        assert projected[place] in places[token], f"the logits of token {token} are taken from {fed[projected[place]]}"
-        places[token] = [projected[place]]
-    numbered = torch.arange(len(fed), device=plan.input_ids.device)
-    for token, place in enumerate(plan.packed(numbered, packed.num_tokens).tolist()):
-        assert place in places[token], f"token_index finds token {token} at {fed[place]}, and it is {pairs[token]}"
-        places[token] = [place]
+        assert projected[place] == places[token], f"the logits of token {token} are taken from {fed[projected[place]]}"
     return places

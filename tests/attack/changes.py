@@ -28,25 +28,15 @@ def _some(model: Any, rng: random.Random) -> list[torch.nn.Parameter]:
     return rng.sample(weights, rng.choice((1, min(3, len(weights)), len(weights))))
 
 
-@torch.no_grad()
-def _copied(model: Any, rng: random.Random) -> None:
-    for weight in _some(model, rng):
-        weight.copy_(_drawn(rng, weight))
+def _each(write: Callable[[torch.nn.Parameter, torch.Tensor], object]) -> Callable[[Any, random.Random], None]:
+    """Some of the weights get other values, by `write`."""
 
+    @torch.no_grad()
+    def change(model: Any, rng: random.Random) -> None:
+        for weight in _some(model, rng):
+            write(weight, _drawn(rng, weight))
 
-def _data_written(model: Any, rng: random.Random) -> None:
-    for weight in _some(model, rng):
-        weight.data.copy_(_drawn(rng, weight))
-
-
-def _data_replaced(model: Any, rng: random.Random) -> None:
-    for weight in _some(model, rng):
-        weight.data = _drawn(rng, weight)
-
-
-def _by_numpy(model: Any, rng: random.Random) -> None:
-    for weight in _some(model, rng):
-        weight.detach().numpy()[...] = _drawn(rng, weight).numpy()
+    return change
 
 
 def _loaded(model: Any, rng: random.Random) -> None:
@@ -79,10 +69,10 @@ def _hooked(model: Any, rng: random.Random) -> None:
 
 
 CHANGES: dict[str, Callable[[Any, random.Random], None]] = {
-    "copy_": _copied,
-    ".data written": _data_written,
-    ".data replaced": _data_replaced,
-    "numpy": _by_numpy,
+    "copy_": _each(lambda weight, values: weight.copy_(values)),
+    ".data written": _each(lambda weight, values: weight.data.copy_(values)),
+    ".data replaced": _each(lambda weight, values: setattr(weight, "data", values)),
+    "numpy": _each(lambda weight, values: weight.detach().numpy().__setitem__(..., values.numpy())),
     "load_state_dict": _loaded,
     "fused optimizer": _trained,
     "replaced module": _replaced,

@@ -12,7 +12,9 @@ import torch
 
 from emssd.drafting import Draft, Drafter, Outcome
 
+from .histories import History
 from .moods import FORMS, MOODS, Mood
+from .policies import SHALLOW
 from .shapes import Tree, best_way, right_depths, shallow, tree
 from .sins import LATE, SINS, WHEN_TOLD
 from .tree_sins import OF_TREES
@@ -23,22 +25,14 @@ _MOST_NODES = 60
 
 
 class HurtfulDrafter(Drafter):
-    """Knows what the target will say, and uses it against the engine.
+    """Knows what the target will say, and uses it against the engine, in the ways that a history wants.
 
     Args:
+        history: see `History`; only the first of its drafters sins.
         will_be: ``will_be(request_id)``: the whole right text of a request, past its end.
         vocab_size: of the target.
-        seed: of all that it decides.
-        depth: the most tokens that it drafts for a row.
-        shapes: keys of `SHAPES`, one of which is drawn for each row and step; without any, it drafts chains.
-        sure: whether it says how sure it is.
-        max_depth: of the budget policy.
-        moods: keys of `MOODS`, one of which is drawn for each row and step, or kept as `manner` says.
-        manner: ``"chance"``, ``"row"`` (by place), ``"id"`` (by request id) or ``"step"``.
-        form: key of `FORMS`.
-        ends: ids that end a request.
+        at: which of the history's drafters it is.
         foul: ids whose embeddings are not finite.
-        sin: one of `sins.ALL`, committed with `chance` in each step.
         faults: see `Watch.faults`.
 
     Attributes:
@@ -50,28 +44,21 @@ class HurtfulDrafter(Drafter):
 
     def __init__(
         self,
+        history: History,
         will_be: Callable[[str], list[int]],
         vocab_size: int,
         *,
-        seed: int = 0,
-        depth: int = 4,
-        shapes: Seq[str] = (),
-        sure: bool = False,
-        max_depth: int | None = None,
-        moods: Seq[str] = ("right",),
-        manner: str = "chance",
-        form: str = "plain",
-        ends: Seq[int] = (0,),
-        foul: Seq[int] = (0,),
-        sin: str = "",
-        chance: float = 0.3,
+        at: int = 0,
+        foul: Seq[int] = (),
         faults: Callable[[str], None] = lambda place: None,
     ) -> None:
-        self.num_speculative_tokens, self.drafts_trees = depth, bool(shapes) or sin in OF_TREES
-        self.shapes, self.sure, self.max_depth = shapes, sure, max_depth
-        self.will_be, self.vocab_size, self.ends, self.foul = will_be, vocab_size, ends or (0,), foul or (0,)
-        self.moods, self.manner, self.form, self.sin, self.chance = moods, manner, form, sin, chance
-        self.rng, self.faults = random.Random(seed), faults
+        self.how, self.sin = history, "" if at else history.sin
+        self.num_speculative_tokens = history.depth
+        self.drafts_trees = bool(history.shapes) or self.sin in OF_TREES
+        self.max_depth = SHALLOW if history.policy == "shallow" else None
+        self.ends = [token for ask in history.asks for token in ask.eos] or [0]
+        self.will_be, self.vocab_size, self.foul, self.faults = will_be, vocab_size, foul or (0,), faults
+        self.rng = random.Random(history.seed + at)
         self.complaints: list[str] = []
         self.sins = self.num_drafted = self.num_steps = self.num_moved = 0
         self.late: Callable[[], None] = _nothing
@@ -89,32 +76,32 @@ class HurtfulDrafter(Drafter):
             mood = MOODS[self._mood(place, row.request_id)]
             room = min(max(room, 0), _MOST_NODES)  # one that wants ever more is given thousands
             trees.append(self._tree(mood, right[len(row.tokens) :], room, row.num_remaining - 1))
-            sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.sure else None for _ in trees[-1]]
+            sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.how.sure else None for _ in trees[-1]]
             self._drafted[row.request_id] = (
                 len(row.tokens),
                 [(*node, how) for node, how in zip(trees[-1], sure, strict=True)],
             )
         draft = self._draft(batch, trees)
         self.num_drafted += draft.token_ids.numel()
-        if self.sin and self.rng.random() < self.chance:
+        if self.sin and self.rng.random() < self.how.chance:
             draft = self._sin(batch, budget, draft)
         self.kept = [*self.kept[-3:], batch]
         return draft
 
     def _tree(self, mood: Mood, coming: list[int], room: int, deepest: int) -> Tree:
-        if not self.shapes:
+        if not self.how.shapes:
             return [(token, node - 1) for node, token in enumerate(mood(coming, room, self, self.rng)[:room])]
         longest = min(room, max(deepest, 0))
         length = self.rng.randint(min(1, longest), longest)
         way = mood(coming, length, self, self.rng)[:length]
-        return tree(self.rng.choice(self.shapes), way, room, deepest, self, self.rng)
+        return tree(self.rng.choice(self.how.shapes), way, room, deepest, self, self.rng)
 
     def _draft(self, batch: Any, trees: list[Tree]) -> Draft:
         draft = Draft.from_trees(trees)
-        if draft.is_chain and (not self.shapes or self.rng.random() < 0.5):
+        if draft.is_chain and (not self.how.shapes or self.rng.random() < 0.5):
             draft = replace(draft, parents=None)
-        sure = [how for row in batch for *_, how in self._drafted[row.request_id][1]] if self.sure else None
-        ids = FORMS[self.form](draft.token_ids.tolist())
+        sure = [how for row in batch for *_, how in self._drafted[row.request_id][1]] if self.how.sure else None
+        ids = FORMS[self.how.form](draft.token_ids.tolist())
         return replace(draft, token_ids=ids, confidence=None if sure is None else tuple(sure))
 
     def observe(self, outcome: Outcome) -> None:
@@ -155,12 +142,12 @@ class HurtfulDrafter(Drafter):
 
     def _mood(self, place: int, request_id: str) -> str:
         kinds = {
-            "chance": self.rng.randrange(len(self.moods)),
+            "chance": self.rng.randrange(len(self.how.moods)),
             "row": place,
             "id": sum(request_id.encode()),
             "step": self.num_steps,
         }
-        return self.moods[kinds[self.manner] % len(self.moods)]
+        return self.how.moods[kinds[self.how.manner] % len(self.how.moods)]
 
     def _sin(self, batch: Any, budget: Seq[int], draft: Draft) -> Draft:
         if self.sin in SINS and len(batch):
@@ -176,7 +163,7 @@ class HurtfulDrafter(Drafter):
 
     def _when_told(self, what: str, batch: Any) -> None:
         when, sin = WHEN_TOLD.get(self.sin, ("", None))
-        if when == what and sin is not None and self.rng.random() < self.chance:
+        if when == what and sin is not None and self.rng.random() < self.how.chance:
             self.sins += 1
             sin(self, batch)
 

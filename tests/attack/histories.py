@@ -63,7 +63,14 @@ class History:
         room: KV tokens to share; ``None`` for no limit.
         headroom: of a continuous scheduler; ``None`` for the usual, with which few rows are preempted.
         drive: ``"generate"``, ``"run"`` (an iterator, closed after `close_after` texts, and all anew), or ``"step"``.
-        moods, manner, form, depth, shapes, sure, sin, chance: of the drafter; `num_drafters` of them are asked in turn.
+        moods: keys of `MOODS`, one of which is drawn for each row and step of a drafter, or kept as `manner` says.
+        manner: ``"chance"``, ``"row"`` (by place), ``"id"`` (by request id) or ``"step"``.
+        form: key of `FORMS`.
+        depth: the most tokens that are drafted for a row.
+        shapes: keys of `SHAPES`, one of which is drawn for each row and step; without any, chains are drafted.
+        sure: whether drafters say how sure they are.
+        num_drafters: that are asked in turn.
+        sin: one of `sins.ALL`, committed with `chance` in each step.
         rounds: how often all of it, with the same engine.
         change: what happens to the model between two rounds.
         num_threads: each does all of it at once, with an engine of its own.

@@ -10,8 +10,9 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 
 from .drafters import HurtfulDrafter
+from .histories import History
 from .oracle import Oracle
-from .worlds import Watch, World, watched_runner
+from .worlds import Watch, World, watched
 
 __all__ = ["PlainOracle", "judged_by_plain"]
 
@@ -35,18 +36,13 @@ class PlainOracle(Oracle):
     def __init__(self, world: World, backend: object) -> None:
         super().__init__(world.model, world.oracle.max_model_len)
         self.eager = world.oracle
-        watch = Watch()
-        drafter = HurtfulDrafter(lambda request_id: [], world.vocab_size, depth=0, moods=("none",))
+        self._watch = Watch()
+        drafter = HurtfulDrafter(History((), depth=0, moods=("none",)), lambda request_id: [], world.vocab_size)
+        options = EngineOptions(batch_size=1, prefix_caching=False)
         made = Engine.assemble(
-            world.target, None, drafter=drafter, backend=backend, options=EngineOptions(batch_size=1)
+            world.target, None, drafter=drafter, backend=backend, budget="fixed", options=options, eos=()
         )
-        self._watch = watch
-        self._engine = Engine(
-            watched_runner(world.target, made.runner.backend, watch),
-            drafter,
-            batch_size=1,
-            scheduler=made.scheduler,
-        )
+        self._engine = watched(made, self._watch)
 
     def promises_bits(self) -> bool:
         """Whether a row has the same bits in any batch, as runs of this engine say."""

@@ -27,8 +27,8 @@ from .changes import CHANGES
 from .drafters import HurtfulDrafter
 from .histories import BACKENDS, History
 from .judge import Account, Judge
-from .policies import POLICIES, SHALLOW
-from .worlds import Planted, Watch, World, watched_runner
+from .policies import POLICIES
+from .worlds import Planted, Watch, World, watched
 
 __all__ = ["Account", "run_history", "safely"]
 
@@ -177,56 +177,39 @@ class _Run:
                 kv_memory=memory,
                 admission=Admission(history.admission),
                 on_drafter_error=OnDrafterError(history.on_error),
+                prefix_caching=bool(history.change),
             )
             made = Engine.assemble(
                 target,
-                None,
-                drafter=self.drafters[0],
+                self.world.speller.tokenizer if self.world.speller else None,
+                drafter=self.drafters,
                 backend=BACKENDS[history.backend],
                 budget=policy,
                 options=options,
+                registry=_registry(),
                 eos=history.asks[0].eos,
             )
             if room is None or made.runner.fits({"longest": longest}):
                 break
             room += 16
         if history.change:
-            return made  # as a user's: who watches a backend hides that rows may share KV
-        scheduler = made.scheduler
-        if history.headroom is not None and isinstance(scheduler, ContinuousScheduler):
-            scheduler = ContinuousScheduler(
+            return made  # its first logits are another model's
+        if history.headroom is not None and isinstance(made.scheduler, ContinuousScheduler):
+            made.scheduler = ContinuousScheduler(
                 history.batch_size,
                 history.max_step_tokens,
                 worst_case=history.admission == "worst_case",
                 headroom=history.headroom,
             )
-        return Engine(
-            watched_runner(target, made.runner.backend, self.watch),
-            self.drafters,
-            tokenizer=self.world.speller.tokenizer if self.world.speller else None,
-            eos_token_ids=history.asks[0].eos,
-            scheduler=scheduler,
-            budget=made.drafting.policy,
-            on_drafter_error=history.on_error,
-        )
+        return watched(made, self.watch)
 
     def _drafter(self, at: int) -> HurtfulDrafter:
-        history = self.history
         return HurtfulDrafter(
+            self.history,
             lambda request_id: self.world.text_of(self.asks[request_id]),
             self.world.vocab_size,
-            seed=history.seed + at,
-            depth=history.depth,
-            shapes=history.shapes,
-            sure=history.sure,
-            max_depth=SHALLOW if history.policy == "shallow" else None,
-            moods=history.moods,
-            manner=history.manner,
-            form=history.form,
-            ends=[token for ask in history.asks for token in ask.eos],
+            at=at,
             foul=self.world.foul,
-            sin=history.sin if at == 0 else "",
-            chance=history.chance,
             faults=self.watch.faults,
         )
 

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
+from emssd.attention import StepPlan
+from emssd.decoding.engine import Engine
 from emssd.errors import UnsupportedModelError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.model.target import Computed
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
 from .zoo import BY_ROW, KINDS, MAY_BE_REFUSED, draw_model
 
-__all__ = ["Planted", "Watch", "WatchedBackend", "WatchedTarget", "World", "draw_world", "spoil", "twin"]
+__all__ = ["Planted", "Watch", "WatchedTarget", "World", "draw_world", "spoil", "twin", "watched"]
 
 _FOUL = (float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30)
 
@@ -155,7 +156,8 @@ class Watch:
     """What is seen of one engine, and the faults that are planted into it.
 
     Attributes:
-        logits: of each step, which texts were fed and what the target said after them.
+        packed: the step that was planned last.
+        said: of each step, which texts were fed and what the target said after them.
         faults: ``faults(place)`` is called at every place where one may be planted.
         between: called between packing and verification.
     """
@@ -164,52 +166,6 @@ class Watch:
     between: Callable[[], None] = lambda: None
     packed: Any = None
     said: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
-
-
-class WatchedBackend(AttentionBackend):
-    """Passes everything on to the engine's own backend."""
-
-    def __init__(self, inner: AttentionBackend, watch: Watch) -> None:
-        self.inner, self.watch = inner, watch
-        self.takes_trees, self.batch_invariant = inner.takes_trees, inner.batch_invariant
-
-    def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        return self.inner.unsupported(spec)
-
-    def allocate(self, spec: KVCacheSpec) -> None:
-        self.inner.allocate(spec)
-
-    def take_sinks(self, layers: Any) -> bool:
-        return self.inner.take_sinks(layers)
-
-    def fits(self, kv_lens: Mapping[str, int]) -> bool:
-        return self.inner.fits(kv_lens)
-
-    def plan(self, packed: Any) -> StepPlan:
-        self.watch.faults("before plan")
-        self.watch.packed = packed
-        plan = self.inner.plan(packed)
-        self.watch.faults("after plan")
-        self.watch.between()
-        return plan
-
-    def forward(
-        self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        self.watch.faults("before attention")
-        out = self.inner.forward(plan, layer, query, key, value)
-        self.watch.faults("after attention")
-        return out
-
-    def commit(self, kept: Kept) -> None:
-        self.inner.commit(kept)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.inner.release(request_ids)
-
-    @property
-    def kv_usage(self) -> KVUsage:
-        return self.inner.kv_usage
 
 
 class WatchedTarget:
@@ -221,14 +177,32 @@ class WatchedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __call__(self, plan: StepPlan, backend: AttentionBackend, *options: Any, **more: Any) -> Computed:
-        computed = self._inner(plan, backend, *options, **more)
+    def __call__(self, *given: Any, **options: Any) -> Computed:
+        computed = self._inner(*given, **options)
         self._watch.said.append((self._watch.packed, computed.logits.clone()))
         self._watch.faults("after forward")
         return computed
 
 
-def watched_runner(target: TargetModel, backend: AttentionBackend, watch: Watch) -> CausalLMRunner:
-    """`target` on `backend`, both watched."""
-    seen: Any = WatchedTarget(target, watch)  # it passes everything on
-    return CausalLMRunner(seen, WatchedBackend(backend, watch))
+def watched(engine: Engine, watch: Watch) -> Engine:
+    """The engine as it is, whose steps are noted, and may fail in the middle."""
+    runner: Any = engine.runner
+    runner.model, backend = WatchedTarget(runner.model, watch), runner.backend
+    plan, attend = backend.plan, backend.forward
+
+    def planned(packed: Any) -> StepPlan:
+        watch.faults("before plan")
+        watch.packed = packed
+        made: StepPlan = plan(packed)
+        watch.faults("after plan")
+        watch.between()
+        return made
+
+    def attended(*given: Any) -> torch.Tensor:
+        watch.faults("before attention")
+        out: torch.Tensor = attend(*given)
+        watch.faults("after attention")
+        return out
+
+    backend.plan, backend.forward = planned, attended
+    return engine

@@ -47,16 +47,10 @@ class DraftsTheBadToken(ChainDrafter):
         return [*chain[:place], BAD, *chain[place:]]
 
 
-def decode(
-    target: TargetModel,
-    make: MakeBackend,
-    prompts: Seq[list[int]],
-    drafter: ChainDrafter,
-    max_tokens: int | None = None,
-) -> list[Generation]:
+def decode(target: TargetModel, make: MakeBackend, prompts: Seq[list[int]], drafter: ChainDrafter) -> list[Generation]:
     backend = make()
     spec = target.kv_cache_spec(3)
-    continuous = dataclasses.replace(spec, continuous=True, max_tokens=max_tokens)
+    continuous = dataclasses.replace(spec, continuous=True)
     scheduler: Any = ContinuousScheduler(3, 16, headroom=0)
     if backend.unsupported(continuous):
         continuous, scheduler = spec, StaticScheduler(3)
@@ -65,7 +59,6 @@ def decode(
     done = {each.request_id: each for each in engine.run(
         [Request(str(number), tuple(prompt), NEW_TOKENS) for number, prompt in enumerate(prompts)]
     )}  # fmt: skip
-    assert max_tokens is None or engine.report.num_preempted > 0
     return [done[str(number)] for number in range(len(prompts))]
 
 
@@ -85,10 +78,10 @@ def target_and_references(architecture: str, bad: str) -> tuple[TargetModel, dic
     return TargetModel(model), known
 
 
-def check_float64(architecture: str, bad: str, make: MakeBackend, max_tokens: int | None = None) -> None:
+def check_float64(architecture: str, bad: str, make: MakeBackend) -> None:
     target, known = target_and_references(architecture, bad)
     drafter = DraftsTheBadToken(61, 5, known)
-    for generation in decode(target, make, PROMPTS, drafter, max_tokens):
+    for generation in decode(target, make, PROMPTS, drafter):
         assert list(generation.token_ids) == known[generation.prompt_ids], generation.prompt_ids
 
 

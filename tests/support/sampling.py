@@ -99,14 +99,12 @@ def choice(
     prefix: Seq[int],
     num_prompt: int,
     request_id: str,
-    seed: int | None = None,
     sample: int = 0,
 ) -> int:
     """The token behind `prefix`."""
     totals = scores(logits, params, prefix, num_prompt)
     if params.temperature:
-        seed = params.seed if seed is None else seed
-        noise = [gumbel(hashed(seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]
+        noise = [gumbel(hashed(params.seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]
         totals = [score + each for score, each in zip(totals, noise, strict=True)]
     return totals.index(max(totals))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -10,9 +12,29 @@ from hypothesis import Phase, settings
 from emssd.testing.conformance.rules import broken_rule
 from emssd.testing.conformance.suite import Suite
 
+Verdicts = Callable[..., dict[str, str]]
+
+
+@dataclass
+class Config:
+    """Options that can go everywhere."""
+
+    length: int = 4
+    words: dict[str, int] = field(default_factory=dict)
+
+
+def planted(conformance: type[Suite], name: str, make: Callable[..., Any], **attributes: Any) -> type[Suite]:
+    """A suite of something that is made by its method `name`."""
+    return type("TestPlanted", (conformance,), {name: make, "derandomize": True, "config": Config} | attributes)
+
+
+def broken(verdicts: dict[str, str]) -> set[str]:
+    """Rules, without those that ask what a plugin does not promise."""
+    return {verdict for verdict in verdicts.values() if not verdict.startswith("skipped")}
+
 
 @pytest.fixture(scope="module")
-def verdicts() -> Iterator[Callable[..., dict[str, str]]]:
+def verdicts() -> Iterator[Verdicts]:
     """``verdicts(suite, rule)``: what each test of a suite says; faults are found and named, not made small."""
     settings.register_profile("before", settings.default)
     settings.register_profile("without_shrinking", settings.default, phases=[Phase.generate], database=None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,8 +12,9 @@ import torch
 from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
 from emssd.testing import AttentionBackendConformance
-from emssd.testing.conformance.rules import rules_of
+from emssd.testing.conformance.suite import Suite
 from emssd.testing.oracle import DenseBackend
+from tests.testing.conftest import Verdicts, broken, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -144,11 +145,6 @@ class RefusesToTryAgain(Fault):
         return super().plan(packed)
 
 
-class KeepsOneLess(Fault):
-    def commit(self, kept: Kept) -> None:
-        super().commit(Kept(kept.request_ids, tuple(max(0, length - 1) for length in kept.kv_lens)))
-
-
 class NoPadding(Fault):
     @property
     def kv_usage(self) -> KVUsage:
@@ -259,35 +255,8 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
-Verdicts = Callable[..., dict[str, str]]
-
-
-def suite(make: Callable[[], Any], **attributes: Any) -> type[AttentionBackendConformance]:
-    given = {"make_backend": lambda self: make(), "derandomize": True, "config": Config} | attributes
-    return type("TestPlanted", (AttentionBackendConformance,), given)
-
-
-@dataclass
-class Config:
-    page_size: int = 16
-
-
-@dataclass
-class Odd(Config):
-    value: object = Config
-
-
-def local_config() -> type:
-    @dataclass
-    class Local(Config):
-        pass
-
-    return Local
-
-
-def broken(verdicts: dict[str, str]) -> set[str]:
-    """Rules, without those that ask what the backend does not promise."""
-    return {verdict for verdict in verdicts.values() if not verdict.startswith("skipped")}
+def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:
+    return planted(AttentionBackendConformance, "make_backend", lambda self: make(), **attributes)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -296,13 +265,3 @@ def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Ve
     rule, make = FAULTS[fault]
     found = verdicts(suite(make), rule)
     assert broken(found) == {rule}, found
-
-
-@pytest.mark.parametrize(("rule", "config"), [("backend.pickle", local_config()), ("backend.options", Odd)])
-def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
-    assert broken(verdicts(suite(DenseBackend, config=config))) == {rule}
-
-
-def test_every_rule_has_a_fault() -> None:
-    planted = {rule for rule, _ in FAULTS.values()} | {"backend.pickle", "backend.options"}
-    assert planted == {rule.name for rule in rules_of("backend")}

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome, StepStats
 from emssd.testing import BudgetPolicyConformance
-from emssd.testing.conformance.rules import rules_of
+from emssd.testing.conformance.suite import Suite
+from tests.testing.conftest import Verdicts, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -191,30 +191,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "changes rows when it releases": ("budget.lossless", ChangesTheEngine),
 }
 
-Verdicts = Callable[..., dict[str, str]]
 
-
-@dataclass
-class Config:
-    length: int = 4
-
-
-def suite(make: Callable[[], Any], **attributes: Any) -> type[BudgetPolicyConformance]:
-    given = {"make_policy": lambda self: make(), "derandomize": True, "config": Config} | attributes
-    return type("TestPlanted", (BudgetPolicyConformance,), given)
-
-
-def local_config() -> type:
-    @dataclass
-    class Local(Config):
-        pass
-
-    return Local
-
-
-@dataclass
-class Odd(Config):
-    value: object = Config
+def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:
+    return planted(BudgetPolicyConformance, "make_policy", lambda self: make(), **attributes)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -223,18 +202,8 @@ def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Ve
     assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
 
 
-@pytest.mark.parametrize(("rule", "config"), [("budget.pickle", local_config()), ("budget.options", Odd)])
-def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
-    assert set(verdicts(suite(Good, config=config)).values()) == {rule}
-
-
 def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
     assert verdicts(suite(Good)) == {}
     found = verdicts(suite(Draws, decides_at_random=True))
     assert set(found.values()) == {"skipped: it decides at random, and its decisions are not compared"}
     assert len(found) == 3
-
-
-def test_every_rule_has_a_fault() -> None:
-    planted = {rule for rule, _ in FAULTS.values()} | {"budget.pickle", "budget.options"}
-    assert planted == {rule.name for rule in rules_of("budget")}

@@ -3,48 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from omegaconf import MISSING
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
 from emssd.testing import DrafterConformance
-from emssd.testing.conformance.rules import BrokenRule, rules_of
 from emssd.testing.conformance.suite import Suite
-
-
-@dataclass
-class Config:
-    """Options that can go everywhere."""
-
-    length: int = 4
-    words: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass
-class Locked(Config):
-    lock: Any = field(default_factory=threading.Lock)
-
-
-@dataclass
-class Odd(Config):
-    value: object = Config
-
-
-@dataclass
-class Named(Config):
-    name: str = "x"
-
-
-@dataclass
-class Needs(Config):
-    path: str = MISSING
+from tests.testing.conftest import Verdicts, planted
 
 
 class Good(Drafter):
@@ -318,12 +288,10 @@ COMPARING = [  # tests that hold drafts against those of a drafter without a pas
     "test_released_requests_are_forgotten",
     "test_preempted_requests_begin_anew",
 ]
-Verdicts = Callable[..., dict[str, str]]
 
 
 def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suite]:
-    given = {"make_drafter": lambda self, context: make(context), "derandomize": True, "config": Config} | attributes
-    return type("TestPlanted", (DrafterConformance,), given)
+    return planted(DrafterConformance, "make_drafter", lambda self, context: make(context), **attributes)
 
 
 def test_a_good_drafter_breaks_no_rule(verdicts: Verdicts) -> None:
@@ -334,39 +302,6 @@ def test_a_good_drafter_breaks_no_rule(verdicts: Verdicts) -> None:
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
     assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
-
-
-def local_config() -> type:
-    @dataclass
-    class Local(Config):
-        pass
-
-    return Local
-
-
-@pytest.mark.parametrize(
-    ("rule", "config"), [("drafter.pickle", local_config()), ("drafter.options", Odd), ("drafter.options", Named)]
-)
-def test_options_that_cannot_travel_are_found(rule: str, config: type, verdicts: Verdicts) -> None:
-    assert set(verdicts(suite(Good, config=config)).values()) == {rule}
-
-
-def test_an_option_without_a_default_is_named(verdicts: Verdicts) -> None:
-    with pytest.raises(BrokenRule, match=r"Needs\.path has no default and is not given; give it, as in path=VALUE"):
-        suite(Good, config=Needs)().make_config()
-
-
-@pytest.mark.parametrize("full_causes", ["0", "1"])  # as a debugger or coverage makes OmegaConf set them
-def test_a_lock_among_the_options_breaks_both_rules(
-    full_causes: str, monkeypatch: pytest.MonkeyPatch, verdicts: Verdicts
-) -> None:
-    monkeypatch.setenv("OC_CAUSE", full_causes)
-    assert set(verdicts(suite(Good, config=Locked)).values()) == {"drafter.pickle", "drafter.options"}
-
-
-def test_every_rule_has_a_fault() -> None:
-    planted = {rule for rule, _ in FAULTS.values()} | {"drafter.pickle", "drafter.options"}
-    assert planted == {rule.name for rule in rules_of("drafter")}
 
 
 @pytest.mark.nightly

@@ -18,8 +18,7 @@ from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
 from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
-from emssd.testing.conformance.suite import Suite
-from emssd.testing.conformance.watch import WatchedDrafter, World, live
+from emssd.testing.conformance.watch import DrafterWorld, WatchedDrafter
 from emssd.testing.oracle import DenseBackend
 
 __all__ = ["DrafterConformance"]
@@ -27,7 +26,7 @@ __all__ = ["DrafterConformance"]
 _rule = pytest.mark.emssd_rule
 
 
-class DrafterConformance(Suite):
+class DrafterConformance(Probes):
     """Tests of a drafter. Inherit, and say which::
 
         class TestMine(DrafterConformance):
@@ -75,33 +74,32 @@ class DrafterConformance(Suite):
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._probes().explained():
-                live(self._world, drawn)
+            with self._explained():
+                self._world().live(drawn)
 
         self._examples(25, check)
 
     @_rule("drafter.zero_budget")
     def test_a_budget_of_zero(self) -> None:
         """For all rows of a step, for some, and at first."""
-        self._probes().zero_budget()
+        self._zero_budget()
 
     @_rule("drafter.limits")
     def test_limits(self) -> None:
         """Prompts of one token, one token left, an EOS inside a draft, drafts of which nothing is verified."""
-        self._probes().limits()
+        self._limits()
 
     @_rule("drafter.deterministic")
     def test_it_drafts_the_same_again(self) -> None:
         """Two new drafters, the same calls."""
-        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with probes.explained():
-                probes.deterministic(drawn)
+            with self._explained():
+                self._deterministic(drawn)
 
         self._examples(10, check)
-        _skip_if_uncompared(probes)
+        self._skip_if_uncompared()
 
     @_rule("drafter.isolation")
     def test_requests_do_not_touch_each_other(self) -> None:
@@ -109,22 +107,20 @@ class DrafterConformance(Suite):
         if self.learns_across_requests:
             self._examples(6, self._exact_with_a_past)
             pytest.skip(LEARNS)
-        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with probes.explained(drawn):
-                probes.isolation(drawn)
+            with self._explained(drawn):
+                self._isolation(drawn)
 
         self._examples(20, check)
-        _skip_if_uncompared(probes)
+        self._skip_if_uncompared()
 
     @_rule("drafter.release")
     def test_released_requests_are_forgotten(self) -> None:
         """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
-        probes = self._probes()
-        with probes.explained():
-            probes.release()
+        with self._explained():
+            self._release()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE, min_size=2), label="requests")
@@ -132,7 +128,7 @@ class DrafterConformance(Suite):
             named_alike = Request(first.request.request_id, second.request.prompt_ids, second.request.max_new_tokens)
             again = Life(named_alike, second.script)
 
-            def after_the_first() -> World:
+            def after_the_first() -> DrafterWorld:
                 world = self._world()
                 rows = [life.row() for life in (first, *others)]
                 while rows := world.step(rows, [AGREEABLE] * len(rows)):
@@ -140,15 +136,14 @@ class DrafterConformance(Suite):
                 world.drafts.clear()
                 return world
 
-            probes.as_if_new("drafter.release", drawn, again, after_the_first)
+            self._as_if_new("drafter.release", drawn, again, after_the_first)
 
         self._examples(12, check)
-        _skip_if_uncompared(probes)
+        self._skip_if_uncompared()
 
     @_rule("drafter.preemption")
     def test_preempted_requests_begin_anew(self) -> None:
         """Released in the middle, also before a step was observed, and asked again, from all tokens or from fewer."""
-        probes = self._probes()
 
         def check(data: st.DataObject) -> None:
             drawn = data.draw(lives(VOCAB_SIZE, min_new_tokens=6), label="requests")
@@ -157,7 +152,7 @@ class DrafterConformance(Suite):
             script = data.draw(st.sampled_from(drawn), label="script afterwards").script
             tokens = list(drawn[0].request.prompt_ids)
 
-            def after_preemption() -> World:
+            def after_preemption() -> DrafterWorld:
                 world = self._world()
                 first, *others = [life.row() for life in drawn]
                 for _ in range(num_steps):
@@ -176,10 +171,10 @@ class DrafterConformance(Suite):
 
             request = drawn[0].request
             again = Life(Request(request.request_id, request.prompt_ids, MODEL_LEN - len(request.prompt_ids)), script)
-            probes.as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
+            self._as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
 
         self._examples(15, check)
-        _skip_if_uncompared(probes)
+        self._skip_if_uncompared()
 
     @_rule("drafter.lossless", "drafter.accounting")
     def test_tokens_equal_plain_greedy(self) -> None:
@@ -188,7 +183,7 @@ class DrafterConformance(Suite):
         def check(data: st.DataObject) -> None:
             run = data.draw(runs(self.models), label="run")
             watched = self._watched(run.setting.context)
-            with self._probes().explained():
+            with self._explained():
                 engine = decode(run, DenseBackend, watched, "drafter.lossless")
             heard = [sum(each.num_drafted.total() for each in watched), sum(e.num_accepted.total() for e in watched)]
             counted = [engine.report.num_drafted, engine.report.num_accepted]
@@ -208,7 +203,7 @@ class DrafterConformance(Suite):
         ]
         start = time.perf_counter()
         num_steps = 0
-        with self._probes().explained():
+        with self._explained():
             while rows:
                 rows = world.step(rows, [step] * len(rows))
                 num_steps += 1
@@ -225,16 +220,13 @@ class DrafterConformance(Suite):
         """Two runs with the same drafter."""
         run = data.draw(runs(self.models), label="run")
         watched = self._watched(run.setting.context)
-        with self._probes().explained():
+        with self._explained():
             for _ in range(2):
                 decode(run, DenseBackend, watched, "drafter.isolation")
 
-    def _probes(self) -> Probes:
-        return Probes(self._world, learns=self.learns_across_requests, draws=self.decides_at_random)
-
-    def _world(self, watched: list[WatchedDrafter] | None = None) -> World:
+    def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         context = self._context()
-        return World(watched or self._watched(context), context.vocab_size, context.target)
+        return DrafterWorld(watched or self._watched(context), context.vocab_size, context.target)
 
     def _watched(self, context: DrafterContext) -> list[WatchedDrafter]:
         return [WatchedDrafter(drafter, context.vocab_size) for drafter in self._drafters(context)]
@@ -261,9 +253,3 @@ class DrafterConformance(Suite):
             broken("drafter.build", "it built an empty list; give at least one drafter")
         self._latest = drafters
         return drafters
-
-
-def _skip_if_uncompared(probes: Probes) -> None:
-    """No rule counts as kept where a part of its test was left out."""
-    if probes.not_compared:
-        pytest.skip(probes.not_compared)

@@ -5,7 +5,7 @@ The clock is a formula here, so that the same steps can be made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from numbers import Integral
@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 from emssd.decoding.outcome import StepTimer
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Drafter, GoesOn, Outcome, StepStats
 from emssd.metrics.stats import PHASES
-from emssd.sequences import Batch, Row
+from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.conformance.scripted import Decision, Life, ScriptedEngine, in_turn
+from emssd.testing.conformance.scripted import Decision, ScriptedEngine, World
 from emssd.testing.conformance.watch import state_of, unchanged
 
 __all__ = ["DRAFTS", "Decided", "Drafts", "PolicyWorld", "WatchedPolicy"]
@@ -104,35 +104,21 @@ _LONGEST = 9  # that a drafter proposes
 _TOLD = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
-class PolicyWorld:
+class PolicyWorld(World):
     """A policy, and drafters in turn that draft what they are told.
 
     Args:
         num_stages: drafters; of several, the first has nothing for every other length.
     """
 
+    kind, piece = "budget", 30
+
     def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:
-        self._drafters = [_AsTold(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
+        drafters = [_AsTold(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
         self.watched = watched
-        self._engine = ScriptedEngine(self._drafters, watched, _VOCAB_SIZE, _Formula)
-        self._num_steps = 0
-
-    def step(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
-        """Draft, verify as told, tell the policy; `num_prefill` tokens are of another prompt. Returns who goes on."""
-        for drafter in self._drafters:
-            drafter.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}
-        self._num_steps += 1
-        with named("budget.raises", "a step"):
-            return self._engine.take(rows, decisions, num_prefill)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Tell the policy to forget these requests."""
-        self.watched.release(list(request_ids))
-
-    def live(self, lives: Seq[Life]) -> PolicyWorld:
-        """All of `lives`, each from its arrival to its end, beside pieces of prompts now and then."""
-        in_turn(lives, lambda rows, told: self.step(rows, told, 30 * (self._num_steps % 3 == 1)))
-        return self
+        super().__init__(ScriptedEngine(drafters, watched, _VOCAB_SIZE, _Formula))
+        for drafter in drafters:
+            drafter.told = self.engine.told
 
 
 class _Formula(StepTimer):
@@ -151,10 +137,10 @@ class _AsTold(Drafter):
     """
 
     num_speculative_tokens = _LONGEST
+    told: Mapping[str, Decision]
     _goes_on: GoesOn | None = None
 
     def __init__(self, stage: int | None, drafts: Drafts) -> None:
-        self.told: dict[str, Decision] = {}
         self.drafts_trees = drafts != "chains"
         self._stage, self._drafts = stage, drafts
 

@@ -5,9 +5,10 @@ So a plugin can be driven through any legal order of calls in microseconds, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from hypothesis import strategies as st
@@ -21,11 +22,12 @@ from emssd.drafting import BudgetPolicy, Drafter
 from emssd.model import BorrowedTarget, ModelOutput
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Row
+from emssd.testing.conformance.rules import named
 from emssd.testing.conformance.setting import BATCH_SIZE
 
 _Text = tuple[int, ...]
 
-__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "decision", "decisions", "in_turn", "lives"]
+__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "World", "decision", "decisions", "in_turn", "lives"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +105,11 @@ def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: i
 
 
 class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the decisions that it is given."""
+    """`Engine.step` for the rows and with the decisions that it is given.
+
+    Attributes:
+        told: the decisions of the step, by request id.
+    """
 
     def __init__(
         self,
@@ -113,18 +119,21 @@ class ScriptedEngine(Engine):
         make_timer: Callable[[], StepTimer] = StepTimer,
         target: BorrowedTarget | None = None,
     ) -> None:
-        self._told, self._choices = _ToldScheduler(), _ToldRunner(vocab_size, target)
+        self.told: dict[str, Decision] = {}
+        self._told_scheduler = _ToldScheduler()
         super().__init__(
-            self._choices,
+            _ToldRunner(vocab_size, target, self.told),
             drafters,
-            scheduler=self._told,
+            scheduler=self._told_scheduler,
             budget=policy,
             on_drafter_error="fail",
             make_timer=make_timer,
         )
 
-    def limits(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[int]:
-        """``[B]`` the most tokens to draft for each row."""
+    def tell(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[int]:
+        """Make these the decisions of the step. Returns ``[B]`` the most tokens to draft for each row."""
+        self.told.clear()
+        self.told.update((row.request_id, each) for row, each in zip(rows, decisions, strict=True))
         most, trees = self.drafting.num_speculative_tokens, self.drafting.drafts_trees
         depths = [max(0, row.num_remaining - 1) for row in rows]
         lengths = [most if trees and depth else min(most, depth) for depth in depths]
@@ -132,15 +141,47 @@ class ScriptedEngine(Engine):
 
     def take(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
         """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
-        self._choices.told = {row.request_id: each for row, each in zip(rows, decisions, strict=True)}
         other = Row(Request("emssd.other", (1,) * (num_prefill + 1), 1))
         pieces = (Prefill(other, num_prefill),) if num_prefill else ()
-        self._told.schedule = Schedule(Batch(tuple(rows)), tuple(self.limits(rows, decisions)), pieces)
+        self._told_scheduler.schedule = Schedule(Batch(tuple(rows)), tuple(self.tell(rows, decisions)), pieces)
         try:
             self.step()
         finally:
-            self._told.schedule = None
+            self._told_scheduler.schedule = None
         return [row for row in rows if row.finish_reason is None]
+
+
+class World:
+    """Plugins in a scripted engine.
+
+    Attributes:
+        kind: of the plugins; whatever a call raises breaks its rule ``KIND.raises``.
+        piece: tokens of another prompt that run beside the rows of every third step of `live`.
+    """
+
+    kind: ClassVar[str]
+    piece: ClassVar[int] = 0
+
+    def __init__(self, engine: ScriptedEngine) -> None:
+        self.engine = engine
+        self._num_steps = 0
+
+    def step(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
+        """Draft, verify as told, tell the plugins, and release rows that end; see `ScriptedEngine.take`."""
+        self._num_steps += 1
+        with named(f"{self.kind}.raises", "a step"):
+            return self.engine.take(rows, decisions, num_prefill)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Tell the plugins that these requests are gone, if there are any."""
+        if names := list(request_ids):
+            with named(f"{self.kind}.raises", "a step"):
+                self.engine.drafting.release(names)
+
+    def live(self, lives: Seq[Life]) -> Self:
+        """All of `lives`, each from its arrival to its end."""
+        in_turn(lives, lambda rows, told: self.step(rows, told, self.piece * (self._num_steps % 3 == 1)))
+        return self
 
 
 class _ToldScheduler(Scheduler):
@@ -160,11 +201,9 @@ class _ToldScheduler(Scheduler):
 class _ToldRunner(ChoiceRunner):
     """Accepts as much as it is told. Hidden states are made up from token, position and index."""
 
-    told: dict[str, Decision]
-
-    def __init__(self, vocab_size: int, target: BorrowedTarget | None) -> None:
+    def __init__(self, vocab_size: int, target: BorrowedTarget | None, told: Mapping[str, Decision]) -> None:
         super().__init__(vocab_size)
-        self._target, self._hidden = target, tuple[int, ...]()
+        self._target, self._told, self._hidden = target, told, tuple[int, ...]()
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if self._target is None:
@@ -179,7 +218,7 @@ class _ToldRunner(ChoiceRunner):
         return replace(output, hidden={index: torch.sin(embedded * (index + 2) + positions) for index in self._hidden})
 
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
-        decision, texts, children = self.told[request_id], list[_Text]([()]), dict[_Text, list[int]]()
+        decision, texts, children = self._told[request_id], list[_Text]([()]), dict[_Text, list[int]]()
         for token, parent in zip(drafted, tree, strict=True):
             before = texts[parent + 1]
             texts.append((*before, token))
