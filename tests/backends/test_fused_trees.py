@@ -51,11 +51,11 @@ class Row:
 
 
 @st.composite
-def trees(draw: st.DrawFn, most: int = 24) -> tuple[int, ...]:
+def trees(draw: st.DrawFn) -> tuple[int, ...]:
     """Bushy ones, chains, siblings alone, a few ways beside each other."""
     shape = draw(st.sampled_from(["any", "deep", "chain", "siblings"]))
     tree: list[int] = []
-    for node in range(draw(st.integers(0, most))):
+    for node in range(draw(st.integers(0, 24))):
         least = {"deep": max(-1, node - 3), "chain": node - 1}.get(shape, -1)
         tree.append(draw(st.integers(least, -1 if shape == "siblings" else node - 1)))
     return tuple(tree)

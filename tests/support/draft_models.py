@@ -26,20 +26,13 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draft_model_drafter(
-    model: TargetModel,
-    tree: str | Shape,
-    vocab_size: int,
-    *,
-    of_chains: type[DraftModelDrafter] = DraftModelDrafter,
-    of_trees: type[ModelDrafter] = ModelDrafter,
-) -> ModelDrafter:
+def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
     backend = TREE_BACKENDS["paged-page-4"]()
     backend.allocate(replace(model.kv_cache_spec(5), trees=True))
     runner = CausalLMRunner(model, backend)
     if tree == "chain":
-        return of_chains(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
+        return DraftModelDrafter(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
     if isinstance(tree, str):
         shape = shape_of(DraftModelConfig(tree=tree, **DRAFT_MODEL_OPTIONS[tree]))  # type: ignore[arg-type]
         assert shape is not None
@@ -47,4 +40,4 @@ def draft_model_drafter(
         shape = tree
     if isinstance(shape, SampledShape):
         return SampledDrafter(runner, vocab_size, shape)
-    return of_trees(runner, vocab_size, shape)
+    return ModelDrafter(runner, vocab_size, shape)

@@ -141,7 +141,6 @@ class EveryDrafter:
 
     def __init__(self, target: TargetModel) -> None:
         self.target, self.folder = target, Path(mkdtemp(prefix="emssd-drafters-"))
-        self._paths: dict[Any, str] = {}
 
     def config(self, name: str, texts: Texts) -> Any:
         """One of `DRAFTERS` or `COINS`, for rows whose outputs will be `texts`."""
@@ -151,9 +150,7 @@ class EveryDrafter:
     def path(self, write: Callable[..., str], *arguments: str) -> str:
         """What `write` has written for the target."""
         context = SimpleNamespace(target=BorrowedTarget(self.target), vocab_size=self.target.vocab_size)
-        if (write, *arguments) not in self._paths:
-            self._paths[(write, *arguments)] = write(context, *arguments)
-        return self._paths[(write, *arguments)]
+        return write(context, *arguments)
 
     @cached_property
     def near(self) -> TargetModel:

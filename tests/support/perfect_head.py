@@ -26,11 +26,11 @@ MOVED = torch.eye(VOCAB)[[4, 2, 0, 7, 8, 1, 3, 5, 6]]  # a permutation of tokens
 ONE = SIZE - 1
 
 
-def _tables(sharpness: float) -> torch.Tensor:
+def _tables() -> torch.Tensor:
     """``[VOCAB, SIZE]`` the logits that each of the last three tokens adds, the latest first."""
-    table = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(179), dtype=torch.float64) * sharpness
+    table = torch.randn(VOCAB, SIZE, generator=torch.Generator().manual_seed(179), dtype=torch.float64)
     table[:, 3 * VOCAB :] = 0
-    table[list(UNDRAFTED), ONE] = -100 * sharpness
+    table[list(UNDRAFTED), ONE] = -100
     return table
 
 
@@ -73,7 +73,7 @@ def _put(out: torch.Tensor, head: int, block: int, matrix: torch.Tensor) -> None
     out[_block(block), head * DIM : head * DIM + VOCAB] += matrix
 
 
-def perfect_target(max_model_len: int = 128, sharpness: float = 1.0) -> Any:
+def perfect_target(max_model_len: int = 128) -> Any:
     """The target, in float64: a Llama whose logits are a sum over its last three tokens.
 
     Its stream holds the token behind layer 0. Layer 1 adds the two before it, and permutes the token. Layer 2 permutes
@@ -98,14 +98,14 @@ def perfect_target(max_model_len: int = 128, sharpness: float = 1.0) -> Any:
             _put(out, 1, 1, eye)
             _put(out, 2, 2, eye)
         weights[f"{prefix}self_attn.o_proj.weight"] = out
-    table = _tables(sharpness) / math.sqrt(SIZE / 4)
+    table = _tables() / math.sqrt(SIZE / 4)
     table[:, _block(0)] = table[:, _block(0)] @ (MOVED @ MOVED).T.double()
     weights |= {"model.embed_tokens.weight": embeddings, "lm_head.weight": table}
     model.load_state_dict(weights)
     return model
 
 
-def write_perfect_eagle3(folder: Path, sharpness: float = 1.0, **config: Any) -> str:
+def write_perfect_eagle3(folder: Path, **config: Any) -> str:
     """Write an EAGLE-3 head for `perfect_target`. It reads the streams 1, 2 and 3. Returns its path.
 
     A feature holds three tokens, as the stream of the target does. A wrong one of the three streams spoils it.
@@ -139,7 +139,7 @@ def write_perfect_eagle3(folder: Path, sharpness: float = 1.0, **config: Any) ->
     weights: Weights = {
         "fc.weight": fc,
         "norm.weight": torch.ones(SIZE),
-        "lm_head.weight": (_tables(sharpness) / featured)[drafted],
+        "lm_head.weight": (_tables() / featured)[drafted],
         "d2t": torch.tensor(drafted) - torch.arange(len(drafted)),
         "midlayer.self_attn.o_proj.weight": out,
         "midlayer.mlp.gate_proj.weight": torch.zeros(4, SIZE),

@@ -16,7 +16,7 @@ NUM_HEADS = 4
 PREFIX = "prefix_embeding_layer."
 
 
-def write_perfect_hydra(folder: Path, sharpness: float = 1.0, *, prefix: bool = False) -> str:
+def write_perfect_hydra(folder: Path, *, prefix: bool = False) -> str:
     """Write the heads. Returns their path.
 
     The target's next token depends on its last three. A head takes them from the path, and what is missing there from
@@ -24,12 +24,11 @@ def write_perfect_hydra(folder: Path, sharpness: float = 1.0, *, prefix: bool = 
 
     Args:
         folder: where to.
-        sharpness: of the target.
         prefix: the second latest token in the hidden state is not looked at. A prefix layer takes it from the KV of the
             token before.
     """
     weights = _prefix_layer() if prefix else {}
-    table = _tables(sharpness)
+    table = _tables()
     for head in range(NUM_HEADS):
         layer = f"hydra_mlp.{head}.{int(prefix)}"
         behind = f"hydra_lm_head.{head}{'.1' if prefix else ''}"

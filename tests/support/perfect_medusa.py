@@ -27,7 +27,7 @@ NORM = torch.ones(SIZE, dtype=torch.float64)
 NORM[1::2] = -2  # a state that is not normed is another one
 
 
-def lagging_target(max_model_len: int = 144, sharpness: float = 1.0) -> Any:
+def lagging_target(sharpness: float = 1.0) -> Any:
     """The target, in float64: a Llama of one layer, whose attention copies tokens beside the latest one.
 
     A text must begin with at least `BLOCKS` tokens.
@@ -35,7 +35,7 @@ def lagging_target(max_model_len: int = 144, sharpness: float = 1.0) -> Any:
     heads = BLOCKS - 1
     sizes = {"hidden_size": SIZE, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads}
     more = {"head_dim": DIM, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
-    model: Any = tiny_model("llama", vocab_size=VOCAB, max_model_len=max_model_len, **sizes, **more)
+    model: Any = tiny_model("llama", vocab_size=VOCAB, max_model_len=144, **sizes, **more)
     weights: Weights = {
         name: torch.ones_like(each) if "norm" in name else torch.zeros_like(each)
         for name, each in model.state_dict().items()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
 from tempfile import mkdtemp
+from typing import Any
 
 import torch
 from emssd_rest.build import build_store
 
 from emssd.drafting import DrafterContext
-from tests.support.heads import layer_weights, random_weights, write_head
+from tests.support.heads import Weights, layer_weights, random_weights, write_head
 
 __all__ = [
     "random_adapter",
@@ -23,20 +25,39 @@ __all__ = [
     "random_store",
 ]
 
+_WRITTEN: dict[str, str] = {}
+_HEADS: dict[str, Any] = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def _written(
+    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], more: Weights | None = None, file: str = ""
+) -> str:
+    """Where the head is, whose weights have these shapes; written once."""
+    key = f"{config} {shapes}"
+    if key not in _WRITTEN:
+        weights = random_weights(shapes) | (more or {})
+        _WRITTEN[key] = write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights, file or "model.safetensors")
+    return _WRITTEN[key]
+
+
+def _sizes(context: DrafterContext) -> tuple[int, int]:
+    """Of hidden states and of the vocabulary."""
+    assert context.target is not None
+    return context.target.hidden_size, context.vocab_size
+
 
 def random_medusa(context: DrafterContext) -> str:
     """Three heads."""
-    assert context.target is not None
-    size, vocab_size = context.target.hidden_size, context.vocab_size
+    size, vocab_size = _sizes(context)
     layers = {f"{head}.0.linear.weight": (size, size) for head in range(3)}
     shapes = layers | {f"{head}.1.weight": (vocab_size, size) for head in range(3)}
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), {}, random_weights(shapes), "medusa_lm_head.pt")
+    return _written({}, shapes, file="medusa_lm_head.pt")
 
 
 def random_hydra(context: DrafterContext) -> str:
     """Three heads behind a prefix layer."""
     assert context.target is not None
-    size, vocab_size, prefix = context.target.hidden_size, context.vocab_size, "prefix_embeding_layer."
+    (size, vocab_size), prefix = _sizes(context), "prefix_embeding_layer."
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (size,)}
     shapes |= layer_weights(f"{prefix}layers.0.", context.target.config, size)
     shapes[f"{prefix}layers.0.input_layernorm.weight"] = (size,)
@@ -44,29 +65,16 @@ def random_hydra(context: DrafterContext) -> str:
         for part in ("linear", "res_connection"):
             shapes[f"hydra_mlp.{head}.1.{part}.weight"] = (size, (head + 2) * size)
         shapes |= {f"hydra_lm_head.{head}.1.weight": (vocab_size, size), f"hydra_lm_head.{head}.1.bias": (vocab_size,)}
-    config = {"hydra_head_arch": "prefix-mlp"}
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes), "hydra_lm_head.pt")
+    return _written({"hydra_head_arch": "prefix-mlp"}, shapes, file="hydra_lm_head.pt")
 
 
 def random_eagle(context: DrafterContext, kind: str) -> str:
     """A head of EAGLE; that of EAGLE-3 reads two hidden states, and drafts all tokens of the target but the first."""
-    assert context.target is not None
-    return _written_head(kind, context.target.hidden_size, context.vocab_size)
-
-
-@cache
-def _written_head(kind: str, size: int, vocab_size: int) -> str:
-    config = {
-        "hidden_size": size,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": vocab_size,
-    }
+    size, vocab_size = _sizes(context)
+    config = _HEADS | {"hidden_size": size, "vocab_size": vocab_size}
     shapes = {"fc.weight": (size, 2 * size)}
     if kind == "eagle":
-        weights = random_weights(shapes | layer_weights("layers.0.", config, size))
-        return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)
+        return _written(config, shapes | layer_weights("layers.0.", config, size))
     config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
     shapes |= {
         "midlayer.input_layernorm.weight": (size,),
@@ -75,58 +83,34 @@ def _written_head(kind: str, size: int, vocab_size: int) -> str:
         "norm.weight": (size,),
         "lm_head.weight": (vocab_size - 1, size),
     }
-    ids = {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes) | ids)
+    return _written(config, shapes, {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)})
 
 
 def random_adapter(context: DrafterContext) -> str:
     """An adapter of Kangaroo."""
-    assert context.target is not None
-    return _written_adapter(context.target.hidden_size)
-
-
-@cache
-def _written_adapter(size: int) -> str:
-    config = {"hidden_size": size, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    size, _ = _sizes(context)
+    config = _HEADS | {"hidden_size": size}
     shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
-    norms = {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)}
-    return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, random_weights(shapes | norms))
+    return _written(config, shapes | {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)})
 
 
 def random_layer(context: DrafterContext) -> str:
     """A layer for multi-token prediction."""
     assert context.target is not None
-    values = context.target.config
-    config = {**{name: values[name] for name in _SIZES}, "vocab_size": context.vocab_size}
-    return _written_layer(tuple(config.items()), context.target.num_layers)
-
-
-_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
-
-
-@cache
-def _written_layer(config: tuple[tuple[str, int], ...], number: int) -> str:
-    values, prefix = dict(config), f"model.layers.{number}."
-    size = values["hidden_size"]
-    norms = ("enorm", "hnorm", "input_layernorm", "shared_head.norm")
-    shapes = {f"{prefix}{name}.weight": (size,) for name in norms} | {f"{prefix}eh_proj.weight": (size, 2 * size)}
-    weights = random_weights(shapes | layer_weights(prefix, values, size))
-    return write_head(Path(mkdtemp(prefix="emssd-layer-")), values, weights)
+    (size, vocab_size), values = _sizes(context), context.target.config
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    config = {name: values[name] for name in names} | {"vocab_size": vocab_size}
+    prefix, norms = f"model.layers.{context.target.num_layers}.", ("enorm", "hnorm", "input_layernorm")
+    shapes = {f"{prefix}{name}.weight": (size,) for name in (*norms, "shared_head.norm")}
+    shapes[f"{prefix}eh_proj.weight"] = (size, 2 * size)
+    return _written(config, shapes | layer_weights(prefix, config, size))
 
 
 def random_block_head(context: DrafterContext) -> str:
     """A block drafter that reads two hidden states of the target."""
-    assert context.target is not None
-    return _written_block_head(context.target.hidden_size, context.vocab_size)
-
-
-@cache
-def _written_block_head(size: int, vocab_size: int) -> str:
-    config = {
+    size, vocab_size = _sizes(context)
+    config = _HEADS | {
         "hidden_size": size,
-        "intermediate_size": 24,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "block_size": 4,
         "dflash_config": {"mask_token_id": vocab_size - 1, "target_layer_ids": [0, 1]},
     }
@@ -137,7 +121,7 @@ def _written_block_head(size: int, vocab_size: int) -> str:
         **layer_weights("layers.0.", config, size),
         "norm.weight": (size,),
     }
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, random_weights(shapes))
+    return _written(config, shapes)
 
 
 @cache

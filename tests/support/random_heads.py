@@ -27,7 +27,7 @@ class RandomHead(NamedTuple):
 
 
 @cache
-def random_head(head: str, seed: int = 0) -> RandomHead:
+def random_head(head: str) -> RandomHead:
     """A head of a kind. Those of EAGLE-3 and P-EAGLE read the target's streams 0 and 2. That of mtp is of its kind."""
     config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
@@ -49,5 +49,5 @@ def random_head(head: str, seed: int = 0) -> RandomHead:
     if head == "peagle":
         config |= {"pard_token": 7}
         shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
-    weights = random_weights(shapes, seed) | ids
+    weights = random_weights(shapes) | ids
     return RandomHead(write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights), config, weights)

@@ -43,17 +43,7 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
         case "check":
             from emssd.testing.authoring.check import check
 
-            return check(
-                given.name,
-                given.options,
-                kind=given.kind,
-                num_examples=given.examples,
-                learns_across_requests=given.learns_across_requests,
-                decides_at_random=given.decides_at_random,
-                model=given.model,
-                timeout=given.timeout,
-                notes=notes,
-            )
+            return check(given, notes)
         case "new":
             from emssd.testing.authoring.new import new_plugin
 

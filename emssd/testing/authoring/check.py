@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -41,29 +42,12 @@ class TestPlugin({suite}):
 """
 
 
-def check(
-    name: str,
-    options: Seq[str] = (),
-    *,
-    kind: str | None = None,
-    num_examples: int | None = None,
-    learns_across_requests: bool = False,
-    decides_at_random: bool = False,
-    model: str | None = None,
-    timeout: float | None = None,
-    notes: Notes | None = None,
-) -> int:
+def check(given: Namespace, notes: Notes) -> int:
     """Test a plugin against the rules of its interface, and print the result of each.
 
     Args:
-        name: as in ``drafter=NAME``, ``backend=NAME`` or ``budget=NAME``.
-        options: of the plugin, as ``OPTION=VALUE`` with values in YAML.
-        kind: ``drafter``, ``backend`` or ``budget``; needed only where several have this name.
-        num_examples: of each test; each test's own number by default.
-        learns_across_requests: the drafter means to, so its drafts are not compared with those of one without a past.
-        decides_at_random: the drafter or the budget policy means to, so what it decides is not compared.
-        model: folder of the target of a drafter; small random targets by default.
-        timeout, notes: the seconds that one test may take, and where `watched` notes it.
+        given: what ``emssd-plugins check`` was called with.
+        notes: of what is being done, for whoever watches.
 
     Returns:
         0 if no rule was broken, else 1.
@@ -78,32 +62,36 @@ def check(
             f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "
             f"pip install 'emssd[testing]'"
         )
-    notes = notes or Notes()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a plugin that is asked for and failed is named by the error
         registry = Registry(on_load=lambda owner: notes.note(owner, "while it was loaded", LOAD_SECONDS))
-    kind = kind or _kind(name, registry)
+    name, kind = given.name, given.kind or _kind(given.name, registry)
     spec = registry.find(kind, name)
-    if learns_across_requests and kind != "drafter":
-        raise ConfigError(f"--learns-across-requests is for drafters, and {name!r} is a {kind}; leave it out")
-    if decides_at_random and kind == "backend":
-        raise ConfigError(f"--decides-at-random is for drafters and policies, and {name!r} is a {kind}; leave it out")
-    if model is not None and kind != "drafter":
-        raise ConfigError(f"--model is for drafters, and {name!r} is a {kind}; leave it out")
+    for flag, is_given, kinds, whose in (
+        ("--learns-across-requests", given.learns_across_requests, ("drafter",), "drafters"),
+        ("--decides-at-random", given.decides_at_random, ("drafter", "budget"), "drafters and policies"),
+        ("--model", given.model is not None, ("drafter",), "drafters"),
+    ):
+        if is_given and kind not in kinds:
+            raise ConfigError(f"{flag} is for {whose}, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):
-        values = _values(spec.config, options, f"{kind} {name!r}")
+        values = _values(spec.config, given.options, f"{kind} {name!r}")
     if isinstance(spec, DrafterSpec):
-        notes.note(owner, "in build", timeout)
-        _try_build(spec, values, model)
+        notes.note(owner, "in build", given.timeout)
+        _try_build(spec, values, given.model)
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
-    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", timeout))
+    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", given.timeout))
     source = _TEST_FILE.format(
-        suite=_SUITES[kind], name=name, options=values, learns=learns_across_requests, draws=decides_at_random
+        suite=_SUITES[kind],
+        name=name,
+        options=values,
+        learns=given.learns_across_requests,
+        draws=given.decides_at_random,
     )
     with guarded(owner, "its tests", in_step=True):  # pytest has variables of its own in the environment
-        status = _run_pytest(source, num_examples, model, results)
+        status = _run_pytest(source, given.examples, given.model, results)
     return results.print_and_judge(status, owner)
 
 

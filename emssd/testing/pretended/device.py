@@ -11,8 +11,8 @@ from unittest import mock
 
 import torch
 
-from emssd.testing.pretended import graphs
 from emssd.testing.pretended.functions import Functions
+from emssd.testing.pretended.graphs import Graph
 from emssd.testing.pretended.journal import Journal, Note
 from emssd.testing.pretended.tensor import Dispatch, OnDevice
 
@@ -68,7 +68,16 @@ class PretendedCuda:
         properties = SimpleNamespace(
             multi_processor_count=self._num_multiprocessors, name="pretended", total_memory=2**37, major=9, minor=0
         )
-        pool = weakref.WeakSet[graphs.Graph]()
+        # All work is done when it is launched, so only the host ever waits.
+        stream = SimpleNamespace(
+            synchronize=lambda: journal.waited("stream.synchronize()"), wait_stream=lambda other: None
+        )
+        event = SimpleNamespace(
+            record=lambda stream=None: None,
+            query=lambda: True,
+            synchronize=lambda: journal.waited("event.synchronize()"),
+        )
+        pool = weakref.WeakSet[Graph]()
         pretended = {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -85,11 +94,11 @@ class PretendedCuda:
             "set_rng_state": lambda *_: None,
             "manual_seed_all": lambda *_: None,
             "synchronize": lambda *_: journal.waited("torch.cuda.synchronize()"),
-            "current_stream": lambda device=None: graphs.Stream(journal),
-            "Stream": lambda *_, **__: graphs.Stream(journal),
+            "current_stream": lambda device=None: stream,
+            "Stream": lambda *_, **__: stream,
             "stream": lambda stream: nullcontext(),
-            "Event": lambda *_, **__: graphs.Event(journal),
-            "CUDAGraph": lambda *_: graphs.Graph(journal, pool),
+            "Event": lambda *_, **__: event,
+            "CUDAGraph": lambda *_: Graph(journal, pool),
             "graph": lambda graph, **_: graph,
         }
         for name, value in pretended.items():

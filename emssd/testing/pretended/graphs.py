@@ -1,4 +1,4 @@
-"""Streams, events and CUDA graphs of a pretended device."""
+"""CUDA graphs of a pretended device."""
 
 from __future__ import annotations
 
@@ -8,39 +8,7 @@ from typing import Any
 
 from emssd.testing.pretended.journal import Journal
 
-__all__ = ["Event", "Graph", "Stream"]
-
-
-class Stream:
-    """A stream. All work is done when it is launched."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        self._journal.waited("stream.synchronize()")
-
-    def wait_stream(self, other: Stream) -> None:
-        """Only the device waits."""
-
-
-class Event:
-    """An event, which the device has always reached."""
-
-    def __init__(self, journal: Journal) -> None:
-        self._journal = journal
-
-    def record(self, stream: Stream | None = None) -> None:
-        """The device passes it at once."""
-
-    def query(self) -> bool:
-        """Whether the device has passed it."""
-        return True
-
-    def synchronize(self) -> None:
-        """The host waits."""
-        self._journal.waited("event.synchronize()")
+__all__ = ["Graph"]
 
 
 class Graph:
