@@ -43,7 +43,7 @@ def padded(rows: list[list[int]]) -> dict[str, Any]:
 
 
 def differences(model: Any, found: dict[str, Any]) -> list[float]:
-    """By token, how far its log-probability is from the one of `model` now."""
+    """The distance of each token's log-probability from `model`'s now."""
     rows = [list(a) + list(b) for a, b in zip(found["prompt_ids"], found["completion_ids"], strict=True)]
     logits = model(**padded(rows)).logits.detach().double().log_softmax(-1)
     return [

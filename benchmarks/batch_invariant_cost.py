@@ -35,7 +35,7 @@ def batch(rows: int, tokens: int, vocab_size: int, ragged: bool) -> dict[str, An
 
 
 def seconds(model: Any, given: dict[str, Any]) -> tuple[float, float]:
-    """Of a forward pass, and of both."""
+    """Time a forward pass, and both."""
     start = time.process_time()
     loss = model(**given).loss
     forward = time.process_time() - start

@@ -106,7 +106,7 @@ def step_seconds(engine: Engine, prompts: list[list[int]], num_new: int) -> list
 
 
 def bytes_read(model: Any) -> int:
-    """Of weights, in a step: all but tables that rows are looked up in."""
+    """The weight bytes that a step reads: all but lookup tables."""
     tables = {each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding)}
     tables -= {each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
     return sum(each.numel() * each.element_size() for each in model.parameters() if each not in tables)

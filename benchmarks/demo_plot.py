@@ -55,7 +55,7 @@ def measure(drafters: str, batch_sizes: str, repeats: int, more: list[str]) -> d
 
 
 def speedups(measured: dict[str, Any]) -> dict[str, Ratios]:
-    """By drafter and batch size, for each repeat tokens/s ÷ tokens/s of plain greedy decoding in the same repeat."""
+    """Tokens/s ÷ those of plain greedy decoding in the same repeat, by drafter and batch size, for each repeat."""
     speeds = {(run["drafter"], run["batch_size"], run["repeat"]): run["tokens_per_second"] for run in measured["runs"]}
     found: dict[str, Ratios] = {}
     for (drafter, batch_size, repeat), speed in speeds.items():

@@ -143,7 +143,7 @@ def _run(step: Step, deadline: float) -> str:
 
 
 def _interruptible() -> None:
-    """In the new process: SIGINT ends it, also where this program was started in the background, which ignores it."""
+    """Let SIGINT end the new process, even if this program was started in the background, which ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

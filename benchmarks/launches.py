@@ -28,7 +28,7 @@ WIDE = 1024  # of MLPs, so that joining queries, keys and values takes less memo
 
 
 class Launches(NamedTuple):
-    """Of a layer: all, and products of matrices among them."""
+    """A layer's launches: in all, and of matrix products."""
 
     all: int
     products: int
@@ -52,7 +52,7 @@ class Counted(Fusing):
 
 
 def counts(architecture: str, num_layers: int, fusing: Counted) -> list[Counter[str]]:
-    """Of a whole pass, before and after."""
+    """A pass's launches before and after."""
     sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": WIDE} if architecture == "opt" else {
         "head_dim": 16, "intermediate_size": WIDE}  # fmt: skip
     target = TargetModel(tiny_model(architecture, num_hidden_layers=num_layers, dtype=torch.bfloat16, **sizes))
@@ -65,7 +65,7 @@ def counts(architecture: str, num_layers: int, fusing: Counted) -> list[Counter[
 
 
 def layer(architecture: str, joined_bytes: int) -> tuple[Launches, Launches]:
-    """Of a layer, before and after."""
+    """A layer's launches before and after."""
     two, three = (counts(architecture, number, Counted(Twins(), joined_bytes)) for number in (2, 3))
     each = [more - less for less, more in zip(two, three, strict=True)]
     before, after = (Launches(sum(one.values()) + 1, one["product"]) for one in each)  # and the one that merges

@@ -66,7 +66,7 @@ emssd.__main__.main()
 
 
 def seconds_of_parts(arguments: list[str]) -> list[float]:
-    """Of one process, in the order of `PARTS`."""
+    """Time the `PARTS` of one process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", PROGRAM, "progress=false", *arguments]
         environment = os.environ | {"STARTED": str(time.time())}

@@ -1,4 +1,4 @@
-"""What the suite's conftest.py leaves out of coverage."""
+"""Tests what conftest.py leaves out of coverage."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def options_of(given: list[str], known: dict[str, str]) -> dict[str, str]:
 
 
 def _versions(distributions: Sequence[str]) -> dict[str, str]:
-    """Of those that are installed: an engine may come under one of several names."""
+    """Versions of those installed. An engine may come under one of several names."""
     found = {}
     for name in distributions:
         try:

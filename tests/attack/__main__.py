@@ -24,7 +24,7 @@ _MOST_SHOWN = 12  # kinds of differences that are told in full
 
 @dataclass
 class Tally:
-    """What one area has come to."""
+    """The results of one area."""
 
     account: Account = field(default_factory=Account)
     seconds: float = 0.0
@@ -119,7 +119,7 @@ class Attack:
 
 
 def _kind(case: Case, world: World, history: History) -> str:
-    """What differences are told together by."""
+    """The key that groups differences."""
     if history.sin:
         return f"{case.area}: {history.sin}"
     if history.change:

@@ -1,4 +1,4 @@
-"""What is attacked: areas, each a kind of world with a kind of history in it, by seed."""
+"""Areas of the attack: each pairs a kind of world with a kind of history, by seed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _exact(seed: str) -> World | None:
 
 
 def _rounded(seed: str) -> World | None:
-    """In float32 or bfloat16, where only ties may differ from what the same engine says without drafts."""
+    """A world in float32 or bfloat16: only ties may differ from the same engine without drafts."""
     rng = random.Random(f"rounded {seed}")
     kinds = ("llama", "mistral", "qwen2", "gemma2", "opt", "gpt2", "gpt_neox", "phi")
     world = draw_world(seed, kinds=kinds, dtype=rng.choice((torch.float32, torch.bfloat16)))
@@ -88,7 +88,7 @@ def _invariant(seed: str) -> World | None:
 
 
 def _compiled_exact(seed: str) -> World | None:
-    """In float64, and with weights of its own, as histories change them."""
+    """A float64 world with its own weights, which histories change."""
     return draw_world("shape llama", kinds=("llama",), compiled=True, prompts_of=seed)
 
 

@@ -17,7 +17,7 @@ __all__ = ["Account", "Judge"]
 
 @dataclass
 class Account:
-    """What came of a history.
+    """A history's result.
 
     Attributes:
         differences: what was wrong, in words; the shortest text first where there are several.
@@ -100,7 +100,7 @@ class Judge:
 
     @torch.inference_mode()
     def logits(self, said: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Whether the target said after each right beginning of a text what the oracle says, about."""
+        """Compare the target's logits after each right beginning to the oracle's, within `spread`."""
         if self.world.spread is None:
             return
         oracle = self.world.judge or self.world.oracle
@@ -128,7 +128,7 @@ class Judge:
 
 
 class _Way(NamedTuple):
-    """What was fed of a text up to some token, its branches left out, and the number of tokens before that."""
+    """The fed tokens of a text up to some token, without branches, and the number of tokens before them."""
 
     num_before: int
     tokens: list[int]

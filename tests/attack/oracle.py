@@ -1,4 +1,4 @@
-"""What is right: the eager model, without a cache, one text at a time; and when a text ends, worked out anew."""
+"""The oracle: the eager model, without a cache, one text at a time, and its own rule of when a text ends."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Oracle:
         return tokens[:length]
 
     def drawn(self, prompt: tuple[int, ...], num_new: int, params: SamplingParams, name: str) -> list[int]:
-        """As `text`, with tokens that the request `name` draws."""
+        """The text with tokens that the request `name` draws."""
         tokens = self._drawn.setdefault((prompt, params, name), list(prompt))
         length = min(len(prompt) + num_new, self.max_model_len)
         while len(tokens) < length:
@@ -90,14 +90,14 @@ class Oracle:
         return tokens[:length]
 
     def margin(self, tokens: Seq[int], one: int, other: int) -> float:
-        """How far two tokens are apart, and the better of them below the best, as a share of the largest in size."""
+        """The gap of two logits, plus that of the better one to the best, as a share of the largest in size."""
         logits = self.logits(tokens).double()
         best = max(logits[one], logits[other])
         return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max().clamp_min(1e-9))
 
 
 def ending(output: Seq[int], ask: Ask, room: int, spelling: Any = None) -> tuple[list[int], str]:
-    """What of a greedy continuation `ask` gets, and why it ends there.
+    """Cut a greedy continuation to what `ask` gets; say why it ends.
 
     Args:
         output: the continuation, as far as limit and room go at least.

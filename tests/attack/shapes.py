@@ -37,7 +37,7 @@ def shallow(nodes: Seq[tuple[Any, ...]], deepest: int) -> list[Any]:
 
 
 def right_depths(nodes: Seq[tuple[Any, ...]], coming: Seq[int]) -> list[int]:
-    """Of each node its depth, if all tokens from the root to it are those that come; else 0."""
+    """The depth of each node if all tokens from the root to it are those that come, else 0."""
     depths: list[int] = []
     for token, parent, *_ in nodes:
         before = 0 if parent < 0 else depths[parent]

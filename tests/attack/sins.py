@@ -56,7 +56,7 @@ def _raise(error: BaseException) -> Callable[..., Any]:
 
 
 def _after(change: Callable[[Any, Any], None]) -> Callable[..., Draft]:
-    """What does harm to the batch, and drafts all the same."""
+    """A sin that changes the batch and drafts all the same."""
 
     def go(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
         change(own, batch)

@@ -25,7 +25,7 @@ class Speller:
         return len(self.spelling)
 
     def bytes_of(self, token: int) -> bytes:
-        """Nothing for ids behind the vocabulary, which models have to round it."""
+        """The bytes of a token; none for ids that round up the vocabulary."""
         return self.spelling[token] if token < len(self.spelling) else b""
 
     def text_before_stop(self, output: Seq[int], stops: Seq[str]) -> str | None:

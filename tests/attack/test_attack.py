@@ -73,7 +73,7 @@ def test_nothing_differs_from_the_oracle(area: str, seeds: range) -> None:
 
 
 def test_rows_are_preempted() -> None:
-    """What the attack is for needs rows that are computed again."""
+    """The attack needs rows that are computed again."""
     account, _ = run_seeds("histories", range(5, 6))
     assert account.differences == []
     assert account.num_preempted >= 5

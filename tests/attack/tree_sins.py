@@ -1,4 +1,4 @@
-"""What is no token tree, from a drafter that says that it drafts them."""
+"""Invalid token trees of a drafter that says that it drafts trees."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class FakeModule:
 
 
 class StandIn:
-    """For ``BatchPrefillWithPagedKVCacheWrapper`` where FlashInfer is not installed: as much of it as is used here."""
+    """Replaces the used parts of ``BatchPrefillWithPagedKVCacheWrapper`` where FlashInfer is not installed."""
 
     get_module: Callable[..., FakeModule]
 
@@ -182,7 +182,7 @@ class StandIn:
         )  # fmt: skip
 
     def workspace_size(self, *arguments: Any, **rules: Any) -> tuple[int, int]:
-        """As from 0.6.18 on."""
+        """New in 0.6.18."""
         qo_indptr, kv_indptr, _, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arguments
         module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
         return module.workspace_size(
@@ -255,5 +255,5 @@ def use_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]]
 
 @pytest.fixture
 def events(modules: list[FakeModule]) -> type[FakeEvent]:
-    """What was recorded, and what was waited for."""
+    """The events recorded, and those waited for."""
     return FakeEvent

@@ -345,7 +345,7 @@ def rsqrt(x):
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with a PyTorch for CUDA")
 def test_tritons_interpreter_reads_the_text_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float16: it cuts bfloat16 off where GPUs round."""
+    """Uses float16: it truncates bfloat16; GPUs round."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     x, cos = torch.randn(5, 4, 16).half(), torch.randn(5, 1, 16).half()
     pages, slots = torch.zeros(40, 4, 16).half(), torch.tensor([3, 9, 1, 0, 30])
@@ -366,7 +366,7 @@ def test_tritons_interpreter_reads_the_text_alike(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.nightly
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton comes with a PyTorch for CUDA")
 def test_tritons_compiler_takes_the_text_and_fuses_no_product_with_a_sum() -> None:
-    """For a Hopper GPU, which need not be there. Only `exp` has instructions that take subnormal numbers for zeros."""
+    """Targets a Hopper GPU, which need not be there. Only `exp` has instructions that flush subnormals to zero."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -44,13 +44,13 @@ class SharingMachine(EngineMachine):
 
 
 class LongSharingMachine(SharingMachine):
-    """For pages of 16 tokens."""
+    """Fits 16-token pages."""
 
     max_prompt_tokens, max_new_tokens, max_kv_tokens = 44, 18, 160
 
 
 class PaddedHeadsMachine(SharingMachine):
-    """For kernels that take heads twice as long as the model's."""
+    """Fits kernels with heads twice as long as the model's."""
 
     max_kv_tokens = 128
 

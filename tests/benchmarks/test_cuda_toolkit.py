@@ -1,4 +1,4 @@
-"""Where a CUDA toolkit and the driver are found, on machines that FlashInfer would not understand."""
+"""A CUDA toolkit and the driver are found on machines that FlashInfer would not understand."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def test_without_a_gpu_only_a_dry_run_begins(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.benchmark
 @pytest.mark.parametrize("part", ["1", *(pytest.param(part, marks=pytest.mark.dry_run) for part in "2345")])
 def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_path: Path) -> None:
-    """From a bundle, so that nothing is missing in it."""
+    """Runs a bundle, so that nothing is missing in it."""
     results, (usual, tests) = tmp_path / "results", ({"log", "json"}, {"1", "4", "5"})
     ended = dry_run(bundle, part, results, tmp_path / "work")
     assert ended.returncode == 0, ended.stdout

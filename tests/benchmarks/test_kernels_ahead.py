@@ -12,7 +12,7 @@ import pytest
 
 @dataclass
 class Spec:
-    """As `flashinfer.jit.core.JitSpecNvcc`: what of it is used."""
+    """The used part of `flashinfer.jit.core.JitSpecNvcc`."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""Whatever is typed as an option: options that can be, or an error of ours in one sentence; never another exception."""
+"""Any text as an option gives valid options or an error of ours in one sentence, never another exception."""
 
 from __future__ import annotations
 

@@ -36,13 +36,13 @@ COMMANDS: dict[str, Callable[[], None]] = {
 
 
 def told(text: str) -> dict[str, tuple[str, str]]:
-    """By option its value and its description."""
+    """Value and description of each option."""
     entries = re.findall(r"^  ([\w.]+)=(\S*)((?: .*)?(?:\n {32}.*)*)", text, re.MULTILINE)
     return {name: (value, " ".join(said.split())) for name, value, said in entries}
 
 
 def choices(text: str) -> dict[str, list[str]]:
-    """By group what can be chosen; what is chosen has a star."""
+    """The choices of each group. The chosen one has a star."""
     entries = re.findall(r"^  (\w+) {2,}((?:[\w*]+, )*[\w*]+,?(?:\n {14}.*)*)$", text, re.MULTILINE)
     listed = re.findall(r"^  (\w+)\n((?: {4}\w.*\n)+)", text, re.MULTILINE)
     return {group: re.split(r",\s+", names) for group, names in entries} | {

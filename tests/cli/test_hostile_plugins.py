@@ -126,7 +126,7 @@ def test_who_was_at_work_when_a_process_ended_or_hung_is_named(
 def test_the_command_has_a_process_of_its_own(
     install: Callable, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """As a user starts it, with nothing but a command line."""
+    """Starts it as a user does, by its command line alone."""
     monkeypatch.setenv("COLUMNS", "200")
     install("odd", drafter())
     monkeypatch.setattr(sys, "argv", ["emssd-plugins"])

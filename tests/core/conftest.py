@@ -53,7 +53,7 @@ class Oracle:
         return self._known[key]
 
     def references(self, prompts: Seq[Seq[int]], max_new_tokens: int) -> dict[str, tuple[int, ...]]:
-        """By the request ids that `Engine.generate` gives, and past any EOS, so that drafters know what lies there."""
+        """References past any EOS by the request ids of `Engine.generate`, so that drafters know what follows."""
         return {str(i): self.reference(prompt, max_new_tokens) for i, prompt in enumerate(prompts)}
 
 

@@ -1,4 +1,4 @@
-"""What a step has to move and compute, against a model counted by hand and a walk over all tokens."""
+"""The costs of a step match a model counted by hand and a walk over all tokens."""
 
 from __future__ import annotations
 

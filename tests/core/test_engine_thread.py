@@ -32,7 +32,7 @@ def thread() -> Iterator[EngineThread]:
 
 @pytest.fixture(scope="module")
 def alone() -> Engine:
-    """What each row would be by itself."""
+    """Decodes each row by itself."""
     return Engine.from_pretrained("demo", dtype="float64", drafter="none", batch_size=1)
 
 

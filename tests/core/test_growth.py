@@ -20,7 +20,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=6).map(tuple), min_size=1,
 
 
 def following(texts: Texts) -> list[tuple[int, float, Texts]]:
-    """What continues `texts`, the most frequent first, the lowest token of equals."""
+    """First tokens of `texts`, the most frequent first, the lowest of equals."""
     counts = Counter(text[0] for text in texts if text)
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     return [

@@ -1,4 +1,4 @@
-"""What the integrations ask for is what the package's extras bring, and anything else is one sentence."""
+"""The integrations need the versions of the package's extras. Any other is refused in one sentence."""
 
 from __future__ import annotations
 

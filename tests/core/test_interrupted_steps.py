@@ -24,7 +24,7 @@ PLACES = ("fits", "plan", "forward", "last layer", "commit", "propose", "observe
 
 
 class BrokenError(Exception):
-    """What the tests raise."""
+    """The tests' own error."""
 
 
 class Faults:

@@ -222,7 +222,7 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded_but_built_again(
 def test_a_library_that_does_not_load_is_built_again(
     cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one that needs another that is gone."""
+    """The library needs another that is gone."""
     assert why_unavailable() is None
     another_process(monkeypatch)
 

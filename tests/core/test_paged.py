@@ -93,7 +93,7 @@ def trees(draw: st.DrawFn) -> tuple[list[Row], Draft]:
 
 
 def paths(rows: list[Row], draft: Draft) -> list[list[list[int]]]:
-    """By hand: for each row and new token, the indices of the tokens on the way to it from the first, itself last."""
+    """The indices of the tokens from the first to each new one, itself last, for each row, worked out by hand."""
     assert draft.parents is not None
     found = []
     for number, row in enumerate(rows):

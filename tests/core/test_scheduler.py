@@ -45,7 +45,7 @@ def pieces(schedule: Schedule) -> dict[str, int]:
 
 
 def advance(schedule: Schedule, accepted: list[int] | None = None) -> list[Row]:
-    """What the engine does with a schedule, each row accepting so many drafted tokens. Returns finished rows."""
+    """Apply a schedule as the engine does; rows accept so many drafted tokens. Returns finished rows."""
     for sequence in schedule.preempted:
         sequence.num_cached = 0
     for piece in schedule.prefills:
@@ -124,7 +124,7 @@ def test_rows_draft_less_where_the_cache_is_nearly_full() -> None:
 
 @dataclass
 class Options:
-    """Of one history of `ContinuousScheduler`."""
+    """Options of one scheduling history."""
 
     batch_size: int
     max_step_tokens: int
@@ -193,7 +193,7 @@ def test_every_schedule_of_any_history_is_as_documented(options: Options, data: 
 
 
 def check_rows(schedule: Schedule, options: Options, unfinished: list[Row], running: list[Row], ran: list[Row]) -> None:
-    """Those that run are always the earliest of all; the latest leave, and only if they must."""
+    """Assert that the earliest rows run, and that the latest leave only if they must."""
     assert 1 <= len(running) <= options.batch_size
     lost = {sequence.request_id for sequence in schedule.preempted}
     assert lost == {sequence.request_id for sequence in ran[len(ran) - len(lost) :]}

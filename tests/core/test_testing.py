@@ -1,4 +1,4 @@
-"""What `emssd.testing` gives to plugin authors does what it says: drafters, references, strategies."""
+"""The tools of `emssd.testing` do what they say: drafters, references, `DenseBackend`."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def module(monkeypatch: pytest.MonkeyPatch):
 
 
 def places() -> Iterator[tuple[str, str, type]]:
-    """Where each class of options stands on the page: heading, and the beginning of its options' names."""
+    """The heading and option prefix of each class of options on the page."""
     yield "", "", RunConfig
     for name, kind in (("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)):
         yield f"{name}=…", f"{name}.", kind

@@ -1,4 +1,4 @@
-"""What a head has computed of a row is of that row, also where it seldom drafts and where its reach ends.
+"""A head's states of a row come from that row, even if the head drafts seldom or its reach ends.
 
 Oracle: plain decoding by hand, without a cache. float64.
 """
@@ -39,7 +39,7 @@ class Seldom(BudgetPolicy):
 
 @pytest.mark.parametrize(("num_arrived", "num_waiting"), [(1024, 256), (9, 4)], ids=str)
 def test_rows_that_seldom_draft(num_arrived: int, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the target computed in the meantime is laid aside, or made features of where it becomes too much."""
+    """Target states wait for the next draft. Rows with too many make features of them earlier."""
     monkeypatch.setattr(emssd.drafters.states, "_MOST_ARRIVED", num_arrived)
     monkeypatch.setattr(emssd.drafters.states, "_MOST_WAITING", num_waiting)
     own = trial("eagle3")

@@ -1,4 +1,4 @@
-"""What drafters with EAGLE heads can be told, and that they are offered."""
+"""Options of drafters with heads: refusals, and the authors' tree."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def padded(done: list[Generation], left: bool) -> dict[str, torch.Tensor]:
 
 
 def shares(logits: torch.Tensor, each: Generation) -> list[float]:
-    """Of the new tokens of a row, by the logits ``[n, vocab]`` of all its tokens."""
+    """Log-probabilities of a row's new tokens from its logits ``[n, vocab]``."""
     start = len(each.prompt_ids) - 1
     found = logits.detach()[start : start + len(each.token_ids)].double().log_softmax(-1)
     return [float(found[place, token]) for place, token in enumerate(each.token_ids)]

@@ -33,7 +33,7 @@ def rows(params: SamplingParams) -> dict[str, Row]:
 
 
 def logits_after(engine: Engine, tokens: list[int]) -> torch.Tensor:
-    """What the model itself gives, ``[vocab]``."""
+    """The model's own logits, ``[vocab]``."""
     with torch.inference_mode():
         logits: torch.Tensor = engine.target.model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
     return logits

@@ -1,4 +1,4 @@
-"""What a model asks through its masks alone is honoured, or refused with the reason; and what it counts for itself.
+"""Rules in a model's masks alone are honoured, or refused with the reason. So is what it counts for itself.
 
 Oracle: the model's own eager forward pass over each row alone, anew for every token, in float64.
 """

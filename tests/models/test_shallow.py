@@ -69,7 +69,7 @@ def cache_of(there: TargetModel, num_layers: int, backend: str = "ragged") -> At
 
 
 def logits_in_steps(runner: ModelRunner) -> dict[tuple[int, ...], torch.Tensor]:
-    """By the tokens before it each row of logits: of texts in two pieces, of a tree in two levels, and behind it."""
+    """Rows of logits by the tokens before them: texts in two pieces, a tree in two levels, and text after it."""
     names, found = list(TEXTS), dict[tuple[int, ...], torch.Tensor]()
 
     def step(starts: Seq[int], stops: Seq[int], texts: Seq[Seq[int]]) -> None:

@@ -73,7 +73,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts_of(model: Path, speculation: dict[str, Any] | None) -> list[list[int]]:
-    """What vLLM generates."""
+    """Generate with vLLM."""
     from vllm import LLM, SamplingParams
 
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

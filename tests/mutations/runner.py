@@ -128,7 +128,7 @@ class _Watch:
         self.passed, self.failed = dict[str, float](), dict[str, float]()
 
     def pytest_sessionstart(self) -> None:
-        """That a property fails is enough: Hypothesis need not look for its smallest example."""
+        """Turn shrinking off. A property that fails is enough."""
         settings.register_profile("unshrunk", settings(), phases=(Phase.explicit, Phase.generate), database=None)
         settings.load_profile("unshrunk")
 

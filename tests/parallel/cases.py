@@ -128,7 +128,7 @@ def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str
 
 
 def backends() -> dict[str, Any]:
-    """By name: ragged in C++ and in torch, and padded, with one padding and with two."""
+    """Backends by name: ragged in C++ and torch, padded with one padding and two."""
     from emssd_padded import PaddedConfig
     from emssd_ragged import Kernels, RaggedConfig
 

@@ -99,7 +99,7 @@ def as_published(container: Path, verifier: Path, folder: Path, kind: str) -> st
 
 @torch.no_grad()
 def their_draft(head: Any, target: TargetModel, tokens: list[int], drafted: list[int], kind: str) -> Any:
-    """Of one block behind `tokens`, given what was drafted: logits ``[BLOCK, vocab]`` and confidences ``[BLOCK]``."""
+    """Logits ``[BLOCK, vocab]`` and confidences ``[BLOCK]`` of a block after `tokens` with these drafted tokens."""
     rest = [0] * (2 * BLOCK - len(drafted))  # anchors near the end are not taken
     text = torch.tensor([[*tokens, *drafted, *rest]])
     states = torch.cat(right_states(target.model, tokens[:-1], LAYERS), -1)

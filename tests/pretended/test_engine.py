@@ -98,7 +98,7 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
 
 @cache
 def accepted_on_cpu(name: str) -> int:
-    """How many drafted tokens are accepted there."""
+    """The number of accepted tokens on the CPU."""
     model = CASES[name].model()
     with TemporaryDirectory() as folder:
         drafter = config_of(name, Path(folder))

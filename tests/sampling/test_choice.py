@@ -130,7 +130,7 @@ def test_forbidden_tokens_never_come() -> None:
 
 @given(params_of_any_kind(VOCAB), st.integers(0, 2**16))
 def test_processing_is_that_of_transformers_generate(params: SamplingParams, seed: int) -> None:
-    """In the order in which ``generate`` applies its own processors; penalties by count are not among them."""
+    """Processors apply in the order of ``generate``, which has no penalties by count."""
     params = dataclasses.replace(params, presence_penalty=0.0, frequency_penalty=0.0)
     if not params.temperature:
         return

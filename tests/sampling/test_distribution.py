@@ -30,7 +30,7 @@ LIMIT = 1 - 0.01 / (len(MODES) * (2 + NUM_PREFIXES))
 
 
 def p_value_below(tokens: Seq[int], chances: Seq[float]) -> float:
-    """How probable a G statistic below that of `tokens` is, if each comes with its chance; rare ones are one class."""
+    """Probability of a G statistic below that of `tokens`, if each comes with its chance. Rare ones are one class."""
     counts = Counter(tokens)
     assert not [token for token in counts if not chances[token]], "a token that cannot be"
     classes = [(float(counts[token]), len(tokens) * chance) for token, chance in enumerate(chances) if chance]

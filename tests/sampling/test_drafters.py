@@ -1,4 +1,4 @@
-"""In float64, sampled tokens are those of plain sampling with every drafter that is offered, on every CPU backend.
+"""Sampled tokens are those of plain sampling, in float64, with every offered drafter on every CPU backend.
 
 Oracle: sampling written out by hand, one row at a time, by the model's own eager attention without a cache. Plain
 decoding, ``drafter=none`` at batch size 1, is held to it like any other run.

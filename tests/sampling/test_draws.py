@@ -1,4 +1,4 @@
-"""What a draft model draws with the target's noise: by hand, and how likely it is right."""
+"""A draft model's draws with the target's noise, and their chances, are those by hand."""
 
 from __future__ import annotations
 

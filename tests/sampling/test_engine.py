@@ -1,4 +1,4 @@
-"""In float64, sampled tokens are those of plain sampling by hand, whatever drafts, trims, or runs beside them."""
+"""Sampled tokens are those of plain sampling by hand, in float64, whatever drafts, trims, or runs beside them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _text(prompt: tuple[int, ...], params: SamplingParams | None, request_id: st
 
 
 class Expected(Mapping[Any, tuple[int, ...]]):
-    """By request id, what each request must get, past any EOS."""
+    """The tokens that each request must get, past any EOS, by request id."""
 
     def __init__(self, requests: Seq[Request]) -> None:
         self._requests = {request.request_id: request for request in requests}

@@ -1,4 +1,4 @@
-"""Where the mask of a grammar stands: before temperature and all else, in both ways of sampling, and in `generate`.
+"""The mask of a grammar comes before temperature and all else, in both ways of sampling and in `generate`.
 
 Masks are made by partial matching of regular expressions, over the whole vocabulary. Logits are those of whole passes.
 """
@@ -37,7 +37,7 @@ PROMPT = (40, 50, 60)
 
 
 def allowed(tokens: Seq[int], expression: str = EXPRESSION) -> list[int]:
-    """What may follow the output `tokens`."""
+    """Tokens that may follow `tokens`."""
     known = tokenizer()
     text = known.decode(tokens)
     if tokens and tokens[-1] in (0, EOS):
@@ -51,7 +51,7 @@ def allowed(tokens: Seq[int], expression: str = EXPRESSION) -> list[int]:
 
 
 def probabilities(tokens: Seq[int], temperature: float) -> dict[int, float]:
-    """Of what may follow the output `tokens`."""
+    """Probabilities of the `allowed` tokens."""
     ways = allowed(tokens)
     with torch.no_grad():
         logits = target().model(torch.tensor([[*PROMPT, *tokens]])).logits[0, -1]
@@ -102,7 +102,7 @@ def test_outputs_have_the_law_of_the_model_among_what_the_grammar_allows(drafter
 
 
 def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float]) -> float:
-    """Of a G-test; outputs that are expected less than five times are one."""
+    """P-value of a G-test. Outputs expected under five times are one."""
     number, often = counts.total(), [text for text in expected if expected[text] * counts.total() >= 5]
     cells = [(counts[text], expected[text] * number) for text in often]
     cells.append((number - sum(count for count, _ in cells), number - sum(mean for _, mean in cells)))
@@ -113,7 +113,7 @@ def p_value(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], fl
 
 @looped("drafter", ["draft_model, dynamic", "suffix"])
 def test_the_mask_comes_before_temperature_top_k_and_top_p(drafter: str) -> None:
-    """By Transformers' own processors, in its order; each token's probability is that behind them."""
+    """Each token's probability is that after Transformers' own processors, in its order."""
     warpers = [TemperatureLogitsWarper(2.5), TopKLogitsWarper(6), TopPLogitsWarper(0.8)]
     mask = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(ids[len(PROMPT) :].tolist(), "[a-z10]{2,4}"), 1)
     how: dict[str, Any] = {"temperature": 2.5, "top_k": 6, "top_p": 0.8, "logprobs": 0, "processed_logprobs": True}

@@ -39,7 +39,7 @@ def signed(values: Seq[int]) -> torch.Tensor:
 
 
 def drawn(logits: torch.Tensor, nodes: Seq[Node]) -> list[int]:
-    """What the kernel says by itself; -1 where it leaves the choice to PyTorch."""
+    """The kernel's own choices; -1 where it leaves the choice to PyTorch."""
     warps = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (node.params for node in nodes)]
     keys, positions = signed([node.key for node in nodes]), signed([node.position for node in nodes])
     rows = torch.arange(len(nodes))

@@ -48,7 +48,7 @@ def requests(num_new: int = 16, **options: Any) -> list[Request]:
 
 @cache
 def target() -> TargetModel:
-    """Of an architecture that computes nothing in float32."""
+    """An OPT model, which computes nothing in float32."""
     return TargetModel(tiny_model("opt", vocab_size=VOCAB, max_model_len=64, std=0.12))
 
 
@@ -79,7 +79,7 @@ def shares_behind(done: Generation, place: int, params: SamplingParams) -> list[
 
 @cache
 def texts() -> dict[str, tuple[int, ...]]:
-    """By request id, what each request gets."""
+    """The tokens of each request, by its id."""
     return {
         each.request_id: reference.sampled(target().model, each.prompt_ids, 24, each.sampling, each.request_id)
         for each in requests()

@@ -82,7 +82,7 @@ def test_a_beam_is_the_first_of_all_texts_to_arrive(seed: int, width: int, depth
 
 
 def deviation(counts: Counter[Tree], law: dict[Tree, Fraction]) -> float:
-    """How many standard deviations the G statistic of `counts` is above its mean, about."""
+    """The G statistic of `counts` in standard deviations above its mean, roughly."""
     total = sum(counts.values())
     assert set(counts) <= set(law)
     statistic = 2 * sum(count * math.log(count / (total * law[tree])) for tree, count in counts.items())

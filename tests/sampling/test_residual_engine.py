@@ -48,7 +48,7 @@ def asked(number: int, params: SamplingParams, length: int = 40) -> list[Request
 
 
 def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: int = 40) -> DistributionReport:
-    """What the check finds for the engine's tokens."""
+    """The check's report on the engine's tokens."""
     rows = asked(number, params)
     engine = make_engine(drafter, batch_size=64, max_step_tokens=512)
     done = list(engine.run(rows))

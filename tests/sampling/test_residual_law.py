@@ -1,4 +1,4 @@
-"""Whatever is drafted, the law of the output is the target's: all outcomes of the rules are added up in fractions."""
+"""The law of the output is the target's with any draft. The outcomes of the rules are summed in fractions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which budget policies look at the drafted tokens when they trim. With `residual` sampling none may.
+"""Some budget policies trim by which tokens were drafted. With `residual` sampling none may.
 
 A policy never reads the ids. But a drafter's confidence in a token is the probability of that token: it tells which
 token was drawn. A policy that trims by it keeps likely tokens, and the law of the output is no longer the target's.

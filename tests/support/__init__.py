@@ -1,1 +1,1 @@
-"""What several test files share: the state machine of the engine, its runs in little memory, strategies."""
+"""Helpers of several test files: the engine's state machine, its runs in little memory, strategies."""

@@ -50,7 +50,7 @@ class EndsByTurns(BudgetPolicy):
         return draft.lengths
 
     def check(self) -> None:
-        """Whether it ended drafts, and was told of what can be."""
+        """Assert that it ended drafts and saw what can be."""
         assert {1, 2, 3} <= {*self.depths}
         assert all(0 <= node.chance <= node.confidence + 1e-12 and node.confidence <= 1 for node in self.told)
         assert all(node.entropy >= 0 for node in self.told)

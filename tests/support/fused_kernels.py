@@ -1,4 +1,4 @@
-"""What stands for fused kernels on the CPU: the operations themselves, and the kernels' text, read by plain PyTorch."""
+"""Stand-ins for fused kernels on the CPU: the operations themselves, and the kernels' text, run by plain PyTorch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Twins:
 
 
 def as_it_is(group: Group, *tensors: torch.Tensor) -> None:
-    """What a kernel does: of inputs and outputs, write the latter."""
+    """Compute the outputs from the inputs, as a kernel does."""
     given = dict(zip(group.inputs, tensors, strict=False))
 
     def tensor(each: Any) -> Any:
@@ -72,7 +72,7 @@ class Read(Twins):
 
 
 class _Pointer:
-    """Where a tensor begins, or places behind that."""
+    """The start of a tensor, or places after it."""
 
     def __init__(self, tensor: torch.Tensor, places: Any = 0) -> None:
         length = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()

@@ -139,7 +139,7 @@ def plainly(asked: Seq[Request]) -> dict[str, Generation]:
 
 @dataclass
 class Tally:
-    """What became of texts, by drafter and together."""
+    """Counts per drafter and over all texts."""
 
     texts: Counter[str] = field(default_factory=Counter)
     accepted: Counter[str] = field(default_factory=Counter)

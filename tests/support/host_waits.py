@@ -1,4 +1,4 @@
-"""Where the host waited for the device, as PyTorch's synchronization debug mode reports it."""
+"""The host's waits for the device, as PyTorch's synchronization debug mode reports them."""
 
 from __future__ import annotations
 

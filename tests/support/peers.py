@@ -1,4 +1,4 @@
-"""What comparisons with the library `speculators` share: arithmetic in float64, random weights, and engines."""
+"""Helpers to compare with the library `speculators`: float64 arithmetic, random weights, engines."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Trial:
         return self.engine
 
     def text(self, name: str, prompt: Seq[int], params: SamplingParams | None, num: int = NUM_NEW) -> tuple[int, ...]:
-        """What the target says by itself, decoded by hand and without a cache."""
+        """The target's own text, decoded by hand without a cache."""
         known, key = _texts(self.target), (None if params is None else name, tuple(prompt), repr(params))
         if len(known.get(key, ())) < num:
             known[key] = reference.sampled(self.target.model, prompt, num, params, name)
@@ -111,7 +111,7 @@ class Trial:
         return [Request(str(row), tuple(ids), NUM_NEW, sampling=kind) for row, (ids, kind) in pairs]
 
     def decode(self, kinds: Seq[SamplingParams | None] = (None,) * 4) -> list[Generation]:
-        """In order; every token is that of decoding by hand."""
+        """Decode in order. Compare the tokens with `text`."""
         requests = self.requests(kinds)
         done = {generation.request_id: generation for generation in self.engine.run(requests)}
         for request in requests:

@@ -31,7 +31,7 @@ def _nightly(case: Any) -> Any:
 def looped(
     names: str | Sequence[str], cases: Iterable[Any], *, at_a_time: int | None = None
 ) -> Callable[[Callable[..., None]], Any]:
-    """As ``pytest.mark.parametrize``, but all cases are one test, which names the case that failed.
+    """Parametrize as pytest does, but in one test, which names the case that failed.
 
     For many quick cases of one formula: they would only lengthen the list of tests. Fixtures are shared by the cases.
 

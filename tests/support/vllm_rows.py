@@ -1,4 +1,4 @@
-"""What vLLM does around a `Proposer`, for texts that are known: rows side by side, drafts verified, gaps filled."""
+"""Plays vLLM around a `Proposer` for known texts: runs rows side by side, verifies drafts, fills gaps."""
 
 from __future__ import annotations
 

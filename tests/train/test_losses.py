@@ -72,7 +72,7 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
 
 
 def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
-    """Of a text in which nothing counts before a draft, the loss compares the draft's own logits first.
+    """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
 
     Args:
         drafts: see `watch`.

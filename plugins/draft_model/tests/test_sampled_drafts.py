@@ -44,7 +44,7 @@ PROMPTS = [[3, 4, 5, 3], [6], [7, 8]]
 
 @cache
 def target(vocab_size: int = VOCAB) -> TargetModel:
-    """Of whose text little can be guessed without its noise."""
+    """A target whose text is hard to guess without noise."""
     return TargetModel(tiny_model("llama", vocab_size=vocab_size, max_model_len=64, std=0.15))
 
 
@@ -84,7 +84,7 @@ def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> t
 
 
 def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
-    """In order; every token is that of sampling by hand."""
+    """Decode in order. Compare the tokens with `text`."""
     done = {generation.request_id: generation for generation in engine.run(requests)}
     for request in requests:
         expected = text(request.request_id, request.prompt_ids, request.sampling)
@@ -93,7 +93,7 @@ def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
 
 
 def watched(shape: Shape) -> list[int | None]:
-    """From now on the rank of every choice of the target that the draft model foresaw, or did not."""
+    """Record the rank of each later choice of the target; ``None`` if it was not foreseen."""
     learn, told = shape.learn, list[int | None]()
 
     def listen(ranks: Seq[int | None]) -> None:

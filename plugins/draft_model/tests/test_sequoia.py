@@ -66,7 +66,7 @@ def sequoias_programme(table: Table, num_nodes: int, depth: int) -> float:
 
 
 def tables(max_depth: int = 3, max_width: int = 3) -> st.SearchStrategy[Table]:
-    """By rank in any order; in hundredths, so that there are ties, certainties and impossibilities."""
+    """Tables of chances in hundredths, in any order, with ties, certainties and impossibilities."""
     chance = st.integers(0, 100).map(lambda percent: percent / 100)
     width = st.integers(1, max_width)
     return width.flatmap(lambda w: st.lists(st.lists(chance, min_size=w, max_size=w), min_size=1, max_size=max_depth))
@@ -128,7 +128,7 @@ def test_what_was_counted_often_is_believed_and_what_was_not_is_taken_from_all_d
 
 
 def children(shape: SequoiaShape, num_nodes: int, depth: int) -> int:
-    """How many children the newest token of a row gets."""
+    """The number of children of a row's newest token."""
     tree = GrowingTree(5, num_nodes, depth, 99)
     return sum(len(ranks) for _, ranks in shape.expand(tree, [-1]))
 

@@ -1,4 +1,4 @@
-"""Where a file leaves open which hidden states its head reads, it is measured, and no token depends on it. float64."""
+"""The hidden states that a head reads are measured if its file leaves them open. No token depends on it. float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where FlashInfer cannot run, one sentence says why and what to use instead; nothing heavy is imported for that."""
+"""One sentence says why FlashInfer cannot run and what to use instead. Nothing heavy is imported for that."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def make_engine(backend: str = "ragged", **options: Any) -> Engine:
 
 @pytest.fixture
 def exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is rounded, so the drafter is the target."""
+    """Rounds nothing, so the drafter is the target."""
 
     class Kept:
         def __init__(self, weight: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def test_nan_stays_in_its_row(place: int, value: str) -> None:
 
 
 def test_inputs_are_rounded_to_the_nearest_byte() -> None:
-    """Of each 32 inputs, by the largest of them; of two that are equally near, the one that is farther from 0."""
+    """Inputs are scaled by the largest of each 32. Of two equally near bytes, the one farther from 0 is taken."""
     kernels, one = load_kernels(), rounded(torch.eye(70), 4)
     handle = kernels.new_module()
     kernels.add_weight(handle, one.values, None, one.scale)

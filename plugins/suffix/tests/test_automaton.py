@@ -17,7 +17,7 @@ DEPTHS = st.integers(2, 9)
 
 
 def places(text: list[int], string: list[int]) -> list[int]:
-    """Where `string` ends in `text`."""
+    """Ends of `string` in `text`."""
     size = len(string)
     return [end for end in range(size, len(text) + 1) if text[end - size : end] == string]
 
