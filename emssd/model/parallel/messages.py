@@ -12,7 +12,7 @@ __all__ = ["Message", "packed_of", "step_of"]
 
 
 class Message(NamedTuple):
-    """What the other processes are to do with the model, or the cache, of a number.
+    """A call that the other processes make of the model, or the cache, of a number.
 
     Attributes:
         call: a method of `emssd.model.parallel.follower` or of the cache's runner; ``end`` for nothing more.
