@@ -56,7 +56,8 @@ def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, mo
         return lambda: 0.0
 
     monkeypatch.setattr(choosing, "uniforms", same)  # the most that 0.0 can mean is the first possible token
-    result = decode(*SAMPLED, "sampling.method=residual", "sampling.temperature=5", "check=plain")
+    options = ("sampling.method=residual", "sampling.temperature=5", "max_new_tokens=30")
+    result = decode(*SAMPLED, *options, "check=plain")
     assert not result.metrics["check"]["law"]["right"]
     assert "tokens DO NOT have the law of plain decoding" in result.out
 
