@@ -122,7 +122,7 @@ class CheckedDrafter(Drafter):
                 self.drafter.reset()
 
     def _fail(self, failure: PluginError) -> None:
-        """Whatever the drafter does against the rules is a failure of its own, counted once."""
+        """A break of the rules is a failure of the drafter's own, counted once."""
         if self.failure:
             return
         if isinstance(failure, DraftError):

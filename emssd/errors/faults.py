@@ -64,7 +64,7 @@ class process_kept:  # noqa: N801  # a context manager, as those of contextlib
 
 
 class guarded(process_kept):  # noqa: N801
-    """Whatever a plugin raises in the body, `SystemExit` too, becomes a sentence; errors of emssd pass as they are.
+    """An exception of a plugin in the body, `SystemExit` too, becomes a sentence; errors of emssd pass as they are.
 
     In a step, of these only a `DraftError` passes. It also is a `process_kept`.
 

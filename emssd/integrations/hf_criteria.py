@@ -109,7 +109,7 @@ def streamed(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 def _streamer() -> Any:
-    """That of the innermost `generate` of Transformers: nothing else of the call leads to it."""
+    """The streamer of the innermost `generate` of Transformers: nothing else of the call leads to it."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == "transformers.generation.utils":

@@ -159,7 +159,7 @@ def _source(path: str) -> str:
 
 @contextmanager
 def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Whatever is raised inside as one sentence: what `find_fault` says, or `what` happened and what was raised.
+    """Say an error inside in one sentence: what `find_fault` says, or `what` happened and what was raised.
 
     Reading a checkpoint runs code of several libraries on files that may hold anything, and they raise what they like.
     """

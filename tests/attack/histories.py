@@ -242,7 +242,7 @@ def draw_history(
 
 
 def differing_fields(history: History) -> str:
-    """What of a history is not as it is by default."""
+    """The fields of a history that are not as they are by default."""
     plain = History(history.asks)
     given = [field.name for field in fields(History) if getattr(history, field.name) != getattr(plain, field.name)]
     return ", ".join([f"asks={history.asks}", *(f"{name}={getattr(history, name)!r}" for name in given)])

@@ -87,7 +87,7 @@ def _at_once(world: World, history: History) -> Account:
 
 
 def safely(world: World, history: History) -> Account:
-    """What comes of a history; whatever it raises where nothing may be raised is a difference."""
+    """The result of a history; whatever it raises where nothing may be raised is a difference."""
     try:
         return run_history(world, history)
     except KeyboardInterrupt:

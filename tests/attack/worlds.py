@@ -31,7 +31,7 @@ class Planted(Exception):  # noqa: N818  # no error of the project's
 
 @dataclass
 class World:
-    """What histories have in common.
+    """The shared part of histories.
 
     Attributes:
         foul: ids whose embeddings are not finite.

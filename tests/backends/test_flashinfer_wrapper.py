@@ -1,4 +1,4 @@
-"""How FlashInfer is called, on the CPU: its compiled kernels are replaced by plain PyTorch.
+"""Calls of FlashInfer, on the CPU: its compiled kernels are replaced by plain PyTorch.
 
 Where FlashInfer is installed (``benchmarks/compile_flashinfer.py --test`` sees to it), all of its own Python code runs;
 elsewhere a stand-in for its wrapper does. What reaches the kernels (tables, masks, windows, scales, buffers of recorded

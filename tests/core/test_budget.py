@@ -1,4 +1,4 @@
-"""How much each row may draft: fixed budgets, scripted ones, and drafts that are cut after they were made."""
+"""Budgets of each row: fixed budgets, scripted ones, and drafts that are cut after they were made."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def remove(*names: str, folder: Path) -> None:
 
 
 class Malice:
-    """What a pickle could do."""
+    """A pickle that does harm when it is opened."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("code of the checkpoint ran",)

@@ -1,4 +1,4 @@
-"""What a compiled program depends on: every change of what a model computes gives another key, or is refused.
+"""The key of a compiled program: every change of what a model computes gives another key, or is refused.
 
 A key that stays would run another model's program: wrong tokens, without a word.
 """

@@ -52,7 +52,7 @@ def make_model(architecture: str = "llama", **options: Any) -> PreTrainedModel:
 def both(
     model: PreTrainedModel, inputs: dict[str, torch.Tensor], ours: dict[str, Any] | None = None, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `generate` returns without emssd and with it."""
+    """The results of `generate` without emssd and with it."""
     options = {"max_new_tokens": 20, "do_sample": False} | options
     drafting: dict[str, Any] = {"drafter": LLMA} | (ours or {})
     theirs = model.generate(**inputs, **options)
@@ -223,7 +223,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def with_stops(model: PreTrainedModel, strings: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `generate` returns with these stop strings, without emssd and with it."""
+    """The results of `generate` with these stop strings, without emssd and with it."""
     options = {"max_new_tokens": 20, "do_sample": False, "stop_strings": strings, **options}
     tokenizer, ours = make_tokenizer(), {"custom_generate": emssd.custom_generate, "drafter": LLMA}
     theirs = model.generate(**left_padded(), **options, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""What cannot be served is refused before any work, with the reason in words; nothing that changes tokens gets by."""
+"""Models that cannot be served are refused before any work, with the reason; nothing that changes tokens gets by."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def probabilities(*parts: int) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """What follows each text of up to two tokens; beyond that, and where nothing is told, `rest`."""
+    """The tokens after each text of up to two tokens; beyond that, and where nothing is told, `rest`."""
 
     rest: Any
     told: dict[tuple[int, ...], Any]

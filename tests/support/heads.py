@@ -1,4 +1,4 @@
-"""What tests of trained heads share: files in published layouts, and decoder layers written anew, dense and naive."""
+"""Shared by tests of trained heads: files in published layouts, and decoder layers written anew, dense and naive."""
 
 from __future__ import annotations
 

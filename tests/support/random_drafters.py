@@ -32,7 +32,7 @@ _HEADS: dict[str, Any] = {"intermediate_size": 24, "num_attention_heads": 4, "nu
 def _written(
     config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], more: Weights | None = None, file: str = ""
 ) -> str:
-    """Where the head is, whose weights have these shapes; written once."""
+    """The folder of the head whose weights have these shapes; written once."""
     key = f"{config} {shapes}"
     if key not in _WRITTEN:
         weights = random_weights(shapes) | (more or {})

@@ -88,7 +88,7 @@ def _looking_back(*sizes: int) -> TargetModel:
 
 @cache
 def perfect_path(write: Callable[..., str], *given: Any, **config: Any) -> str:
-    """Where a perfect head of a kind is."""
+    """The folder of a perfect head of a kind."""
     return write(Path(mkdtemp(prefix="emssd-head-")), *given, **config)
 
 

@@ -130,7 +130,7 @@ def sampled(
     eos: Seq[int] = (),
     sample: int = 0,
 ) -> tuple[int, ...]:
-    """What one request gets, token by token."""
+    """The tokens of one request, one by one."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_new and not (len(tokens) > len(prompt) and tokens[-1] in eos):
         greedy = SamplingParams(temperature=0.0)

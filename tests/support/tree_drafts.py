@@ -1,4 +1,4 @@
-"""What tests of drafters ask of their trees."""
+"""Views of trees and chains for tests of drafters."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def paths_of(draft: Draft, row: int = 0) -> list[tuple[int, ...]]:
 
 
 def tree_of(drafter: Drafter, row: Row, budget: int, vocab_size: int = 99) -> Draft:
-    """What `drafter` drafts for one row, held to the rules."""
+    """The draft of `drafter` for one row, tested against the rules."""
     batch = Batch((row,))
     draft = drafter.propose(batch, [budget])
     check_draft(draft, batch, [budget], vocab_size, trees=drafter.drafts_trees)

@@ -45,7 +45,7 @@ class Probes(Suite):
 
     def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         """A new drafter without a past, or those that are given."""
-        raise NotImplementedError
+        raise NotImplementedError("`DrafterConformance` makes it")
 
     def _zero_budget(self) -> None:
         """Budgets of 0 for all rows of a step, for some, and at first."""

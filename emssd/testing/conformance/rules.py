@@ -124,7 +124,7 @@ def broken_rule(error: BaseException | None) -> BrokenRule | None:
 
 @contextmanager
 def named(rule: str, what: str) -> Iterator[None]:
-    """Whatever the body raises breaks `rule`, unless it is a `BrokenRule` already. `what` names the call."""
+    """An exception of the body breaks `rule`, unless it is a `BrokenRule` already. `what` names the call."""
     try:
         yield
     except BaseException as error:  # a plugin may exit, too

@@ -111,7 +111,7 @@ class TreeMask(NamedTuple):
 
     @classmethod
     def of(cls, rows: Seq[NDArray[np.uint8]]) -> TreeMask:
-        """That of rows with these bits."""
+        """The table of rows with these bits."""
         return cls(np.concatenate(rows), np.array([0, *accumulate(map(len, rows))], dtype=np.int32))
 
 

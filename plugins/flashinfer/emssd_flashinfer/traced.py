@@ -112,7 +112,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self._note(function, args, {}, (), True)
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """That of a tensor; what is not known was there before."""
+        """The value of a tensor; one that is not known was there before."""
         if tensor not in self._known:
             self._known[tensor] = Value(tensor, tensor)
         found: Value = self._known[tensor]

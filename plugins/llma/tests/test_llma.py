@@ -1,4 +1,4 @@
-"""What the options of LLMA mean. `tests.core.test_lookup_trees` holds its drafts against a search of the whole text."""
+"""The meaning of LLMA's options. `tests.core.test_lookup_trees` holds its drafts against a search of the whole text."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ CONFIGS = st.builds(
 
 
 def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
-    """How often each token follows `context` in `text`, the most frequent first, of equals the latest."""
+    """The count of each token that follows `context` in `text`, the most frequent first, of equals the latest."""
     size = len(context)
     found = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
     latest, counts = {token: place for place, token in enumerate(found)}, Counter(found)
