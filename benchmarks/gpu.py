@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from gpu_hf import hf_decode
-from gpu_measure import DRAFTED, decode, rates, verify_step
+from gpu_measure import DRAFTED, FLASHINFER, decode, rates, verify_step
 from gpu_models import SHAPES, model_of_shape
 from gpu_parts import DEVICE_FAILED
 from gpu_profile import profile_step
@@ -66,7 +66,7 @@ def _steps(target: TargetModel, shape: str, contexts: list[int], arguments: argp
     for context, (batch, tokens) in itertools.product(contexts, QUICK_STEPS if arguments.quick else STEPS):
         if shape == "tiny" and batch > 8:
             continue
-        for backend in ("flashinfer", "flashinfer-eager"):
+        for backend in FLASHINFER:
             name = f"step {shape} {backend} batch={batch} tokens={tokens} context={context}"
             yield name, partial(verify_step, target, backend, batch, tokens, context, arguments.repeats)
 

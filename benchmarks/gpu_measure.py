@@ -31,6 +31,7 @@ from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = [
     "DRAFTED",
+    "FLASHINFER",
     "decode",
     "make_backend",
     "median_seconds",
@@ -42,6 +43,12 @@ __all__ = [
 ]
 
 DRAFTED = 7  # tokens, as the paper's LLMA copies
+FLASHINFER: dict[str, dict[str, Any]] = {
+    "flashinfer": {},
+    "flashinfer-eager": {"cuda_graphs": False},
+    "flashinfer-unfused": {"fused_kernels": False, "joined_mib": 0},
+}
+"""Options of the backend, by the name of what is measured."""
 
 
 def synchronize(device: torch.device) -> None:
@@ -78,7 +85,7 @@ def rates(device: torch.device, dtype: torch.dtype, *, large: bool) -> dict[str,
 
 
 def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> AttentionBackend:
-    """``flashinfer``, ``flashinfer-eager``, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
+    """One of `FLASHINFER`, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
 
     A replaced run shows that this program works, and nothing about speed. `options` are those of ``flashinfer``.
 
@@ -87,10 +94,11 @@ def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> 
     """
     backend: AttentionBackend
     if name.startswith("flashinfer") and target.device.type != "cuda":
-        kernels = ReferenceKernels(capture=rerun if name == "flashinfer" else None)
+        recorded = FLASHINFER[name].get("cuda_graphs", True)
+        kernels = ReferenceKernels(capture=rerun if recorded else None)
         backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
-        config = FlashInferConfig(cuda_graphs=name == "flashinfer", **options)
+        config = FlashInferConfig(**FLASHINFER[name], **options)
         backend = Registry().find("backend", "flashinfer").build(config)
     elif name == "padded":
         backend = Registry().find("backend", "padded").build(PaddedConfig())

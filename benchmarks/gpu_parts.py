@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kernels_ahead import VARIANTS
 
-__all__ = ["DEVICE_FAILED", "GRACE", "OPT_67B", "PART_SECONDS", "PREPARATION_SECONDS", "Step", "plan", "run_part"]
+__all__ = ["DEVICE_FAILED", "GRACE", "PART_SECONDS", "PREPARATION_SECONDS", "Step", "plan", "run_part"]
 
 DEVICE_FAILED = 75  # exit status of a program that must go on in a new process; Python and pytest have none such
 PART_SECONDS = int(
@@ -32,9 +32,6 @@ PART_SECONDS = int(
 PREPARATION_SECONDS = 90  # usually, of these for installing and looking around
 GRACE = 10  # seconds from the interruption of a step to its death, within its limit
 _DRY = {"--device": "cpu", "--shape": "tiny", "--repeats": "2", "--new-tokens": "8"}
-
-OPT_67B = "(opt-6.7b or opt-128 or TestHostWaits) and not bfloat16"
-"""Tests (``pytest -k``) that need no kernels but those of float16 and heads of 128."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +59,10 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
         command = ("benchmarks/kernels_ahead.py", "--keep", str(kernels), "--variants", *variants)
         return Step("kernels", limit, (sys.executable, *command))
 
-    def test(part: int, limit: int, file: str, *options: str) -> Step:
-        xml = f"--junitxml={results / f'part{part}-tests.xml'}"
-        command = ("-m", "pytest", "-m", "gpu", file, *options, "-p", "no:cacheprovider", "--tb=short", xml)
-        return Step("tests", limit, (sys.executable, *command))
+    def test(limit: int) -> Step:
+        files = ("tests/gpu/test_flashinfer.py", "tests/gpu/test_cuda.py")
+        options = ("-n", "8", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={results / 'part1-tests.xml'}")
+        return Step("tests", limit, (sys.executable, "-m", "pytest", "-m", "gpu", *files, *options))
 
     def measure(part: int, limit: int, *options: str, shapes: Sequence[str] = ("opt-6.7b",)) -> Step:
         chosen = [word for pair in _DRY.items() for word in pair] if dry else ["--shape", *shapes]
@@ -78,24 +75,16 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
         command = ("-m", "emssd", "drafter=eagle3", *model, "check=greedy", "data.limit=8")
         return Step("a head drafts trees for the demo's model", limit, (sys.executable, *command))
 
-    flashinfer, fp16 = "tests/gpu/test_flashinfer.py", "fp16-128"
-    others = ("opt-2.7b", "opt-13b")
+    kernels = [name for name, variant in VARIANTS.items() if variant[0] == "fa2"]
+    tiny = measure(1, 60, "--only", "step", "--repeats", "2", shapes=["tiny"])
     return {
-        1: [build(130, fp16), test(1, 200, flashinfer, "-k", OPT_67B), measure(1, 150, "--only", "step")],
-        2: [build(130, fp16), measure(2, 350, "--only", "profile")],
-        3: [build(130, fp16), measure(3, 350, "--only", "decode")],
-        4: [
-            build(200, *(name for name, variant in VARIANTS.items() if variant[0] == "fa2")),
-            test(4, 220, flashinfer),
-            _sanitized(measure(4, 60, "--only", "step", "--repeats", "2", shapes=["tiny"]), dry),
+        1: [build(130, *kernels), test(200), demo(60), _sanitized(tiny, dry)],
+        2: [
+            build(60, *kernels),
+            measure(2, 220, "--only", "step", shapes=["opt-6.7b", "llama-3-8b", "qwen3-8b"]),
+            measure(2, 120, "--only", "profile"),
         ],
-        5: [
-            build(130, fp16),
-            test(5, 90, "tests/gpu/test_cuda.py", "-n", "8"),
-            measure(5, 80, "--only", "step", shapes=others),
-            demo(40),
-            measure(5, 140, "--only", "decode", "--batch", "4" if dry else "8", shapes=others),
-        ],
+        3: [build(60, *kernels), measure(3, 400, "--only", "decode")],
     }
 
 

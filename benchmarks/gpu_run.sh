@@ -3,11 +3,9 @@
 #
 #     benchmarks/gpu_run.sh PART RESULTS [CARRIED]
 #
-#   1  the tests of OPT-6.7b's kernels, and its verification steps
-#   2  profiles of two steps: recorded with query tiles of 64, 128 and 16 rows, and eager
+#   1  the tests of tests/gpu, the demo's model with a head, compute-sanitizer on a tiny model
+#   2  verification steps of OPT-6.7b, Llama-3-8B and Qwen3-8B, recorded, eager and unfused; profiles of two steps of OPT-6.7b
 #   3  decoding at batch 8, 2, 4, 16, 24: recorded, eager, padded, Hugging Face with a dynamic and a static cache
-#   4  all kernels and their tests, and compute-sanitizer on a tiny model
-#   5  the other backends' tests, OPT-2.7b and 13b
 #
 # RESULTS gets everything that is found out; what was measured there already is not measured again. CARRIED is a folder
 # with wheels that the machine's Python lacks, for machines without network, and maybe kernels/ from
@@ -18,7 +16,7 @@ set -uo pipefail
 start=$SECONDS
 usage="usage: gpu_run.sh PART RESULTS [CARRIED]"
 part=${1:?$usage}
-[[ $part =~ ^[1-5]$ ]] || { echo "$usage; PART is 1 to 5, not $part" >&2; exit 2; }
+[[ $part =~ ^[1-3]$ ]] || { echo "$usage; PART is 1 to 3, not $part" >&2; exit 2; }
 results=$(mkdir -p "${2:?$usage}" && cd "$2" && pwd)
 carried=${3:+$(cd "$3" && pwd)}
 cd "$(dirname "$0")/.."

@@ -36,7 +36,7 @@ def bundle(load: Any, tmp_path: Path) -> Path:
     return tmp_path / "bundle"
 
 
-@looped("part", range(1, 6))
+@looped("part", range(1, 4))
 def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     parts = load("gpu_parts")
     steps = parts.plan(Path("results"), Path("kernels"))[part]
@@ -44,19 +44,6 @@ def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
     assert all(step.limit > 3 * parts.GRACE for step in steps if step.command), "nothing is cut off as it starts"
     limits = re.findall(r"timeout (\d+)", (BENCHMARKS / "gpu_run.sh").read_text())
     assert parts.PREPARATION_SECONDS < sum(map(int, limits)) <= parts.PART_SECONDS / 2, "a cold machine takes longer"
-
-
-@pytest.mark.benchmark
-def test_the_first_tests_need_only_the_first_kernels(load: Any) -> None:
-    """FlashInfer would compile any others inside of a test."""
-    chosen = ["-k", load("gpu_parts").OPT_67B, "--collect-only", "-q", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu/test_flashinfer.py", *chosen]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    found = [line for line in listed.splitlines() if "::" in line]
-    assert not [name for name in found if re.search("bfloat16|llama|qwen|gemma|mistral|opt-125m|opt-64|group", name)]
-    for wanted in ("dense_reference", "is_not_its_own", "opt-128-float16-llma", "waits_for_the_device_once"):
-        for way in ("eager", "recorded"):
-            assert [name for name in found if wanted in name and way in name], (wanted, way)
 
 
 def test_a_step_at_its_limit_is_interrupted_and_the_next_one_runs(
@@ -125,10 +112,10 @@ def test_without_a_gpu_only_a_dry_run_begins(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.benchmark
-@pytest.mark.parametrize("part", ["1", *(pytest.param(part, marks=pytest.mark.dry_run) for part in "2345")])
+@pytest.mark.parametrize("part", ["1", *(pytest.param(part, marks=pytest.mark.dry_run) for part in "23")])
 def test_a_dry_run_leaves_the_files_of_each_part(part: str, bundle: Path, tmp_path: Path) -> None:
     """Runs a bundle, so that nothing is missing in it."""
-    results, (usual, tests) = tmp_path / "results", ({"log", "json"}, {"1", "4", "5"})
+    results, (usual, tests) = tmp_path / "results", ({"log", "json"}, {"1"})
     ended = dry_run(bundle, part, results, tmp_path / "work")
     assert ended.returncode == 0, ended.stdout
     assert f"part{part}-gpu.json" in {file.name for file in results.iterdir()}
