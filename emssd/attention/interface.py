@@ -123,6 +123,8 @@ class StepPlan:
             anew in every step, as it reads the same ones. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
+        landing: ``[b * m]`` int64, memory of the host where the pass sends the most probable token of each projected
+            row. A recording sends them where it did at first, so the memory is the backend's. ``None`` if nobody asks.
     """
 
     input_ids: torch.Tensor
@@ -132,6 +134,7 @@ class StepPlan:
     attention: Any = None
     replay: _Replay | None = None
     token_index: torch.Tensor | None = None
+    landing: torch.Tensor | None = None
 
     def packed(self, fed: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Of values ``[b * n, ...]`` for the fed tokens those of the `num_tokens` packed ones, ``[nnz, ...]``."""

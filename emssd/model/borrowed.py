@@ -47,8 +47,8 @@ class ShallowRunner(CausalLMRunner):
         self.model.prepare_hidden(()).check(indices)
         self._hidden = tuple(indices)
 
-    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
-        return self.model(plan, self.backend, self._hidden, self.num_layers, greedy=greedy)
+    def _compute(self, plan: StepPlan) -> Computed:
+        return self.model(plan, self.backend, self._hidden, self.num_layers)
 
 
 _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16

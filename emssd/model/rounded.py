@@ -89,7 +89,7 @@ class RoundedRunner(CausalLMRunner):
         self._follow()
         return self._program
 
-    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
+    def _compute(self, plan: StepPlan) -> Computed:
         plan = replace(plan, replay=None)  # a recorded pass is one of the target's own weights
         within = nullcontext() if self._weights is None else self._weights
         with within:

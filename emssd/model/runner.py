@@ -162,7 +162,6 @@ class CausalLMRunner(ModelRunner):
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
         self._states = model.new_states() if model.keeps_states else None
-        self._landings: dict[int, torch.Tensor] = {}
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()
@@ -184,24 +183,12 @@ class CausalLMRunner(ModelRunner):
             plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
         self._announce(packed)
         with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
-            logits, computed = self._compute(plan, self._landing(packed, plan))
+            logits, computed = self._compute(plan)
         num_tokens, hidden = packed.num_tokens, dict[int, torch.Tensor]()
         for index in self._hidden:
             hidden[index] = plan.packed(computed[index], num_tokens)
-        greedy = self._landing(packed, plan)
-        greedy = None if greedy is None else greedy[: len(packed.logit_rows)]
+        greedy = None if plan.landing is None else plan.landing[: len(packed.logit_rows)]
         return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, greedy)
-
-    def _landing(self, packed: PackedInputs, plan: StepPlan) -> torch.Tensor | None:
-        """The memory in which greedy tokens of a recorded step of this size arrive."""
-        if plan.replay is None or not packed.greedy or self.device.type != "cuda":
-            return None
-        if self.device.index not in (None, torch.cuda.current_device()):
-            return None  # whose stream `to_host` waits for
-        size = len(plan.logits_to_keep)
-        if size not in self._landings:
-            self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
-        return self._landings[size]
 
     def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
         program = self._chain_program()
@@ -231,8 +218,8 @@ class CausalLMRunner(ModelRunner):
     def _announce(self, packed: PackedInputs) -> None:
         """Called between a plan that succeeded and its pass."""
 
-    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
-        return self.model(plan, self.backend, self._hidden, greedy=greedy)
+    def _compute(self, plan: StepPlan) -> Computed:
+        return self.model(plan, self.backend, self._hidden)
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if indices:

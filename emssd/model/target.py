@@ -205,13 +205,11 @@ class TargetModel(HookedModel):
         indices: Seq[int] = (),
         num_layers: int | None = None,
         program: Callable[..., torch.Tensor] | None = None,
-        greedy: torch.Tensor | None = None,
     ) -> Computed:
         """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
 
         Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
-        Else `program` runs, in the place of the model's own. The most probable token of each projected row is copied to
-        `greedy`, in pinned memory.
+        Else `program` runs, in the place of the model's own.
         """
 
         def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -231,8 +229,8 @@ class TargetModel(HookedModel):
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device).flatten(0, 1)
-            if greedy is not None:
-                greedy.copy_(logits.argmax(dim=-1), non_blocking=True)
+            if plan.landing is not None:
+                plan.landing.copy_(logits.argmax(dim=-1), non_blocking=True)
             return Computed(logits, {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()})
 
         with self.lock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -118,6 +119,22 @@ def test_a_text_is_for_any_number_of_tokens() -> None:
     kernels = Read()
     history(model_of("llama"), Fusing(kernels, ALL_JOINED))
     assert len(kernels.texts) > 2 * len(set(kernels.texts)), "layers and sizes share their kernels"
+
+
+def test_a_pass_stays_as_long_as_its_recording_which_reads_its_joined_weights() -> None:
+    """A CUDA graph holds addresses, and no tensor. The weights are forgotten when another pass cannot be fused."""
+    passes = list[weakref.ref[Any]]()
+
+    def graph_of(compute: Any) -> Any:
+        passes.append(weakref.ref(compute))
+        return rerun(weakref.proxy(compute))
+
+    runner = runner_of(model_of("llama"), Fusing(Twins(), ALL_JOINED), graph_of)
+    Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3).generate([[1, 5]], 3)
+    assert passes
+    assert all(each() is not None for each in passes)
+    runner.backend.forget_steps()
+    assert all(each() is None for each in passes)
 
 
 OPERATIONS: dict[str, Callable[..., torch.Tensor]] = {
@@ -391,3 +408,6 @@ def test_tritons_compiler_takes_the_text_and_fuses_no_product_with_a_sum() -> No
             return partial(as_it_is, group)
 
     history(model_of("llama"), Fusing(Compiled(), ALL_JOINED), 1)
+    for architecture in ("llama", "opt"):  # of one token
+        runner = runner_of(model_of(architecture), Fusing(Compiled(), 0))
+        Engine(runner, RandomDrafter(runner.vocab_size, 0), batch_size=1).generate([[5]], 1)

@@ -318,8 +318,8 @@ def test_fused_passes_have_the_bits_of_passes_as_they_are(name: str, caplog: pyt
         target, logits = target_of(name, torch.float16), list[torch.Tensor]()
         engine = engine_of(target, drafter_of("random", target, expected_of(name, torch.float16), config), config)
         compute = engine.runner._compute
-        engine.runner._compute = lambda plan, compute=compute, logits=logits: (
-            out := compute(plan), logits.append(out.logits.clone()))[0]  # fmt: skip
+        engine.runner._compute = lambda *args, compute=compute, logits=logits: (
+            out := compute(*args), logits.append(out.logits.clone()))[0]  # fmt: skip
         engine.generate(PROMPTS, 24, ignore_eos=True)
         found.append(logits)
     assert len(found[0]) == len(found[1]) > 4

@@ -56,6 +56,8 @@ def test_a_replay_copies_to_pinned_memory_again(device: PretendedCuda) -> None:
         host.copy_(values * 2, non_blocking=True)
     values.fill_(3.0)
     graph.replay()
+    assert host.tolist() != [6.0, 6.0], "nobody has waited for it"
+    torch.cuda.current_stream().synchronize()
     assert host.tolist() == [6.0, 6.0]
     assert not device.illegal
 

@@ -14,6 +14,7 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.graphs import CudaGraphCapture
 from emssd_flashinfer.planned import PlannedKernels
+from emssd_padded import PaddedConfig
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
@@ -23,6 +24,7 @@ from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Row
 from emssd.testing import PretendedCuda, tiny_model
+from emssd.testing.drafters import RandomDrafter
 from tests.pretended.conftest import pytestmark as pytestmark
 from tests.support.looking_back import looking_back_model, write_looking_back_block
 from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
@@ -185,3 +187,25 @@ def test_greedy_and_sampled_steps_of_a_size_are_recorded_apart(request: pytest.F
         done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
         assert [each.token_ids for each in done] == tokens
     assert not device.illegal, device.illegal
+
+
+@pytest.mark.parametrize("backend", ["ragged", PaddedConfig(), PaddedConfig(pad_kv=False)], ids=str)
+def test_other_backends_decode_the_tokens_of_the_cpu(backend: Any, request: pytest.FixtureRequest) -> None:
+    wanted = expected("suffix", None)
+    device: PretendedCuda = request.getfixturevalue("device")
+    model = llama().to("cuda")
+    engine = Engine.from_model(model, drafter="suffix", backend=backend, batch_size=3, budget="fixed")
+    done = engine.generate(prompts_of(model), NEW, ignore_eos=True)
+    assert [each.token_ids for each in done] == wanted
+    assert device.waits
+
+
+def test_two_engines_share_a_cache_one_after_the_other(request: pytest.FixtureRequest) -> None:
+    wanted = expected("none", None)
+    request.getfixturevalue("device")
+    target = TargetModel(llama().to("cuda"))
+    backend = make_backend(target.kv_cache_spec(3), BACKENDS["recorded"], Registry())
+    for _ in range(2):
+        engine = Engine(CausalLMRunner(target, backend), RandomDrafter(target.vocab_size, 0), batch_size=3)
+        done = engine.generate(prompts_of(target.model), NEW, ignore_eos=True)
+        assert [each.token_ids for each in done] == wanted

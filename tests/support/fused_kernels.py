@@ -84,13 +84,15 @@ class _Pointer:
 
 
 def _load(pointer: _Pointer, mask: torch.Tensor) -> torch.Tensor:
-    places = torch.where(mask, torch.as_tensor(pointer.places), 0)
+    assert pointer.places.shape == mask.shape, "Triton takes a mask with a block of pointers"
+    places = torch.where(mask, pointer.places, 0)
     return torch.where(mask, pointer.memory[places], torch.tensor(-7, dtype=pointer.memory.dtype))  # nobody may use it
 
 
 def _store(pointer: _Pointer, value: torch.Tensor, mask: torch.Tensor) -> None:
     assert value.dtype == pointer.memory.dtype
-    pointer.memory[torch.as_tensor(pointer.places).expand(mask.shape)[mask]] = value.expand(mask.shape)[mask]
+    assert pointer.places.shape == mask.shape, "as above"
+    pointer.memory[pointer.places[mask]] = value.expand(mask.shape)[mask]
 
 
 _LANGUAGE = SimpleNamespace(

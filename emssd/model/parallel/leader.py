@@ -112,12 +112,12 @@ class LeadingRunner(CausalLMRunner):
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message("run", self._number, (step_of(packed),)))
 
-    def _compute(self, plan: StepPlan, greedy: torch.Tensor | None = None) -> Computed:
+    def _compute(self, plan: StepPlan) -> Computed:
         with self._group.in_step():
             if self._checksums is None:
-                return super()._compute(plan, greedy)
+                return super()._compute(plan)
             with self._checksums.compared(self._told):
-                return super()._compute(plan, greedy)
+                return super()._compute(plan)
 
     def commit(self, kept: Kept) -> None:
         super().commit(kept)

@@ -23,8 +23,9 @@ class PretendedCuda:
     """A context in which PyTorch has one CUDA device, whose tensors lie on the CPU.
 
     Mixed devices raise, each wait of the host is noted, and what a CUDA graph records is done again by its replays: the
-    same operations on the same tensors, and nothing of Python. A replay fills what other graphs gave with NaN, as their
-    memory may be used again. `torch.inference_mode` is `torch.no_grad` within, as the two do not go together.
+    same operations on the same tensors, and nothing of Python. A copy to the host arrives when the host waits. A replay
+    fills what other graphs gave with NaN, as their memory may be used again. `torch.inference_mode` is `torch.no_grad`
+    within, as the two do not go together.
 
     Speed, memory, rounding and the order of streams are not pretended. Compiled kernels are replaced with `kernel`.
 
@@ -68,7 +69,7 @@ class PretendedCuda:
         properties = SimpleNamespace(
             multi_processor_count=self._num_multiprocessors, name="pretended", total_memory=2**37, major=9, minor=0
         )
-        # All work is done when it is launched, so only the host ever waits.
+        # All work on the device is done when it is launched, so only the host ever waits.
         stream = SimpleNamespace(
             synchronize=lambda: journal.waited("stream.synchronize()"), wait_stream=lambda other: None
         )

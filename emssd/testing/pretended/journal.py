@@ -54,6 +54,7 @@ class Journal:
         self.num_launches = 0
         self._depth = 0  # of kernels that stand for compiled ones
         self._pinned: dict[int, torch.Tensor] = {}  # by address of their storage
+        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host, and what is to arrive there
 
     @property
     def in_kernel(self) -> bool:
@@ -61,7 +62,10 @@ class Journal:
         return self._depth > 0
 
     def waited(self, what: str) -> None:
-        """The host waited for the device."""
+        """The host waited for the device: what was sent to it is there."""
+        for target, values in self._sent:
+            target.copy_(values)
+        self._sent.clear()
         if not self.in_kernel:
             self.waits.append(Note(what, _where()))
             self.not_in_capture(what)
@@ -84,6 +88,11 @@ class Journal:
         """A tensor of the device was copied to `target`, or to new memory of the host, which is pageable."""
         if not (non_blocking and target is not None and self.is_pinned(target)):  # else a graph can record it
             self.waited(f"{what} to the host" + (", into pageable memory" if non_blocking else ""))
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """A copy to `target`, on the host, was launched. Until the host waits, nothing of use is there."""
+        self._sent.append((target, source.clone()))
+        target.fill_(-1)
 
     def launched(self, again: Callable[[], object]) -> None:
         """A kernel was launched; `again` does what a replay of it does."""

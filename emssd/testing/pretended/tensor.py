@@ -128,10 +128,17 @@ def _copy(journal: Journal, target: torch.Tensor, source: torch.Tensor, non_bloc
     to, of = unwrapped(target), unwrapped(source)
     if isinstance(target, OnDevice) and not isinstance(source, OnDevice) and source.dim():
         journal.copied_to_device(source, "copy_", non_blocking)
+
+    def copy() -> None:
+        if non_blocking and not isinstance(target, OnDevice):
+            journal.send(to, of)
+        else:
+            to.copy_(of)
+
+    copy()
+    journal.launched(copy)
     if not isinstance(target, OnDevice):
         journal.copied_to_host(target, "copy_", non_blocking)
-    to.copy_(of)
-    journal.launched(lambda: to.copy_(of))
     return target
 
 

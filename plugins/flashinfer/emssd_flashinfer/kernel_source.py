@@ -237,4 +237,5 @@ def _contiguous(shape: Seq[int]) -> list[int]:
 
 def _offset(at: Seq[str], stride: Seq[int]) -> str:
     terms = [each if step == 1 else f"{each} * {step}" for each, step in zip(at, stride, strict=True) if each != "0"]
-    return "(" + (" + ".join(terms) or "0") + ")"
+    # Of one place, too, it is a block: Triton takes a mask with nothing else.
+    return "(" + " + ".join([*terms, "0 * place"]) + ")"

@@ -113,7 +113,8 @@ class PlannedKernels(PagedKernels):
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
-        self._recordings: dict[Hashable, Compute] = {}
+        self._recordings: dict[Hashable, tuple[Compute, Compute]] = {}  # and passes, which hold what these read
+        self._landings: dict[int, torch.Tensor] = {}  # by size, where greedy tokens arrive
         self._passes: list[Staging] = []  # of the passes that are planned together, each
 
     @abstractmethod
@@ -281,18 +282,28 @@ class PlannedKernels(PagedKernels):
             logit_index=None if num_logits == size else slice(num_logits),
             attention=PlannedStep(tables.slots, attention.by_layer, outputs),
             replay=partial(self._replay, (size, masked, packed.greedy, num_passes)),
+            landing=self._landing(size) if packed.greedy else None,
         )
+
+    def _landing(self, size: int) -> torch.Tensor | None:
+        device = self._spec.device
+        if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
+            return None  # `to_host` waits for a stream of the current one
+        if size not in self._landings:
+            self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
+        return self._landings[size]
 
     def _replay(self, key: Hashable, compute: Compute) -> Any:
         assert self._capture is not None
         if key not in self._recordings:
+            fewer = compute if self._fusing is None else self._fusing(compute)
             try:
-                self._recordings[key] = self._capture(compute if self._fusing is None else self._fusing(compute))
+                self._recordings[key] = self._capture(fewer), fewer
             except PluginError as error:
                 warnings.warn(f"{error}. From here on, steps run without a graph", RuntimeWarning, stacklevel=2)
                 self._ladder = ()
                 return compute()
-        return self._recordings[key]()
+        return self._recordings[key][0]()
 
 
 def padded_layer(layer: LayerSpec, head_dims: tuple[int, ...]) -> LayerSpec:
