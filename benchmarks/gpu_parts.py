@@ -61,7 +61,7 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
 
     def test(limit: int) -> Step:
         files = ("tests/gpu/test_flashinfer.py", "tests/gpu/test_cuda.py")
-        options = ("-n", "8", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={results / 'part1-tests.xml'}")
+        options = ("-n", "12", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={results / 'part1-tests.xml'}")
         return Step("tests", limit, (sys.executable, "-m", "pytest", "-m", "gpu", *files, *options))
 
     def measure(part: int, limit: int, *options: str, shapes: Sequence[str] = ("opt-6.7b",)) -> Step:
