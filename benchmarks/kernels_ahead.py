@@ -78,17 +78,19 @@ def _bring(spec: Any, kept: Path, load: bool) -> str:
         if not kept.exists():
             _copy(spec.aot_path, kept)
         return "there already"
+    why = f", as there is no {kept}"
     if kept.exists():
         _copy(kept, spec.aot_path)
         if _loads(spec, load):
             return "kept"
+        why = f", as {kept} does not load"
     start = time.perf_counter()
     spec.build(need_lock=True)
     _copy(spec.jit_library_path, spec.aot_path)
     if not _loads(spec, load):
         raise RuntimeError(f"{spec.jit_library_path} was built, and does not load; FlashInfer's warning says why")
     _copy(spec.jit_library_path, kept)
-    return f"built in {time.perf_counter() - start:.0f} s"
+    return f"built in {time.perf_counter() - start:.0f} s{why}"
 
 
 def _loads(spec: Any, load: bool) -> bool:
