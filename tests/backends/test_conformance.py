@@ -35,15 +35,21 @@ def test_backend_equals_dense_reference_after_any_history(make: MakeBackend) -> 
     run_machine(make, max_examples=settings.default.max_examples // 3)
 
 
+def suite_of(make: MakeBackend, **options: object) -> AttentionBackendConformance:
+    chosen = {"make_backend": lambda self: make(), "num_examples": 8, **options}
+    return type("Suite", (AttentionBackendConformance,), chosen)()
+
+
 @pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
-def test_backend_shows_no_query_what_is_not_its_own_and_forgets_steps_that_failed(make: MakeBackend) -> None:
-    chosen = {"make_backend": lambda self: make(), "num_examples": 8}
-    suite = type("Suite", (AttentionBackendConformance,), chosen)()
-    suite.test_no_query_sees_what_is_not_its_own()
-    suite.test_a_step_that_failed_never_happened()
+def test_backend_shows_no_query_what_is_not_its_own(make: MakeBackend) -> None:
+    suite_of(make).test_no_query_sees_what_is_not_its_own()
+
+
+@pytest.mark.parametrize("make", BACKENDS.values(), ids=BACKENDS)
+def test_backend_forgets_steps_that_failed(make: MakeBackend) -> None:
+    suite_of(make).test_a_step_that_failed_never_happened()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_a_row_has_its_bits_in_any_batch_with_the_backend_that_says_so(dtype: torch.dtype, kernels: None) -> None:
-    chosen = {"make_backend": lambda self: BACKENDS["ragged-fused"](), "num_examples": 8, "dtype": dtype}
-    type("Suite", (AttentionBackendConformance,), chosen)().test_bits_are_those_of_a_row_alone()
+    suite_of(BACKENDS["ragged-fused"], dtype=dtype).test_bits_are_those_of_a_row_alone()
