@@ -47,7 +47,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """What is thrown into the works: at which place, when it is come to for which times, and as what."""
+    """A disturbance: at which place, when it is come to for which times, and as what."""
 
     place: str
     times: tuple[int, ...]

@@ -44,7 +44,7 @@ _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 @cache
 def _registry() -> Registry:
-    """What plugins there are; to find that out takes longer than most histories."""
+    """The installed plugins; to find them takes longer than most histories."""
     return Registry()
 
 
@@ -273,7 +273,7 @@ class _Run:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """What a caller does who catches what a step raises, and steps on."""
+        """Catch what a step raises, and step on, as a caller may."""
         try:
             yield
         except GeneratorExit:

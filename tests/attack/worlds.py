@@ -153,7 +153,7 @@ def _untied_projection(model: Any) -> torch.nn.Parameter:
 
 @dataclass
 class Watch:
-    """What is seen of one engine, and the faults that are planted into it.
+    """A view of one engine, and the faults that are planted into it.
 
     Attributes:
         packed: the step that was planned last.

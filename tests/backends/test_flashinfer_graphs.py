@@ -257,7 +257,7 @@ def test_padding_gets_nothing_of_a_larger_step_before_that_was_not_finite() -> N
 
 
 def test_a_recorded_step_reads_no_tensor_of_its_packed_inputs() -> None:
-    """What a replay reads must be the static tensors: here the packed ones are spoilt after planning."""
+    """A replay must read the static tensors: here the packed ones are spoilt after planning."""
     backend = allocated(capture=rerun, max_graph_tokens=12)
     packed: PackedInputs = pack([sequence("a", 3)], Draft.empty(1))
     plan = backend.plan(packed)

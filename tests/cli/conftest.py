@@ -151,7 +151,7 @@ class Kept:
     options: dict[object, DictConfig] = field(default_factory=dict)
     """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""
     stores: dict[object, dict[str, Any]] = field(default_factory=dict)
-    """What Hydra's store holds with the plugins of emssd alone."""
+    """The content of Hydra's store with the plugins of emssd alone."""
     models: dict[object, Any] = field(default_factory=dict)
 
 

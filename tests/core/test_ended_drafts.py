@@ -35,7 +35,7 @@ SAMPLED: list[SamplingParams | None] = [
 
 
 def with_draft_model(tree: str, policy: BudgetPolicy) -> Engine:
-    """Whose draft model is the target itself, so that chains are right to their ends."""
+    """An engine whose draft model is the target itself, so that chains are right to their ends."""
     drafter = draft_model_drafter(target(), tree, target().vocab_size)
     return Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget=policy, eos=())
 

@@ -156,7 +156,7 @@ def test_any_run_gives_the_states_of_one_plain_pass(machine: type[EngineMachine]
 
 
 def test_a_recorded_step_writes_its_states_anew() -> None:
-    """What was recorded is run again on its own buffers; a drafter may keep what it got in earlier steps."""
+    """A recording runs again on its own buffers; a drafter may keep what it got in earlier steps."""
     recorded = 0
 
     def capture(compute: Callable[[], Any]) -> Callable[[], Any]:

@@ -33,7 +33,7 @@ CURVE = PRESETS["8b-1xh100"]
 
 
 class PlaceDrafter(ChainDrafter):
-    """What it drafts depends on the place in the output only, as a recorded trace must assume."""
+    """Its drafts depend on the place in the output only, as a recorded trace must assume."""
 
     def __init__(self, plan: Seq[tuple[int, int]], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -73,7 +73,7 @@ def test_simulated_batches_agree_with_closed_forms(p: float, batch_size: int) ->
 
 @given(st.floats(0, 1), st.integers(0, 5), st.integers(1, 40), st.integers(0, 9))
 def test_made_up_text_is_one_coin_per_token(p: float, depth: int, length: int, seed: int) -> None:
-    """How much is right at a position follows from the coins of the positions after it."""
+    """The right part of a draft at a position follows from the coins of the positions after it."""
     (row,) = geometric_trace(p, 1, num_speculative_tokens=depth, max_new_tokens=length, seed=seed).requests
     (stage,) = row.stages
     coins = [right > 0 for right in stage.right] if depth else [False] * length

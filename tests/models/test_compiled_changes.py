@@ -84,7 +84,7 @@ def twice(module: nn.Module) -> Change:
 
 @pytest.mark.filterwarnings("error")
 def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which changes are noticed, `test_guard` tests."""
+    """`test_guard` tests which changes are noticed."""
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     target = TargetModel(opt(), compile=True)
     before = tokens(target)

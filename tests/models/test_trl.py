@@ -39,7 +39,7 @@ NUM_NEW, NUM_SAMPLES = 16, 4
 
 @pytest.fixture(autouse=True)
 def some_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs no trainer is tested without TRL, too."""
+    """TRL is not needed for what needs no trainer."""
     monkeypatch.setattr(installed, "version", lambda _: "1.16.0")
 
 
@@ -52,7 +52,7 @@ def make_model(architecture: str = "opt", **overrides: Any) -> Any:
 
 
 def stand_in(model: Any, **options: Any) -> Any:
-    """What `Rollouts` asks of a trainer."""
+    """The part of a trainer that `Rollouts` uses."""
     tokenizer = byte_tokenizer()
     config = GenerationConfig(
         max_new_tokens=NUM_NEW, do_sample=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
@@ -76,7 +76,7 @@ def repeated(texts: list[str]) -> list[str]:
 
 
 def plainly(model: PreTrainedModel, prompt: list[int]) -> list[int]:
-    """What Transformers makes of a prompt alone, without dropout."""
+    """The text that Transformers generates from a prompt alone, without dropout."""
     model.eval()
     ids: torch.Tensor = model.generate(
         torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False, pad_token_id=byte_tokenizer().pad_token_id
@@ -94,7 +94,7 @@ def step_in_place(model: Any) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", REMEMBERS])
 def test_what_is_decoded_is_the_model_as_it_is_now(drafter: Any) -> None:
-    """Which changes are noticed, `test_guard` tests."""
+    """`test_guard` tests which changes are noticed."""
     model = make_model()
     rollouts, trainer = Rollouts(drafter=drafter, budget=FixedBudget()), stand_in(model, do_sample=False)
     before = rollouts(PROMPTS, trainer)
@@ -253,7 +253,7 @@ def vowels(completions: list[Any], **_: Any) -> list[float]:
 
 
 def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **options: Any) -> tuple[Any, ...]:
-    """What a trainer of TRL logs, the completions, its model's weights, and the accepted tokens of all rollouts."""
+    """The log of a trainer of TRL, the completions, its model's weights, and the accepted tokens of all rollouts."""
     pytest.importorskip("trl", reason=WHY)
     from datasets import Dataset
 

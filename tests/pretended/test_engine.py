@@ -39,10 +39,10 @@ BACKENDS = {
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 NEW = 8
 IN_ONE_GRAPH = ("draft_model", "early_exit", "eagle_chain", "eagle3_chain", "mtp")
-"""Whose loop over the tokens of greedy chains is one graph."""
+"""Drafters whose loop over the tokens of greedy chains is one graph."""
 
 RECORDED_TWICE = (*IN_ONE_GRAPH, "eagle", "eagle3", "dflash")
-"""Whose own passes are recorded beside the target's."""
+"""Drafters whose own passes are recorded beside the target's."""
 
 ONCE_A_RUN = ("emssd/model/guard.py", "emssd/model/borrowed.py", "emssd_flashinfer/fused.py")
 """Where the host looks at the model's tensors, and at what a recording gives; paths end as they are noted."""

@@ -148,7 +148,7 @@ class EveryDrafter:
         return made(self, texts) if callable(made) else made
 
     def path(self, write: Callable[..., str], *arguments: str) -> str:
-        """What `write` has written for the target."""
+        """The files that `write` has written for the target."""
         context = SimpleNamespace(target=BorrowedTarget(self.target), vocab_size=self.target.vocab_size)
         return write(context, *arguments)
 
@@ -162,5 +162,5 @@ class EveryDrafter:
         return TargetModel(model)
 
     def load(self, path: str, **_: Any) -> tuple[TargetModel, None]:
-        """What loads a drafter's model."""
+        """A function that loads a drafter's model."""
         return self.near, None

@@ -109,7 +109,7 @@ def _write_adapter(folder: Path) -> str:
 
 
 def loading(plugin: Any, config: type[Any], usual: Callable[[], Mapping[str, Any]], *, sure: bool = True) -> Load:
-    """What builds a plugin's drafter. `sure`: its trees have the likeliest token of every level, whatever else."""
+    """A builder of a plugin's drafter. `sure`: its trees have the likeliest token of every level, whatever else."""
 
     def load(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
         (spec,) = plugin.emssd_drafters()

@@ -126,7 +126,7 @@ class ReadsOldPages(Fault):
 
 
 class RemembersFailedSteps(Fault):
-    """What a step that failed has written is read by the next one."""
+    """The next step reads the KV of a step that failed."""
 
     def plan(self, packed: PackedInputs) -> StepPlan:
         for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):

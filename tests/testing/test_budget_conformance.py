@@ -29,7 +29,7 @@ class TestFixed(BudgetPolicyConformance):
 
 
 class Good(BudgetPolicy):
-    """What the faults are planted in: one more than a row had accepted in its last step."""
+    """The policy that the faults are planted in: one more than a row had accepted in its last step."""
 
     def __init__(self) -> None:
         self.accepted: dict[str, int] = {}
@@ -152,7 +152,7 @@ class Crashes(Good):
 
 
 class ChangesTheEngine(Good):
-    """What it may do with rows that it keeps is beyond every other rule."""
+    """No other rule says what it may do with rows that it keeps."""
 
     rows: tuple[Any, ...] = ()
 

@@ -18,7 +18,7 @@ from tests.testing.conftest import Verdicts, planted
 
 
 class Good(Drafter):
-    """What the faults are planted in: drafts what followed the newest token earlier, with a memory of each request."""
+    """Drafts what followed the newest token earlier, with a memory of each request. The faults are planted in it."""
 
     num_speculative_tokens = 4
 

@@ -13,7 +13,7 @@ from emssd.drafting.shapes import Expansion, Shape
 __all__ = ["PublishedShape", "StaticTree", "Way", "read_trees", "tree_of"]
 
 Way = tuple[int, ...]
-"""How a node is reached: at each level, which choice of its parent is taken, counted from 0."""
+"""The way to a node: at each level, which choice of its parent is taken, counted from 0."""
 
 StaticTree = tuple[Way, ...]
 """A token tree of a fixed shape, a parent before its children."""

@@ -115,7 +115,7 @@ def speculators_config(**more: Any) -> dict[str, Any]:
 
 
 def test_a_parallel_head_is_read_of_a_container(tmp_path: Path) -> None:
-    """Where it says nothing of `norm_before_residual`, that is false, other than in containers of EAGLE-3."""
+    """Without `norm_before_residual` in its config, that is false, other than in containers of EAGLE-3."""
     config = speculators_config(speculators_model_type="peagle", mask_token_id=3)
     del config["norm_before_residual"]
     weights = renamed(head_weights(), ("midlayer.", "layers.0.")) | {"mask_hidden": numbers(1, 1, 3 * H).float()}
