@@ -46,7 +46,8 @@ class Foresees(Drafter):
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
 def test_by_a_drafter_that_is_then_always_right(kind: str, backend: Any) -> None:
     model, drafter = tiny_model(kind, max_model_len=64), Foresees()
-    engine = Engine.from_model(model, drafter=drafter, backend=backend, batch_size=3, on_drafter_error="fail")
+    options = {"budget": "fixed", "on_drafter_error": "fail"}
+    engine = Engine.from_model(model, drafter=drafter, backend=backend, batch_size=3, **options)
     drafter.target = BorrowedTarget(engine.target)
     before = model.config._attn_implementation
     for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, 12, ignore_eos=True), strict=True):

@@ -79,7 +79,8 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     llma = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
     texts = []
     for drafter in ("none", llma):
-        engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", options=EngineOptions(batch_size=3))
+        options = EngineOptions(batch_size=3)
+        engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options)
         requests = [Request(str(place), prompt, 50, frozenset()) for place, prompt in enumerate(PROMPTS)]
         texts.append({done.request_id: done.token_ids for done in engine.run(requests)})
     assert texts[0] == texts[1]
