@@ -81,8 +81,10 @@ class Judge:
             if (tokens, reason) == (right, why) or world.has_no_say(ask):
                 continue
             at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
-            if ask.sampling is None and at < min(len(tokens), len(right)):
-                margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at])
+            is_greedy = ask.sampling is None or ask.sampling.temperature == 0
+            if is_greedy and at < min(len(tokens), len(right)):
+                changed = () if ask.sampling is None else (ask.sampling, len(prompt))
+                margin = world.oracle.margin([*prompt, *right[:at]], tokens[at], right[at], *changed)
                 if margin <= world.tie:
                     self.account.num_ties += 1
                     self._tied[request_id] = min(self._tied.get(request_id, len(prompt) + at), len(prompt) + at)

@@ -89,11 +89,18 @@ class Oracle:
             tokens.append(by_hand.choice(logits, params, tokens, len(prompt), name))
         return tokens[:length]
 
-    def margin(self, tokens: Seq[int], one: int, other: int) -> float:
-        """The gap of two logits, plus that of the better one to the best, as a share of the largest in size."""
+    def margin(
+        self, tokens: Seq[int], one: int, other: int, params: SamplingParams | None = None, num_prompt: int = 0
+    ) -> float:
+        """The gap of two logits, plus that of the better one to the best, as a share of the largest in size.
+
+        Given `params`, of logits as these change them.
+        """
         logits = self.logits(tokens).double()
-        best = max(logits[one], logits[other])
-        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / logits.abs().max().clamp_min(1e-9))
+        if params is not None:
+            logits = logits.new_tensor(by_hand.scores(logits.tolist(), params, tokens, num_prompt))
+        best, largest = max(logits[one], logits[other]), logits[logits.isfinite()].abs().max().clamp_min(1e-9)
+        return float(((logits[one] - logits[other]).abs() + logits.max() - best) / largest)
 
 
 def ending(output: Seq[int], ask: Ask, room: int, spelling: Any = None) -> tuple[list[int], str]:

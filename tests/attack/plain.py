@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from typing import Any
 
 import torch
 
@@ -60,9 +61,9 @@ class PlainOracle(Oracle):
             self._texts[prompt] = text
         return self._texts[prompt][:length]
 
-    def margin(self, tokens: Seq[int], one: int, other: int) -> float:
-        margin = self.eager.margin(tokens, one, other)
-        return min(margin, super().margin(tokens, one, other)) if tuple(tokens) in self._logits else margin
+    def margin(self, tokens: Seq[int], one: int, other: int, *changed: Any) -> float:
+        margin = self.eager.margin(tokens, one, other, *changed)
+        return min(margin, super().margin(tokens, one, other, *changed)) if tuple(tokens) in self._logits else margin
 
 
 def judged_by_plain(world: World, backend: object) -> World:
