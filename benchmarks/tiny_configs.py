@@ -145,7 +145,7 @@ _FEATURES: dict[str, Any] = {
     "attention_out_bias": True, "routed_scaling_factor": 1.5, "use_post_norm": True, "use_qkv_bias": True,
     "add_qk_norm": True, "use_double_wide_mlp": True, "tie_word_embeddings": True,
 }  # fmt: skip
-"""What the variant ``features`` switches on, where a config has a field of that name."""
+"""The options that the variant ``features`` switches on, where a config has a field of that name."""
 
 VARIANTS = ("default", "features", "windows", "full", "yarn")
 """``default``: as its config class has it, but small. ``windows``: full and sliding layers in turn, or a window.

@@ -103,7 +103,7 @@ KINDS: dict[str, tuple[str, type[Spec]]] = {
     "budget": ("emssd_budget_policies", BudgetSpec),
     "data": ("emssd_prompt_sources", PromptSourceSpec),
 }
-"""What a plugin may offer, as the user chooses it: the hook, and its record."""
+"""The kinds of plugin, as the user chooses them: the hook, and its record."""
 
 
 @hookspec

@@ -31,7 +31,7 @@ _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 1
 BY_ROW: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 32, "n_head": 4, "rotary_dim": 4, "bos_token_id": None, "eos_token_id": None}
 }
-"""Those that `model.fallback=per_row` serves."""
+"""The types that `model.fallback=per_row` serves."""
 KINDS: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"sliding_window": "WINDOW"},

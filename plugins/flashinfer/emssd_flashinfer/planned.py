@@ -286,6 +286,7 @@ class PlannedKernels(PagedKernels):
         )
 
     def _landing(self, size: int) -> torch.Tensor | None:
+        """``[size]`` int64 in pinned memory, the same for all recordings of a size, as each is read before the next."""
         device = self._spec.device
         if device.type != "cuda" or device.index not in (None, torch.cuda.current_device()):
             return None  # `to_host` waits for a stream of the current one
