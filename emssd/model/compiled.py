@@ -70,7 +70,7 @@ class CompiledForward(ProvenProgram):
     @property
     def why_not_invariant(self) -> str | None:
         """See `HookedModel.why_not_invariant`."""
-        if self._program.few_sizes or not tracing.has_kernel(self._dtype):
+        if not tracing.has_kernel(self._dtype):
             return f"oneDNN or MKL computes the {self._dtype} layers of its program"
         return None
 
@@ -90,19 +90,17 @@ class CompiledForward(ProvenProgram):
         """
         batch, num_tokens = input_ids.shape
         logits_to_keep = in_one_row(logits_to_keep, batch, num_tokens)
-        num_logits, layers = logits_to_keep.numel(), self._layers
+        layers = self._layers
         inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
-        if self._program.few_sizes:
-            inputs = [_filled(each) for each in inputs]
 
         def attend_layer(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return attend(layer, layers[layer], query, key, value)
 
-        logits, *states = self._program(inputs, attend_layer, batch * num_tokens, step)
+        logits, *states = self._program(inputs, attend_layer, step)
         for index, each in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
-                hidden[index] = each[:, : batch * num_tokens].view(batch, num_tokens, -1)
-        return logits[:, :num_logits].view(batch, -1, logits.shape[-1])
+                hidden[index] = each.view(batch, num_tokens, -1)
+        return logits.view(batch, -1, logits.shape[-1])
 
     def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
         """The same program with other linear weights; `round_to` makes them of the model's own."""
@@ -110,15 +108,6 @@ class CompiledForward(ProvenProgram):
         other._program = Program(self._found, self._module, round_to)
         return other
 
-    def run_chain(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def run_chain(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Program.run_chain`; `plan` and `step` are by `AttentionBackend.plan_chain`."""
-        if self._program.few_sizes:
-            return None
         return self._program.run_chain([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, chain)
-
-
-def _filled(values: torch.Tensor) -> torch.Tensor:
-    """``[..., n]`` integers, with zeros up to one of few sizes: oneDNN makes a program for each size that it meets."""
-    size = values.shape[-1]
-    step = 1 if size <= 8 else 4 if size <= 128 else 32
-    return torch.nn.functional.pad(values, (0, -size % step)) if size % step else values

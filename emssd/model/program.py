@@ -52,9 +52,6 @@ class Program:
         module: whose tensors it reads. They must stay what and where they are; weights of linear layers are copied.
         round_to: what is copied in the place of a weight; ``None`` for the weight itself.
 
-    Attributes:
-        few_sizes: whether linear layers are slow at sizes that they did not meet before.
-
     Raises:
         Exception: of almost any kind, if that is something else.
     """
@@ -71,7 +68,6 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        self.few_sizes = False
         for linear in json.loads(found.files[tracing.LINEARS]):
             biases = [tensors[name].detach() for name in linear["biases"]]
             weights = [tensors[name].detach() for name in linear["weights"]]
@@ -85,7 +81,7 @@ class Program:
                 if all(map(is_rounded, weights, rounded, each_scale)):  # else they were written to since
                     weights, scale = rounded, torch.cat(each_scale)
             bias = torch.cat(biases) if biases else None
-            self.few_sizes |= kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
+            kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
         names = kernels.open_program(self._handle, str(found.folder / tracing.PROGRAM))
         known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
@@ -95,20 +91,20 @@ class Program:
         self._run = kernels.run_program.default
 
     def __call__(
-        self, inputs: list[torch.Tensor], attend: Attend, num_tokens: int, step: NativeStep | None = None
+        self, inputs: list[torch.Tensor], attend: Attend, step: NativeStep | None = None
     ) -> list[torch.Tensor]:
         """Run it.
 
         Args:
             inputs: those that it was traced with, but the handle.
-            attend: computes attention of the first `num_tokens` tokens; those behind them fill a size.
-            step: of the same attention, where C++ code can do it and nothing is filled.
+            attend: computes attention.
+            step: of the same attention, where C++ code can do it.
         """
         outputs: list[torch.Tensor]
-        if step is not None and inputs[0].shape[1] == num_tokens:
+        if step is not None:
             outputs = step.run(self._handle, inputs)
             return outputs
-        self._attend, self._num_tokens = attend, num_tokens
+        self._attend = attend
         try:
             outputs = self._run(self._handle, inputs)
             return outputs
@@ -138,13 +134,8 @@ class Program:
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Called by the program in place of attention."""
         assert self._attend is not None, "attention outside of a step"
-        count = self._num_tokens
         try:
-            if query.shape[0] == count:
-                return self._attend(layer, query, key, value)
-            out = query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-            out[:count] = self._attend(layer, query[:count], key[:count], value[:count])
-            return out
+            return self._attend(layer, query, key, value)
         except BaseException as error:
             self._failure = error
             raise

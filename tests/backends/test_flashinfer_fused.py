@@ -108,7 +108,8 @@ def test_products_are_joined_as_far_as_memory_goes(layers_worth: int, products: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_logits_have_the_same_bits(architecture: str, dtype: torch.dtype) -> None:
     model, kernels = model_of(architecture, dtype=dtype), Read()
-    wanted, found = history(model, None), history(model, Fusing(kernels, ALL_JOINED))
+    with torch.backends.mkldnn.flags(enabled=False):  # with AVX512-FP16, a joined product of oneDNN's differs
+        wanted, found = history(model, None), history(model, Fusing(kernels, ALL_JOINED))
     assert len(wanted) == len(found) > 4
     assert all(map(torch.equal, wanted, found))
     assert kernels.texts

@@ -305,7 +305,7 @@ def test_another_source_pytorch_or_processor_has_a_library_of_its_own(
     assert len(set(keys)) == 4
 
 
-SIZES = [(32, 48), (33, 17), (576, 64), (5, 1)]
+SIZES = [(32, 48), (33, 17), (576, 64), (5, 1), (1090, 33)]
 
 
 @pytest.mark.usefixtures("kernels")
@@ -319,7 +319,7 @@ class TestLinear:
         kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
         weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
         bias = torch.randn(num_out, generator=generator).to(dtype)
-        tokens = torch.randn(1, 130, num_in, generator=generator).to(dtype)
+        tokens = torch.randn(1, 300, num_in, generator=generator).to(dtype)
         scale, values = None, weight.double()
         if is_int8:
             weight = torch.randint(-127, 128, weight.shape, generator=generator, dtype=torch.int8)
@@ -337,7 +337,7 @@ class TestLinear:
             allowed = 2.0**-24 * (num_in + 3) * magnitude + unit * right.abs() * 1.01
             assert bool(((together.double() - right).abs() <= allowed).all())
             for count in (1, 2, 3, 8, 17, 33, 64):
-                for start in (0, 130 - count):
+                for start in (0, 300 - count):
                     part = kernels.linear(tokens[:, start : start + count], handle, index, num_out)
                     assert torch.equal(part, together[:, start : start + count]), (count, start)
 

@@ -37,6 +37,11 @@ def main() -> int:
         return 0
     words = options.only or [""]
     faults = [fault for fault in FAULTS if any(word in f"{fault.room}: {fault.name}" for word in words)]
+    features = Path("/proc/cpuinfo").read_text().split()
+    for fault in faults:
+        if fault.needs and fault.needs not in features:
+            print(f"left out, as this processor has no {fault.needs}: {fault.name}")
+    faults = [fault for fault in faults if not fault.needs or fault.needs in features]
     begin = time.monotonic()
     with TemporaryDirectory(prefix="mutations") as folder:
         cache = Path(os.environ.get("EMSSD_CACHE") or Path(folder) / "cache")

@@ -20,6 +20,7 @@ class Fault(NamedTuple):
         file: where, from the root of the project; a pattern, of whose files one has the text.
         old, new: the text that is there exactly once, and the one that takes its place.
         caught_by: tests that must fail, at least one of them; pytest's names, without parameters for all of a function.
+        needs: the feature of the processor that the text is compiled for, as in ``/proc/cpuinfo``; "" for none.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Fault(NamedTuple):
     old: str
     new: str
     caught_by: tuple[str, ...]
+    needs: str = ""
 
     def place(self, root: Path = ROOT) -> Path:
         """The file that holds the old text, once.
@@ -54,13 +56,14 @@ class Fault(NamedTuple):
 def read(path: Path) -> Iterator[Fault]:
     """The faults of a text file, with an empty line between them.
 
-    A fault begins with its name, and ``| ROOM | FILE``. Lines after ``-`` are the old text, those after ``+`` the new
-    one, and ``= TEST`` names a test. A text ends with a line break if its last line is empty.
+    A fault begins with its name, and ``| ROOM | FILE`` or ``| ROOM | FILE | FEATURE``. Lines after ``-`` are the old
+    text, those after ``+`` the new one, and ``= TEST`` names a test. A text ends with a line break if its last line is
+    empty.
     """
     for block in path.read_text(encoding="utf-8").strip().split("\n\n"):
         name, place, *lines = block.split("\n")
-        _, room, file = (part.strip() for part in place.split("|"))
+        _, room, file, *needs = (part.strip() for part in place.split("|"))
         marked = {mark: [line[1:] for line in lines if line[0] == mark] for mark in "-+="}
         assert sum(map(len, marked.values())) == len(lines), f"{path.name}: {name!r} has a line of another kind"
         old, new = "\n".join(marked["-"]), "\n".join(marked["+"])
-        yield Fault(name, room, file, old, new, tuple(line.strip() for line in marked["="]))
+        yield Fault(name, room, file, old, new, tuple(line.strip() for line in marked["="]), *needs)

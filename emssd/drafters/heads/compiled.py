@@ -111,7 +111,7 @@ class CompiledHead(ProvenProgram):
         batch, num_tokens, _ = inputs.shape
         kept = in_one_row(kept, batch, num_tokens)
         inputs, position_ids = inputs.view(1, -1, inputs.shape[-1]), position_ids.view(1, -1)
-        return tuple(self._program([inputs, position_ids, kept], attend, batch * num_tokens, step))
+        return tuple(self._program([inputs, position_ids, kept], attend, step))
 
     def run_chain(
         self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, chain: Chain

@@ -54,7 +54,7 @@ void move(const Pages& pages, const int64_t* sources, const int64_t* targets, in
 // y = x W^T + b. Weights [outputs, in] are laid out as panels: of `panel_width()` outputs, the last ones filled with zeros.
 struct Linear {
   Type type;            // of the weights
-  const void* weights;  // [panels, in, panel width], pairs [panels, in / 2, panel width, 2], int4 as of `to_groups`
+  const void* weights;  // [panels, in, panel width], pairs [panels, panel_inputs / 2, panel width, 2], int4 as of `to_groups`
   const float *bias, *scale;  // [panels * panel width]; no scale but for int8
   bool pairs;
   int64_t in, outputs;
@@ -62,6 +62,7 @@ struct Linear {
 
 int64_t panel_width();
 bool takes_pairs();  // whether weights in bfloat16 or int8 of an even number of inputs are pairs
+int64_t panel_inputs(const Linear& layer);  // how many inputs a panel has place for, zeros behind the last
 int64_t group_bytes();  // of a panel's weights of 4 bits of 32 inputs, with their scales
 // weight [out, in] from -8 to 7, scales [out, groups of 32 inputs] in bfloat16: panels [panels, groups, group bytes].
 void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels);

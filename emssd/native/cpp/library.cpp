@@ -37,7 +37,7 @@ TORCH_LIBRARY(emssd_native, library) {
       "int decay_values) -> Tensor");
   library.impl("recur", c10::DispatchKey::CPU, TORCH_FN(recur));
   library.def("new_module() -> Tensor", TORCH_FN(new_module));
-  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> bool");
+  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> ()");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
   library.def("free_module_address() -> int", [] { return reinterpret_cast<int64_t>(&free_module); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");

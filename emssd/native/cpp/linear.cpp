@@ -10,6 +10,11 @@
 #include "kernels.h"
 #include "vectors.h"
 
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace emssd {
 namespace {
 
@@ -118,19 +123,33 @@ using FloatBytePairCells = ByteCells;
 constexpr bool kPairs = false;
 #endif
 
+constexpr int64_t kTile = 16;  // rows, cells and outputs of a tile
+#ifdef __AMX_BF16__
+constexpr bool kTiles = true;
+#else
+constexpr bool kTiles = false;
+#endif
+
+// The cells of a panel: pairs fill tiles, zeros behind the last.
+template <class Kind>
+constexpr int64_t cells_of(int64_t in) {
+  const int64_t cells = in / Kind::kWidth;
+  return kTiles && Kind::kWidth == 2 ? (cells + kTile - 1) / kTile * kTile : cells;
+}
+
 // A panel of a kind with its own sums: as many vectors, of as many numbers as a register holds.
 template <class Kind>
 constexpr int64_t kLanesOf = Wide<typename Kind::Sum>::kOfPart;
 template <class Kind>
 constexpr int64_t kPanelOf = kVectors * kLanesOf<Kind>;
 
-// weight [out, in] of cells as [panels, in, kPanel], zeros behind the last output.
+// weight [out, cells] as [panels, all cells, kPanel], in memory that holds zeros.
 template <class Cell>
-void panels_of(const Cell* from, int64_t out, int64_t in, Cell* to) {
+void panels_of(const Cell* from, int64_t out, int64_t cells, int64_t all_cells, Cell* to) {
   parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
     for (int64_t output = begin * kPanel; output < std::min(end * kPanel, out); ++output) {
-      Cell* panel = to + output / kPanel * in * kPanel + output % kPanel;
-      for (int64_t cell = 0; cell < in; ++cell) panel[cell * kPanel] = from[output * in + cell];
+      Cell* panel = to + output / kPanel * all_cells * kPanel + output % kPanel;
+      for (int64_t cell = 0; cell < cells; ++cell) panel[cell * kPanel] = from[output * cells + cell];
     }
   });
 }
@@ -184,19 +203,159 @@ auto panel_kernels(std::integer_sequence<int, kRows...>) {
   return std::array{&multiply_panel<Kind, kRows + 1>...};
 }
 
-// Rows [count, in] as [cells, count].
-template <class T, class Input>
-void across(const T* rows, int64_t count, int64_t cells, Input* to) {
-  for (int64_t row = 0; row < count; ++row) {
-    for (int64_t cell = 0; cell < cells; ++cell) {
-      if constexpr (std::is_floating_point_v<Input>) {
-        to[cell * count + row] = static_cast<Input>(rows[row * cells + cell]);
-      } else {
-        std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
+// Rows by panels in vectors: a kernel for each number of rows.
+template <class K>
+struct Vectors {
+  using Kind = K;
+  using Input = typename Kind::Input;
+  static constexpr int64_t kMostRows = kMaxRows, kMostCells = std::numeric_limits<int64_t>::max();
+  static constexpr int64_t ahead(int64_t count) { return count < kManyRows ? kAhead : kFarAhead; }
+
+  // Rows [count, in] as [cells, count].
+  template <class T>
+  static void lay_out(const T* rows, int64_t count, int64_t in, int64_t, Input* to) {
+    const int64_t cells = in / Kind::kWidth;
+    for (int64_t row = 0; row < count; ++row) {
+      for (int64_t cell = 0; cell < cells; ++cell) {
+        if constexpr (std::is_floating_point_v<Input>) {
+          to[cell * count + row] = static_cast<Input>(rows[row * cells + cell]);
+        } else {
+          std::memcpy(&to[cell * count + row], rows + (row * cells + cell) * 2, sizeof(Input));
+        }
       }
     }
   }
+
+  void operator()(const Input* input, int64_t count, const typename Kind::Cell* panel, int64_t cells, int64_t, int64_t,
+                  Ahead ahead, typename Kind::Sum* to) {
+    static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
+    kernels[count - 1](input, panel, cells, ahead, to);
+  }
+};
+
+#ifdef __AMX_BF16__
+// What a tile holds: lines, and bytes of each. Tiles are configured before they are used, by each thread, and released.
+struct TileShapes {
+  uint8_t palette = 1, start_line = 0, reserved[14] = {};
+  uint16_t bytes[16] = {};
+  uint8_t lines[16] = {};
+};
+
+// Compilers do not know what loading a tile reads.
+INLINE void all_written() { asm volatile("" ::: "memory"); }
+
+// Whether the system lets this process use tiles: it must be asked, once.
+bool tiles_allowed() {
+  constexpr long kAskForPermission = 0x1023, kTileData = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
+  return allowed;
 }
+
+// The tiles of a thread, for as many rows as it multiplies: 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights. 2, 3 and 5
+// have the rows from the seventeenth on.
+class TilesOfThread {
+ public:
+  ~TilesOfThread() {
+    if (rows_) _tile_release();
+  }
+
+  // weight_lines: of 64 bytes, with the weights of 16 outputs; as many numbers has each input.
+  void configure(int64_t rows, int64_t weight_lines) {
+    if (rows == rows_) return;
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; ++tile) {
+      const bool second = tile == 2 || tile == 3 || tile == 5, inputs = tile == 4 || tile == 5;
+      shapes.bytes[tile] = inputs ? 4 * weight_lines : 64;
+      shapes.lines[tile] = tile >= 6 ? weight_lines : std::clamp<int64_t>(second ? rows - kTile : rows, 1, kTile);
+    }
+    all_written();
+    _tile_loadconfig(&shapes);
+    rows_ = rows;
+  }
+
+ private:
+  int64_t rows_ = 0;
+};
+
+// Rows by panels in tiles: up to 32 rows, 16 cells at a time.
+template <class K>
+struct Tiles {
+  using Kind = K;
+  using Input = uint32_t;
+  using Cell = typename Kind::Cell;
+  static constexpr int64_t kMostRows = 2 * kTile, kMostCells = 512;  // with which a part of a panel stays in a near cache
+  static constexpr int64_t ahead(int64_t) { return kAhead; }
+  TilesOfThread tiles;
+
+  // Rows [count, in] as [cells / 16, count, 16], in memory that holds zeros.
+  static void lay_out(const BFloat16* rows, int64_t count, int64_t in, int64_t, Input* to) {
+    constexpr int64_t kInputs = kTile * Kind::kWidth;
+    for (int64_t row = 0; row < count; ++row) {
+      for (int64_t first = 0; first < in; first += kInputs) {
+        std::memcpy(to + (first / kInputs * count + row) * kTile, rows + row * in + first,
+                    std::min(kInputs, in - first) * sizeof(BFloat16));
+      }
+    }
+  }
+
+  // Cells [begin, end) of a panel; sums go on from those at `to`, if `begin` is not 0.
+  template <bool kTwice>
+  static void run(const Input* input, int64_t count, const Cell* panel, int64_t begin, int64_t end, Ahead ahead, float* to) {
+    constexpr int64_t kLine = kPanel * sizeof(float), kInputLine = kTile * sizeof(Input);
+    alignas(64) uint32_t converted[kTile * kPanel];
+    if (begin == 0) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    } else {
+      _tile_loadd(0, to, kLine);
+      _tile_loadd(1, to + kTile, kLine);
+      if (kTwice) {
+        _tile_loadd(2, to + kTile * kPanel, kLine);
+        _tile_loadd(3, to + kTile * kPanel + kTile, kLine);
+      }
+    }
+    for (int64_t cell = begin; cell < end; cell += kTile) {
+      for (int64_t byte = 0; byte < kTile * ahead.step; byte += 64) {
+        __builtin_prefetch(ahead.from + cell * ahead.step + byte, 0, 3);
+      }
+      const void* weights = panel + cell * kPanel;
+      if constexpr (sizeof(Cell) < sizeof(Input)) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kTile * kPanel; i += kLanes) {
+          _mm512_store_si512(converted + i, (__m512i)Kind::of(panel + cell * kPanel + i));
+        }
+        weights = converted;
+        all_written();
+      }
+      _tile_loadd(4, input + cell * count, kInputLine);
+      _tile_loadd(6, weights, kLine);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, static_cast<const float*>(weights) + kTile, kLine);
+      _tile_dpbf16ps(1, 4, 7);
+      if (kTwice) {
+        _tile_loadd(5, input + cell * count + kTile * kTile, kInputLine);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+    _tile_stored(0, to, kLine);
+    _tile_stored(1, to + kTile, kLine);
+    if (kTwice) {
+      _tile_stored(2, to + kTile * kPanel, kLine);
+      _tile_stored(3, to + kTile * kPanel + kTile, kLine);
+    }
+  }
+
+  void operator()(const Input* input, int64_t count, const Cell* panel, int64_t, int64_t begin, int64_t end, Ahead ahead,
+                  float* to) {
+    tiles.configure(count, kTile);
+    count > kTile ? run<true>(input, count, panel, begin, end, ahead, to)
+                  : run<false>(input, count, panel, begin, end, ahead, to);
+  }
+};
+#endif
 
 // A panel's sums, times `scale` if there is one, plus `bias`, to the first `outputs` of the row at `to`.
 template <class T>
@@ -205,9 +364,13 @@ void finish(const float* sums, const float* scale, const float* bias, int64_t ou
     Floats values = load<Floats>(sums + first);
     if (scale) values *= load<Floats>(scale + first);
     values += load<Floats>(bias + first);
+    if (outputs - first >= kPage) {
+      Lane<T>::narrow(values, to + first);
+      continue;
+    }
     T block[kPage];
     Lane<T>::narrow(values, block);
-    std::copy_n(block, std::min(outputs - first, kPage), to + first);
+    std::copy_n(block, outputs - first, to + first);
   }
 }
 
@@ -216,48 +379,69 @@ void finish(const double* sums, const double*, const double* bias, int64_t outpu
 }
 
 // Rows [num_rows, in] by all panels: [num_rows, outputs]. panel_at(panel) gives the cells of one, on the thread that asks.
-template <class T, class Kind, class PanelAt>
-void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* scale,
-              const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+template <class Way, class T, class PanelAt>
+void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Way::Kind::Sum* scale,
+                 const typename Way::Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+  using Kind = typename Way::Kind;
   constexpr int64_t kPanel = kPanelOf<Kind>;
-  static const auto kernels = panel_kernels<Kind>(std::make_integer_sequence<int, kMaxRows>{});
-  using Input = typename Kind::Input;
   constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
-  const int64_t cells = in / Kind::kWidth, passes = (num_rows + kMaxRows - 1) / kMaxRows;
-  const int64_t share = (num_rows + passes - 1) / passes;
-  std::vector<Input> inputs(num_rows * cells);
+  const int64_t cells = cells_of<Kind>(in), passes = (num_rows + Way::kMostRows - 1) / Way::kMostRows;
+  const int64_t share = (num_rows + passes - 1) / passes, most = passes > 1 ? std::min(Way::kMostCells, cells) : cells;
+  std::vector<typename Way::Input> inputs(num_rows * cells);
   parallel_for((num_rows + share - 1) / share, kTaskSize / (share * in) + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin * share; row < std::min(end * share, num_rows); row += share) {
-      across(rows + row * in, std::min(share, num_rows - row), cells, inputs.data() + row * cells);
+      Way::lay_out(rows + row * in, std::min(share, num_rows - row), in, cells, inputs.data() + row * cells);
     }
   });
   parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
-    alignas(64) typename Kind::Sum sums[kMaxRows * kPanel];
+    static thread_local std::vector<typename Kind::Sum> all_sums;
+    all_sums.resize((most < cells ? num_rows : share) * kPanel);
+    Way way;
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kPanel;
       const typename Kind::Cell* place = panel_at(panel);
-      for (int64_t row = 0; row < num_rows; row += share) {
-        const int64_t count = std::min(share, num_rows - row);
-        // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
-        Ahead ahead{reinterpret_cast<const char*>(place) + (count < kManyRows ? kAhead : kFarAhead), kCellBytes};
-        if (passes > 1) {
-          const char* next = reinterpret_cast<const char*>(place + cells * kPanel);
-          ahead = {next + row / share * cells * kCellBytes / passes, kCellBytes / passes};
-        }
-        kernels[count - 1](inputs.data() + row * cells, place, cells, ahead, sums);
-        for (int64_t i = 0; i < count; ++i) {
-          finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
-                 to + (row + i) * outputs + first);
+      for (int64_t cell = 0; cell < cells; cell += most) {
+        for (int64_t row = 0; row < num_rows; row += share) {
+          const int64_t count = std::min(share, num_rows - row);
+          typename Kind::Sum* sums = all_sums.data() + (most < cells ? row * kPanel : 0);
+          // One pass fetches what it needs next. Of several, each fetches its part of the next panel: arithmetic hides memory.
+          Ahead ahead{reinterpret_cast<const char*>(place) + Way::ahead(count), kCellBytes};
+          if (passes > 1) {
+            const char* next = reinterpret_cast<const char*>(place + cells * kPanel);
+            ahead = {next + row / share * cells * kCellBytes / passes, kCellBytes / passes};
+          }
+          way(inputs.data() + row * cells, count, place, cells, cell, std::min(cell + most, cells), ahead, sums);
+          if (cell + most < cells) continue;
+          for (int64_t i = 0; i < count; ++i) {
+            finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
+                   to + (row + i) * outputs + first);
+          }
         }
       }
     }
   });
 }
 
+template <class T, class Kind, class PanelAt>
+void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* scale,
+              const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_base_of_v<PairCells, Kind>) {
+    constexpr int64_t kSome = 256;  // rows whose inputs stay in a cache
+    for (int64_t row = 0; tiles_allowed() && row < num_rows; row += kSome) {
+      multiply_by<Tiles<Kind>>(rows + row * in, std::min(kSome, num_rows - row), in, outputs, scale, bias,
+                               to + row * outputs, panel_at);
+    }
+    if (tiles_allowed()) return;
+  }
+#endif
+  multiply_by<Vectors<Kind>>(rows, num_rows, in, outputs, scale, bias, to, panel_at);
+}
+
 template <class T, class Kind>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
   const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
-  const int64_t size = layer.in / Kind::kWidth * kPanelOf<Kind>;
+  const int64_t size = cells_of<Kind>(layer.in) * kPanelOf<Kind>;
   multiply<T, Kind>(rows, num_rows, layer.in, layer.outputs, layer.scale, layer.bias, to,
                     [=](int64_t panel) { return weights + panel * size; });
 }
@@ -337,6 +521,47 @@ void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t grou
   for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
 }
 
+#ifdef __AMX_BF16__
+// The same for up to 16 rows, by tiles; sums of integers are exact, so no bit differs.
+void multiply_groups_by_tiles(const GroupInput* input, int count, const uint8_t* panel, int64_t groups, float* to) {
+  alignas(64) int8_t weights[kVectors][2 * kParts4][kRegister];
+  alignas(64) int32_t products[kVectors][kTile][kLanes];
+  std::fill_n(to, count * kPanel, 0.0f);
+  for (int64_t group = 0; group < groups; ++group, input += count, panel += kGroupBytes) {
+#pragma GCC unroll 16
+    for (int64_t line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
+#pragma GCC unroll 16
+    for (int part = 0; part < kVectors * kParts4; ++part) {
+      const SumBits both = load<SumBits>(panel + part * kRegister);
+      const auto put = [&](int place, SumBits nibbles) {
+        _mm512_store_si512(weights[part / kParts4][place], _mm512_sub_epi8((__m512i)nibbles, _mm512_set1_epi8(8)));
+      };
+      put(part % kParts4, both & 0x0f0f0f0fu), put(kParts4 + part % kParts4, both >> 4 & 0x0f0f0f0fu);
+    }
+    _tile_zero(0);
+    _tile_zero(1);
+    all_written();
+    _tile_loadd(4, input->values, sizeof(GroupInput));
+    _tile_loadd(6, weights[0], kRegister);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, weights[1], kRegister);
+    _tile_dpbssd(1, 4, 7);
+    _tile_stored(0, products[0], kRegister);
+    _tile_stored(1, products[1], kRegister);
+#pragma GCC unroll 16
+    for (int vector = 0; vector < kVectors; ++vector) {
+      const Sums scale = HalfCells::of(reinterpret_cast<const uint16_t*>(panel + kPanel * kGroup / 2) + vector * kLanes);
+      for (int row = 0; row < count; ++row) {
+        float* place = to + row * kPanel + vector * kLanes;
+        const Sums floats = (Sums)_mm512_cvtepi32_ps(_mm512_load_si512(products[vector][row]));
+        const Sums sum = load<Sums>(place) + floats * (scale * input[row].scale);
+        std::memcpy(place, &sum, sizeof(sum));
+      }
+    }
+  }
+}
+#endif
+
 template <int... kRows>
 auto group_kernels(std::integer_sequence<int, kRows...>) {
   return std::array{&multiply_groups<kRows + 1>...};
@@ -377,11 +602,32 @@ void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
   }
 }
 
+// Rows by panels of 4 bits, on one thread.
+struct Groups {
+#ifdef __AMX_BF16__
+  const int64_t most_rows = tiles_allowed() ? kTile : kMaxGroupRows;
+  TilesOfThread tiles;
+#else
+  const int64_t most_rows = kMaxGroupRows;
+#endif
+
+  void operator()(const GroupInput* input, int64_t count, const uint8_t* panel, int64_t groups, float* to) {
+    static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
+#ifdef __AMX_BF16__
+    if (count > kMaxGroupRows) {  // fewer are faster in vectors
+      tiles.configure(count, kGroup / 4);
+      return multiply_groups_by_tiles(input, count, panel, groups, to);
+    }
+#endif
+    kernels[count - 1](input, panel, groups, to);
+  }
+};
+
 template <class T>
 void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
-  static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
   const int64_t in = layer.in, outputs = layer.outputs, groups = (in + kGroup - 1) / kGroup;
-  const int64_t passes = (num_rows + kMaxGroupRows - 1) / kMaxGroupRows, share = (num_rows + passes - 1) / passes;
+  const int64_t most_rows = Groups().most_rows, passes = (num_rows + most_rows - 1) / most_rows;
+  const int64_t share = (num_rows + passes - 1) / passes;
   std::vector<GroupInput> inputs(num_rows * groups);
   parallel_for(num_rows, kTaskSize / in + 1, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -391,12 +637,13 @@ void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* t
   });
   const auto* weights = static_cast<const uint8_t*>(layer.weights);
   parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[kMaxGroupRows * kPanel];
+    alignas(64) float sums[kTile * kPanel];
+    Groups by_panel;
     for (int64_t panel = begin; panel < end; ++panel) {
       const int64_t first = panel * kPanel;
       for (int64_t row = 0; row < num_rows; row += share) {
         const int64_t count = std::min(share, num_rows - row);
-        kernels[count - 1](inputs.data() + row * groups, weights + panel * groups * kGroupBytes, groups, sums);
+        by_panel(inputs.data() + row * groups, count, weights + panel * groups * kGroupBytes, groups, sums);
         for (int64_t i = 0; i < count; ++i) {
           finish(sums + i * kPanel, nullptr, layer.bias + first, outputs - first, to + (row + i) * outputs + first);
         }
@@ -483,7 +730,8 @@ void multiply_plain(const PlainLinear& layer, const void* input, int64_t num_row
   if (layer.bias) std::copy_n(static_cast<const T*>(layer.bias), layer.outputs, bias.begin());
   const auto panel_at = [&](int64_t panel) {
     static thread_local std::vector<Cell> place;
-    place.resize((cells + 1) * kPanel);
+    place.resize(cells_of<Kind>(layer.in) * kPanel);
+    std::fill(place.begin() + cells * kPanel, place.end(), Cell{});
     const auto* from = static_cast<const T*>(layer.weight) + panel * kPanel * layer.output_step;
     lay_out<Kind>(reinterpret_cast<const Cell*>(from), layer.output_step / Kind::kWidth, layer.input_step,
                   std::min(kPanel, layer.outputs - panel * kPanel), cells, place.data());
@@ -506,6 +754,8 @@ void linear(const PlainLinear& layer, const void* input, int64_t num_rows, void*
 int64_t panel_width() { return kPanel; }
 
 bool takes_pairs() { return kPairs; }
+
+int64_t panel_inputs(const Linear& layer) { return layer.pairs ? 2 * cells_of<PairCells>(layer.in) : layer.in; }
 
 int64_t group_bytes() { return kGroupBytes; }
 
@@ -534,13 +784,14 @@ void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_
 }
 
 void to_panels(const void* weight, const Linear& layer, void* panels) {
-  const auto pack = [&](auto cell, int64_t cells) {
+  const auto pack = [&](auto cell, int64_t width) {
     using Cell = decltype(cell);
-    panels_of(static_cast<const Cell*>(weight), layer.outputs, cells, static_cast<Cell*>(panels));
+    panels_of(static_cast<const Cell*>(weight), layer.outputs, layer.in / width, panel_inputs(layer) / width,
+              static_cast<Cell*>(panels));
   };
-  if (layer.type == Type::int8) return layer.pairs ? pack(uint16_t{}, layer.in / 2) : pack(int8_t{}, layer.in);
-  if (layer.type == Type::float32) return pack(uint32_t{}, layer.in);
-  layer.pairs ? pack(uint32_t{}, layer.in / 2) : pack(uint16_t{}, layer.in);
+  if (layer.type == Type::int8) return layer.pairs ? pack(uint16_t{}, 2) : pack(int8_t{}, 1);
+  if (layer.type == Type::float32) return pack(uint32_t{}, 1);
+  layer.pairs ? pack(uint32_t{}, 2) : pack(uint16_t{}, 1);
 }
 
 void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out) {

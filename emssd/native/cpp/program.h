@@ -28,18 +28,10 @@
 namespace emssd {
 namespace {
 
-#ifdef __AMX_BF16__
-constexpr bool kTiles = true;  // those of bfloat16 are left to oneDNN
-#else
-constexpr bool kTiles = false;
-#endif
-constexpr int64_t kTypicalTokens = 32;  // of a step, for oneDNN's choice of a layout
-
-// A linear layer: of ours with the memory that it reads, else `weight` in the layout of oneDNN.
+// A linear layer, with the memory that it reads.
 struct Layer {
-  std::optional<Linear> own;
-  Tensor weight;
-  std::optional<Tensor> bias, scale;
+  Linear linear;
+  Tensor weight, bias, scale;
 };
 
 // Memory for the weights of a module, in large pages where the system has any: a step reads all of it, and looking up as
@@ -76,23 +68,6 @@ struct Module {
   const Step* step = nullptr;  // none: attention is Python's
 };
 
-// oneDNN's linear layer on weights in its own layout; both operators are registered by PyTorch.
-Tensor onednn_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("mkldnn::_linear_pointwise", "")
-                             .typed<Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, std::string_view,
-                                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>)>();
-  static const c10::List<std::optional<at::Scalar>> no_scalars;
-  return op.call(input, weight, bias, "none", no_scalars, std::nullopt);
-}
-
-Tensor onednn_layout(const Tensor& weight) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("mkldnn::_reorder_linear_weight", "")
-                             .typed<Tensor(const Tensor&, std::optional<c10::SymInt>)>();
-  return op.call(weight, c10::SymInt(kTypicalTokens));
-}
-
 // `values` [n] in float32, zeros behind them up to `size`; all zeros if there are none.
 Tensor padded(const std::optional<Tensor>& values, int64_t size) {
   Tensor whole = at::zeros({size}, at::kFloat);
@@ -100,44 +75,29 @@ Tensor padded(const std::optional<Tensor>& values, int64_t size) {
   return whole;
 }
 
-Layer own_layer(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
+Layer packed_layer(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
   const int64_t out = weight.size(0), in = weight.size(1), width = panel_width(), panels = (out + width - 1) / width;
-  Linear own{};
-  own.type = type_of(weight), own.in = in, own.outputs = out;
+  Layer layer{};
+  Linear& linear = layer.linear;
+  linear.type = type_of(weight), linear.in = in, linear.outputs = out;
   if (scale && scale->dim() == 2) {
     const int64_t groups = (in + 31) / 32;
     TORCH_CHECK(scale->scalar_type() == at::kBFloat16 && scale->is_contiguous() && scale->size(0) == out && scale->size(1) == groups,
                 "weights of 4 bits have a scale in bfloat16 for each 32 inputs");
-    const Tensor packed = memory.take(panels * groups * group_bytes());
-    own.type = Type::int4;
+    layer.weight = memory.take(panels * groups * group_bytes());
+    linear.type = Type::int4;
     to_groups(weight.const_data_ptr<int8_t>(), static_cast<const uint16_t*>(scale->const_data_ptr()), out, in,
-              packed.mutable_data_ptr<uint8_t>());
-    Layer layer{own, packed, padded(bias, panels * width), std::nullopt};
-    layer.own->weights = packed.const_data_ptr(), layer.own->bias = layer.bias->const_data_ptr<float>();
-    return layer;
+              layer.weight.mutable_data_ptr<uint8_t>());
+  } else {
+    TORCH_CHECK(linear.type != Type::float64, "no kernel for ", weight.scalar_type());
+    linear.pairs = takes_pairs() && linear.type != Type::float32 && in % 2 == 0;
+    layer.weight = memory.take(panels * panel_inputs(linear) * width * weight.element_size()).zero_();
+    to_panels(weight.const_data_ptr(), linear, layer.weight.mutable_data_ptr());
+    if (scale) layer.scale = padded(scale, panels * width), linear.scale = layer.scale.const_data_ptr<float>();
   }
-  TORCH_CHECK(own.type != Type::float64, "no kernel for ", weight.scalar_type());
-  own.pairs = takes_pairs() && own.type != Type::float32 && in % 2 == 0;
-  const Tensor packed = memory.take(panels * in * width * weight.element_size()).zero_();
-  to_panels(weight.const_data_ptr(), own, packed.mutable_data_ptr());
-  Layer layer{own, packed, padded(bias, panels * width), std::nullopt};
-  if (scale) layer.scale = padded(scale, panels * width);
-  layer.own->weights = packed.const_data_ptr(), layer.own->bias = layer.bias->const_data_ptr<float>();
-  layer.own->scale = scale ? layer.scale->const_data_ptr<float>() : nullptr;
+  layer.bias = padded(bias, panels * width), linear.bias = layer.bias.const_data_ptr<float>();
+  linear.weights = layer.weight.const_data_ptr();
   return layer;
-}
-
-Tensor own_linear(const Tensor& input, const Linear& layer) {
-  const Tensor rows = input.contiguous();
-  const Type type = type_of(rows);
-  const bool rounded = layer.type == Type::int8 || layer.type == Type::int4;
-  TORCH_CHECK(type == layer.type || (rounded && type != Type::float64), "no kernel for ", rows.scalar_type());
-  TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
-  auto sizes = rows.sizes().vec();
-  sizes.back() = layer.outputs;
-  Tensor out = at::empty(sizes, rows.options());
-  if (rows.numel() > 0) emssd::linear(layer, type, rows.const_data_ptr(), rows.numel() / layer.in, out.mutable_data_ptr());
-  return out;
 }
 
 // input [..., in] by a model's own weight [out, in], of any layout: [..., out].
@@ -181,15 +141,12 @@ Tensor new_module() {
 
 // Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output, or
 // [out, groups] in bfloat16 of each 32 inputs, whose weights are from -8 to 7 and take 4 bits. Layers are numbered
-// from 0. Returns whether inputs of many different sizes are slower than those of few: oneDNN makes a program for each.
-bool add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
+// from 0.
+void add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
                 const std::optional<Tensor>& scale) {
   TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
-  const bool by_tiles = kTiles && weight.scalar_type() == at::kBFloat16;
-  Layer layer = by_tiles ? Layer{std::nullopt, onednn_layout(weight.contiguous()), bias, std::nullopt}
-                         : own_layer(module_of(handle).weights, weight.contiguous(), bias, scale);
-  module_of(handle).linears.push_back(std::move(layer));
-  return by_tiles;
+  Module& module = module_of(handle);
+  module.linears.push_back(packed_layer(module.weights, weight.contiguous(), bias, scale));
 }
 
 // Frees the module of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
@@ -203,18 +160,19 @@ void free_module(int64_t number) {
   }
 }
 
-// input [..., in] by layer `index` of a handle: [..., out_features]. oneDNN gets one row as two, since it sums up a single
-// one in another order.
-Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t out_features) {
-  const Layer& layer = module_of(handle).linears.at(index);
-  if (layer.own) return own_linear(input, *layer.own);
-  if (input.numel() == input.size(-1)) {
-    const Tensor twice = input.reshape({1, input.size(-1)}).expand({2, input.size(-1)}).contiguous();
-    auto sizes = input.sizes().vec();
-    sizes.back() = out_features;
-    return onednn_linear(twice, layer.weight, layer.bias).narrow(0, 0, 1).reshape(sizes);
-  }
-  return onednn_linear(input, layer.weight, layer.bias);
+// input [..., in] by layer `index` of a handle: [..., outputs].
+Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t) {
+  const Linear& layer = module_of(handle).linears.at(index).linear;
+  const Tensor rows = input.contiguous();
+  const Type type = type_of(rows);
+  const bool rounded = layer.type == Type::int8 || layer.type == Type::int4;
+  TORCH_CHECK(type == layer.type || (rounded && type != Type::float64), "no kernel for ", rows.scalar_type());
+  TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
+  auto sizes = rows.sizes().vec();
+  sizes.back() = layer.outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (rows.numel() > 0) emssd::linear(layer, type, rows.const_data_ptr(), rows.numel() / layer.in, out.mutable_data_ptr());
+  return out;
 }
 
 // The attention of a layer of a compiled program: of the step that runs, or in Python if that is not known here.
