@@ -21,10 +21,11 @@ __all__ = ["AdaptiveBudget"]
 
 _EVERY_LEVEL = 16
 _NEGLIGIBLE = 0.01  # of a step's time
+_CHEAP = 0.03  # of it, for drafts that say what they are worth: that is known better than what others were worth
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
-# Without a warm-up, the first steps draft nothing, little and more in turn, each row so much, and all together at most
-# so many. The last of them drafts all: that shows how deep trees are.
-_TRIALS, _TRIAL_TOKENS = (0, 2, 4) * 2, 64
+# Without a warm-up, the first steps draft little, nothing and more in turn, each row so much, and all together at most
+# so many. The last of them drafts all: that shows how deep trees are. Steps of prompts before them draft little, too.
+_TRIALS, _TRIAL_TOKENS = (2, 0, 4) * 2, 64
 _KNOWN = 24  # steps from which on the machine's pace is told from the curve of its step times
 
 
@@ -67,7 +68,7 @@ class AdaptiveBudget(BudgetPolicy):
         while len(self._stages) <= step.stage:
             self._stages.append(StageRecord(self._memory, self._probe_interval))
         record = self._stages[step.stage]
-        if not any(step.limits) or not self._time.is_known:
+        if not any(step.limits):
             budget = list(step.limits)
         elif self._time.num_observed < len(_TRIALS):  # a curve is not known by one of its points
             budget = _trial(self._time.num_observed, step.limits)
@@ -127,7 +128,7 @@ class AdaptiveBudget(BudgetPolicy):
     def _choose_limits(self, step: BudgetStep, record: StageRecord) -> list[int]:
         """``[B]`` how much of each row to draft for the best expected rate, the time of drafting included."""
         tokens, seconds, rises = self._without(step, sum(step.limits))
-        if record.tells_soon(_NEGLIGIBLE * seconds):
+        if record.tells_soon(_CHEAP * seconds):
             return list(step.limits)  # `trim` chooses
         worths = record.worths_before(step.batch.request_ids, step.limits)
         for row, catch_up in zip(worths, record.catch_up_seconds(self._lengths), strict=True):

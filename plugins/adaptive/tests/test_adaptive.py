@@ -295,8 +295,8 @@ def test_a_row_that_takes_long_to_catch_up_with_is_left_alone(seconds: float, ga
     assert policy.allot(BudgetStep(batch, (2, 2))) == expected
 
 
-def test_nothing_is_known_at_first_and_everything_is_drafted() -> None:
-    assert World(AdaptiveBudget(), 2, flat, lambda row, drafted: 0).step([3, 0]) == ([3, 0], [3, 0])
+def test_nothing_is_known_at_first_and_little_is_drafted() -> None:
+    assert World(AdaptiveBudget(), 2, flat, lambda row, drafted: 0).step([15, 0]) == ([2, 0], [2, 0])
 
 
 @given(st.data())
