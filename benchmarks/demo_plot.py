@@ -1,9 +1,11 @@
 """Measures and draws what drafters gain on the embedded demo, by batch size: the plot of the README.
 
     python benchmarks/demo_plot.py      # some ten minutes on two cores that do nothing else; needs no network
+    python benchmarks/demo_plot.py --compared 1.json 8.json --drafters suffix,self --out plot.svg     # of `compare.py`
 
 It measures nothing itself: it runs a sweep of ``python -m emssd``, whose repeats alternate between all drafters and
-batch sizes, and keeps the figures of each run in a JSON file beside the plot.
+batch sizes, and keeps the figures of each run in a JSON file beside the plot. With ``--compared``, it draws what
+`compare.py` has measured; drafters are names of cells then.
 """
 
 from __future__ import annotations
@@ -65,22 +67,31 @@ def speedups(measured: dict[str, Any]) -> dict[str, Ratios]:
     return found
 
 
-def picture(measured: dict[str, Any]) -> str:
+def compared(files: list[Path], cells: str) -> tuple[dict[str, Ratios], dict[str, Any]]:
+    """The speed-ups of `cells`, by batch size, and where they come from: of files that `compare.py` wrote."""
+    written, found = [json.loads(file.read_text()) for file in files], {cell: Ratios() for cell in cells.split(",")}
+    for row in [row for each in written for row in each["rows"]]:
+        size = int(dict(option.split("=", 1) for option in row["options"])["batch_size"])
+        for cell, ratios in found.items():
+            ratios[size] = row["cells"][cell]["ratios"]
+    return found, {"runs": [], "dtype": "in the model's precision", "provenance": written[0]["provenance"]}
+
+
+def picture(curves: dict[str, Ratios], measured: dict[str, Any], subject: str) -> str:
     """The SVG."""
-    curves = speedups(measured)
-    sizes = sorted({run["batch_size"] for run in measured["runs"]})
+    sizes = sorted({size for ratios in curves.values() for size in ratios})
     every = [ratio for ratios in curves.values() for values in ratios.values() for ratio in values]
     low, high = int(min(0.5, *every) / STEP) * STEP, -int(-max(1.5, *every) / STEP - 1) * STEP
     where = measured["provenance"]
     machine = where["hardware"]
-    repeats = len({run["repeat"] for run in measured["runs"]})
+    repeats = max(len(values) for ratios in curves.values() for values in ratios.values())
     speed = f"{machine['threads']} threads, {measured['dtype']}, {repeats} repeats, {where['date']}"
-    busy = max(run["other_cpu_share"] or 0 for run in measured["runs"])
+    busy = max([run["other_cpu_share"] or 0 for run in measured["runs"]], default=0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
         'font-family="sans-serif" font-size="16">',
-        "<title>Speed-up over plain greedy decoding by batch size, on the embedded demo</title>",
-        f'<text x="{LEFT}" y="22" fill="{GREY}">× plain greedy decoding, by batch size</text>',
+        f"<title>Speed-up over plain greedy decoding by batch size, {subject}</title>",
+        f'<text x="{LEFT}" y="22" fill="{GREY}">× plain greedy decoding, by batch size: {subject}</text>',
         f'<text x="{LEFT}" y="42" fill="{GREY}" font-size="12">{machine["processor"]}, {speed}</text>',
     ]
     if busy > BUSY:
@@ -114,7 +125,7 @@ def picture(measured: dict[str, Any]) -> str:
         x = across(place)
         lines.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 28}" fill="{GREY}" text-anchor="middle">{size}</text>')
     for number, ((drafter, ratios), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        lines += curve(f"drafter={drafter}", ratios, colour, 7 * (number - len(curves) // 2), LEFT + 200 * number)
+        lines += curve(drafter, ratios, colour, 7 * (number - len(curves) // 2), LEFT + 200 * number)
     return "\n".join([*lines, "</svg>", ""])
 
 
@@ -124,15 +135,21 @@ def main() -> None:
     parser.add_argument("--drafters", default="suffix,llma,draft_model", help="at most four, with commas between")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--compared", type=Path, nargs="+", metavar="FILE", help="what compare.py wrote; nothing runs")
+    parser.add_argument("--subject", default="the embedded demo", help="what was decoded, for the title")
     parser.add_argument("more", nargs="*", help="options of `python -m emssd`, for a plot of something else")
     given = parser.parse_args()
-    measured = measure(given.drafters, given.batch_sizes, given.repeats, given.more)
-    given.out.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
-    given.out.write_text(picture(measured), encoding="utf-8")
-    for drafter, by_size in speedups(measured).items():
+    if given.compared:
+        curves, measured = compared(given.compared, given.drafters)
+    else:
+        measured = measure(given.drafters, given.batch_sizes, given.repeats, given.more)
+        given.out.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
+        curves = speedups(measured)
+    given.out.write_text(picture(curves, measured, given.subject), encoding="utf-8")
+    for drafter, by_size in curves.items():
         for size, values in sorted(by_size.items()):
             print(f"{drafter}, batch {size}: {median(values):.2f}× ({min(values):.2f}–{max(values):.2f})")
-    print(f"written: {given.out}, and the figures of each run beside it")
+    print(f"written: {given.out}")
 
 
 if __name__ == "__main__":
