@@ -74,7 +74,7 @@ def compared(files: list[Path], cells: str) -> tuple[dict[str, Ratios], dict[str
         size = int(dict(option.split("=", 1) for option in row["options"])["batch_size"])
         for cell, ratios in found.items():
             ratios[size] = row["cells"][cell]["ratios"]
-    return found, {"runs": [], "dtype": "in the model's precision", "provenance": written[0]["provenance"]}
+    return found, {"runs": [], "dtype": "", "provenance": written[0]["provenance"]}
 
 
 def picture(curves: dict[str, Ratios], measured: dict[str, Any], subject: str) -> str:
@@ -85,7 +85,8 @@ def picture(curves: dict[str, Ratios], measured: dict[str, Any], subject: str) -
     where = measured["provenance"]
     machine = where["hardware"]
     repeats = max(len(values) for ratios in curves.values() for values in ratios.values())
-    speed = f"{machine['threads']} threads, {measured['dtype']}, {repeats} repeats, {where['date']}"
+    parts = f"{machine['threads']} threads", measured["dtype"], f"{repeats} repeats", where["date"]
+    speed = ", ".join(filter(None, parts))
     busy = max([run["other_cpu_share"] or 0 for run in measured["runs"]], default=0)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
@@ -124,8 +125,10 @@ def picture(curves: dict[str, Ratios], measured: dict[str, Any], subject: str) -
     for place, size in enumerate(sizes):
         x = across(place)
         lines.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 28}" fill="{GREY}" text-anchor="middle">{size}</text>')
+    key = LEFT
     for number, ((drafter, ratios), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        lines += curve(drafter, ratios, colour, 7 * (number - len(curves) // 2), LEFT + 200 * number)
+        lines += curve(drafter, ratios, colour, 7 * (number - len(curves) // 2), key)
+        key += 10 * len(drafter) + 40
     return "\n".join([*lines, "</svg>", ""])
 
 
