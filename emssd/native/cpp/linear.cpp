@@ -10,7 +10,8 @@
 #include "kernels.h"
 #include "vectors.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
+#define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -124,7 +125,7 @@ constexpr bool kPairs = false;
 #endif
 
 constexpr int64_t kTile = 16;  // rows, cells and outputs of a tile
-#ifdef __AMX_BF16__
+#ifdef TILES
 constexpr bool kTiles = true;
 #else
 constexpr bool kTiles = false;
@@ -233,7 +234,7 @@ struct Vectors {
   }
 };
 
-#ifdef __AMX_BF16__
+#ifdef TILES
 // What a tile holds: lines, and bytes of each. Tiles are configured before they are used, by each thread, and released.
 struct TileShapes {
   uint8_t palette = 1, start_line = 0, reserved[14] = {};
@@ -425,7 +426,7 @@ void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, c
 template <class T, class Kind, class PanelAt>
 void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* scale,
               const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
-#ifdef __AMX_BF16__
+#ifdef TILES
   if constexpr (std::is_base_of_v<PairCells, Kind>) {
     constexpr int64_t kSome = 256;  // rows whose inputs stay in a cache
     for (int64_t row = 0; tiles_allowed() && row < num_rows; row += kSome) {
@@ -521,7 +522,7 @@ void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t grou
   for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
 }
 
-#ifdef __AMX_BF16__
+#ifdef TILES
 // The same for up to 16 rows, by tiles; sums of integers are exact, so no bit differs.
 void multiply_groups_by_tiles(const GroupInput* input, int count, const uint8_t* panel, int64_t groups, float* to) {
   alignas(64) int8_t weights[kVectors][2 * kParts4][kRegister];
@@ -604,7 +605,7 @@ void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
 
 // Rows by panels of 4 bits, on one thread.
 struct Groups {
-#ifdef __AMX_BF16__
+#ifdef TILES
   const int64_t most_rows = tiles_allowed() ? kTile : kMaxGroupRows;
   TilesOfThread tiles;
 #else
@@ -613,7 +614,7 @@ struct Groups {
 
   void operator()(const GroupInput* input, int64_t count, const uint8_t* panel, int64_t groups, float* to) {
     static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
-#ifdef __AMX_BF16__
+#ifdef TILES
     if (count > kMaxGroupRows) {  // fewer are faster in vectors
       tiles.configure(count, kGroup / 4);
       return multiply_groups_by_tiles(input, count, panel, groups, to);
