@@ -242,7 +242,7 @@ struct TileShapes {
   uint8_t lines[16] = {};
 };
 
-// Compilers do not know what loading a tile reads.
+// Compilers do not know what loading a tile reads: nothing that is written before this may be written after it.
 INLINE void all_written() { asm volatile("" ::: "memory"); }
 
 // Whether the system lets this process use tiles: it must be asked, once.

@@ -21,7 +21,7 @@ __all__ = ["AdaptiveBudget"]
 
 _EVERY_LEVEL = 16
 _NEGLIGIBLE = 0.01  # of a step's time
-_CHEAP = 0.03  # of it, for drafts that say what they are worth: that is known better than what others were worth
+_CHEAP = 0.03  # of it: a drafter that takes less, and says how sure it is, drafts all it can; `trim` then chooses
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 # Without a warm-up, the first steps draft little, nothing and more in turn, each row so much, and all together at most
 # so many. The last of them drafts all: that shows how deep trees are. Steps of prompts before them draft little, too.
