@@ -12,7 +12,7 @@ the rate of a copy on the same card, or compute at the rate of a large matrix pr
 
 Results go to the JSON file after every piece; a piece that is there already is not measured again. A piece that fails
 is recorded as such, and the next one begins; where the device itself fails, the program ends with exit status 75,
-and goes on behind that piece when it is called again.
+and goes on after that piece when it is called again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _decoding(target: TargetModel, shape: str, context: int, arguments: argparse
 
 
 def contexts_of(shape: str, quick: bool) -> list[int]:
-    """Cached tokens of a row before a step; decoding is measured behind the first."""
+    """Cached tokens of a row before a step; decoding is measured after the first."""
     if shape == "tiny":
         return [24]
     return [512] if quick else [512, 128, 1024]

@@ -8,7 +8,7 @@ runs on a device is left out: attention computes nothing, and the forward pass r
 `ACCEPTED` of the `DRAFTED` tokens of each row. So no GPU is needed. FlashInfer's own `plan`, the copies to the device
 and the launches come on top.
 
-Every row begins behind a prompt of `CONTEXT` tokens. A run's figure is the median over its steps, in seconds of the
+Every row begins after a prompt of `CONTEXT` tokens. A run's figure is the median over its steps, in seconds of the
 thread's own, so that other processes are not in it. The table shows the median of several runs, and for the sum the
 smallest and the largest as well.
 """

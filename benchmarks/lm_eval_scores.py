@@ -1,6 +1,6 @@
 """Score and time of one generation task in EleutherAI's harness, with `hf` and with `emssd`: the scores must be equal.
 
-The task is made of a local JSONL file of questions and answers as in GSM8K: exact match of the number behind ``####``
+The task is made of a local JSONL file of questions and answers as in GSM8K: exact match of the number after ``####``
 or, where there is none, of the last number. Nothing comes from the network.
 """
 

@@ -34,7 +34,7 @@ def check_target(target: TargetModel) -> None:
 
 
 def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | None) -> MedusaHeads:
-    """Heads in float32 or wider that all begin as the target's vocabulary projection, behind layers that do nothing.
+    """Heads in float32 or wider that all begin as the target's vocabulary projection, after layers that do nothing.
 
     Args:
         options: how many, and of how many layers.
@@ -67,7 +67,7 @@ class MedusaLoss(nn.Module):
 
     Args:
         heads: that are trained.
-        teacher: the target, with its last hidden state behind the final norm.
+        teacher: the target, with its last hidden state after the final norm.
     """
 
     def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
@@ -85,7 +85,7 @@ class MedusaLoss(nn.Module):
         place = torch.arange(input_ids.shape[1], device=input_ids.device)
         begins, losses = place >= num_prompt[:, None] - 1, list[torch.Tensor]()
         for number, head in enumerate(self.heads.heads):
-            ahead = number + 1  # the target's own logits for a guess stand at so many places behind its state
+            ahead = number + 1  # the target's own logits for a guess stand at so many places after its state
             counted = begins & (place + ahead + 1 < num_tokens[:, None]) & known.roll(-ahead, 1)
             logits, wanted = head(hidden[counted]), lesson.logits.roll(-ahead, 1)[counted]
             wanted = wanted if drafted is None else wanted[:, drafted]

@@ -57,20 +57,20 @@ def with_mask(draft: TargetModel) -> tuple[TargetModel, int]:
 
 
 class Masked:
-    """Texts, and behind them, for each of their places, a chain of masks, as one pass of a model reads them.
+    """Texts, and after them, for each of their places, a chain of masks, as one pass of a model reads them.
 
     A mask stands where the token would that comes in its place. It sees the text up to the place where its chain
     begins, the masks before it in its chain, and itself.
 
     Args:
         input_ids: ``[b, n]``.
-        first: the first place that a chain begins behind.
-        num_masks: of a chain; those behind the last place but one are left out.
+        first: the first place that a chain begins after.
+        num_masks: of a chain; those after the last place but one are left out.
         mask: its id.
 
     Attributes:
-        begin, depth: ``[m]`` of each token the place that it is behind, and which of its chain's masks it is. A token
-            of a text is behind itself, and 0.
+        begin, depth: ``[m]`` of each token the place that it is after, and which of its chain's masks it is. A token
+            of a text is after itself, and 0.
         place: ``[m]`` positions.
     """
 
@@ -94,7 +94,7 @@ class Masked:
         return torch.where(self.depth == 0, in_text, own & (self.depth <= self.depth[:, None]))
 
     def states(self, model: TargetModel) -> torch.Tensor:
-        """``[b, m, width]`` the last hidden states, behind the final norm."""
+        """``[b, m, width]`` the last hidden states, after the final norm."""
         visible, num_rows = self.visible, self._shape[0]
 
         def attend(
@@ -117,7 +117,7 @@ class PardLoss(nn.Module):
     """The distance of a model that fills in masks from its target, depth by depth, as a module for a training loop.
 
     The loss of a depth is the mean divergence of the model's distribution from the target's, over the tokens that both
-    know. It is taken where a draft may be: in chains behind a new token, up to the end of a text.
+    know. It is taken where a draft may be: in chains after a new token, up to the end of a text.
 
     Args:
         draft: the model that is trained. It runs as in drafting, without dropout.

@@ -36,7 +36,7 @@ class Text:
 
     @property
     def can_teach(self) -> bool:
-        """Whether a draft has a place in it: behind the first new token."""
+        """Whether a draft has a place in it: after the first new token."""
         return len(self.output) > 1
 
 
@@ -137,7 +137,7 @@ def generate_texts(
 
 
 def kept_texts(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
-    """The texts in `file` that were written whole and together with others; what is behind them is cut off.
+    """The texts in `file` that were written whole and together with others; what is after them is cut off.
 
     Raises:
         OutputError: it is damaged, or has texts of other prompts.

@@ -1,9 +1,9 @@
 """Training-time test: a head is trained on its own outputs, as it will read them while it drafts.
 
 Li et al. 2025, EAGLE-3, arXiv 2503.01840, §3.2. Pair ``j`` is the embedding of token ``j + 1`` beside a feature of
-token ``j``, and the output behind it is for token ``j + 2``. Pass 0 reads the target's features at every pair, and its
+token ``j``, and the output after it is for token ``j + 2``. Pass 0 reads the target's features at every pair, and its
 outputs are for first drafted tokens. Pass `k` reads, at every pair, what pass ``k - 1`` gave for the pair before:
-its outputs are for the next drafted tokens. A draft behind pair ``s`` goes through pair ``s + k`` in pass `k`.
+its outputs are for the next drafted tokens. A draft after pair ``s`` goes through pair ``s + k`` in pass `k`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class UnrolledLoss(nn.Module):
     """The distance of a head from the target, pass by pass, as a module for a training loop.
 
     The loss of a pass is the mean divergence of the head's distribution from the target's, over the tokens that the
-    head can draft. It is taken where a draft may be: behind the first new token of a text, up to its end; and not where
+    head can draft. It is taken where a draft may be: after the first new token of a text, up to its end; and not where
     the target's own choice is a token that the head cannot draft.
 
     Args:

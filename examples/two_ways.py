@@ -8,7 +8,7 @@ from emssd.sequences import Batch
 
 
 class TwoWays(Drafter):
-    """Drafts the two latest tokens that followed the newest one, and a token behind the later of them."""
+    """Drafts the two latest tokens that followed the newest one, and a token after the later of them."""
 
     num_speculative_tokens = 3
     drafts_trees = True

@@ -23,7 +23,7 @@ __all__ = ["COPIED", "DRAFTED", "MATCHED", "MODES", "Request", "options_of", "se
 
 MODES = ("greedy", "ngram", "draft_model")
 
-# One speculation for all engines: n-grams of MATCHED tokens, the COPIED tokens behind them, DRAFTED tokens of a model.
+# One speculation for all engines: n-grams of MATCHED tokens, the COPIED tokens after them, DRAFTED tokens of a model.
 MATCHED, COPIED, DRAFTED = 2, 7, 4
 
 Tokens = list[list[int]]

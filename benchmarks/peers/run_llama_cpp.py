@@ -85,14 +85,14 @@ class Context:
         return [[next(best) for _ in range(count)] for count in counts]
 
     def keep(self, row: Row, length: int) -> None:
-        """Forget what a row has cached behind its first `length` tokens."""
+        """Forget what a row has cached after its first `length` tokens."""
         if row.cached.get(id(self), 0) > length:
             self.c.llama_memory_seq_rm(self.memory, row.slot, length, -1)
             row.cached[id(self)] = length
 
 
 def copied(ids: list[int], most: int) -> list[int]:
-    """At most `most` tokens behind the latest earlier occurrence of the last `MATCHED`."""
+    """At most `most` tokens after the latest earlier occurrence of the last `MATCHED`."""
     last = ids[-MATCHED:]
     for start in range(len(ids) - MATCHED - 1, -1, -1):
         if ids[start : start + MATCHED] == last:

@@ -39,7 +39,7 @@ def load(arguments: argparse.Namespace) -> Build:
             arguments.model,
             dtype=arguments.dtype,
             max_num_seqs=request.batch_size,
-            # Room for a draft behind the last token; a row that touches the limit is not drafted for.
+            # Room for a draft after the last token; a row that touches the limit is not drafted for.
             max_model_len=request.max_length + COPIED + 1,
             enable_prefix_caching=False,
             speculative_config=speculation[request.mode],

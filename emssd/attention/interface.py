@@ -233,7 +233,7 @@ class AttentionBackend(ABC):
         valid id and position.
 
         A step may fail after this call. Then the same or other rows are planned next, without a commit between. The new
-        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget what the row holds behind those.
+        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget what the row holds after those.
         """
 
     @abstractmethod
@@ -268,7 +268,7 @@ class AttentionBackend(ABC):
 
         Args:
             packed: the step.
-            lengths: ``[B]`` tokens that each row has room for behind those of the step.
+            lengths: ``[B]`` tokens that each row has room for after those of the step.
 
         Returns:
             The plan and its `native_step`, or ``None``: this backend plans each pass.
@@ -276,7 +276,7 @@ class AttentionBackend(ABC):
         return None
 
     def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
-        """Plan passes of one token for each row beforehand, each behind the one before.
+        """Plan passes of one token for each row beforehand, each after the one before.
 
         Args:
             packed: the first of them.

@@ -93,7 +93,7 @@ class PackedInputs:
     def rectangle(self, rows: Seq[int]) -> tuple[list[int], list[int]]:
         """The packed token at each place of a rectangle of these rows, and the place of each of their tokens.
 
-        It is as wide as the longest of them; places behind the end of a shorter row repeat its last token.
+        It is as wide as the longest of them; places after the end of a shorter row repeat its last token.
         """
         lengths = self.lengths
         longest = max(lengths[row] for row in rows)

@@ -78,7 +78,7 @@ class PageTable:
         return self._pages[request_id].tolist() if request_id in self._pages else []
 
     def indices(self, request_ids: Iterable[str], counts: Iterable[int]) -> NDArray[np.int32]:
-        """``[sum(counts)]`` int32: the first `counts` pages of each of these sequences, one behind the other."""
+        """``[sum(counts)]`` int32: the first `counts` pages of each of these sequences, one after the other."""
         parts = [self._pages[request_id][:count] for request_id, count in zip(request_ids, counts, strict=True)]
         return np.frombuffer(bytearray().join(parts), dtype=np.int32)
 
@@ -115,7 +115,7 @@ class PageTable:
                 self.truncate(request_id, num_tokens)
 
     def truncate(self, request_id: str, num_tokens: int) -> None:
-        """Take back the pages behind the first `num_tokens` tokens."""
+        """Take back the pages after the first `num_tokens` tokens."""
         pages = self._pages.get(request_id)
         while pages and (len(pages) - 1) * self.page_size >= num_tokens:  # its last page holds none of them
             self._drop(pages.pop())

@@ -56,7 +56,7 @@ class PrefixIndex:
         return found
 
     def remove(self, page: int) -> None:
-        """A page is no longer found, nor are those behind it."""
+        """A page is no longer found, nor are those after it."""
         if (key := self._keys.pop(page, None)) is not None:
             del self._found[key]
 

@@ -34,7 +34,7 @@ def write_batch_output(
     """Make the file of the rows in ``generations.jsonl``, in the order of `prompts`, whole or not at all.
 
     Args:
-        failed: prompts that failed, which come behind.
+        failed: prompts that failed, which come last.
         load_tokenizer: called if a row has log-probabilities.
     """
     origin = {"created": int(time.time()), "model": model}

@@ -24,7 +24,7 @@ _SHOWN_PROMPT, _SHOWN_TEXT = 120, 400  # characters
 
 
 def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> None:
-    """The first texts, shortened, each behind the end of its prompt; nothing of rows without text."""
+    """The first texts, shortened, each after the end of its prompt; nothing of rows without text."""
     with_text = ((prompt, row.sample, row.text) for prompt, row in rows if row.text is not None)
     for prompt, number, text in islice(with_text, _SHOWN_TEXTS):
         sample = f", sample {number}" if number else ""

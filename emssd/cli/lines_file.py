@@ -123,7 +123,7 @@ class LinesFile:
         )
 
     def append(self, line: bytes) -> None:
-        """Write one line, which ends with a newline, behind those that are kept. Raises OutputError: the disk is full,
+        """Write one line, which ends with a newline, after those that are kept. Raises OutputError: the disk is full,
         say, and nothing of the line is left then; or as `check` says.
         """
         rest = memoryview(line)

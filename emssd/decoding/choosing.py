@@ -31,7 +31,7 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
     node, so that a draft whose ids are on a device is waited for.
 
     Args:
-        logits: ``[R, vocab]``: of each row the logits behind its newest token, then behind each of its drafted tokens.
+        logits: ``[R, vocab]``: of each row the logits after its newest token, then after each of its drafted tokens.
         draft: trees for them; all ids are in the vocabulary.
     """
     if all(map(_is_greedy, rows)):
@@ -49,7 +49,7 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     On a GPU, the host waits several times for each node.
 
     Args:
-        logits: ``[B + num_draft, vocab]``: of each row the logits behind its newest token, then behind each of its
+        logits: ``[B + num_draft, vocab]``: of each row the logits after its newest token, then after each of its
             drafted tokens.
         draft: trees for them; all ids are in the vocabulary.
     """
@@ -71,7 +71,7 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
 
 
 def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
-    """The places where tokens are chosen for row `place` of `draft`: behind its newest token, and each drafted one.
+    """The places where tokens are chosen for row `place` of `draft`: after its newest token, and each drafted one.
 
     Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
     """
@@ -102,7 +102,7 @@ def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
 
 
 def states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> list[MatcherState | None]:
-    """``[1 + n]`` the states behind a row's newest token, whose own is `origin`, and behind each node of a draft."""
+    """``[1 + n]`` the states after a row's newest token, whose own is `origin`, and after each node of a draft."""
     states = [origin]
     for token, parent in zip(tokens, tree, strict=True):
         above = states[parent + 1]
@@ -111,7 +111,7 @@ def states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> l
 
 
 def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
-    """The states behind the newest tokens and behind all nodes of the draft, of rows with a grammar."""
+    """The states after the newest tokens and after all nodes of the draft, of rows with a grammar."""
     found = list[MatcherState | None]()
     for place, row in enumerate(rows):
         if row.grammar is not None:
@@ -121,7 +121,7 @@ def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
 
 
 def first_node(row: Row) -> Node:
-    """The place where the token behind the newest one of `row` is chosen: there a draft model begins to draw."""
+    """The place where the token after the newest one of `row` is chosen: there a draft model begins to draw."""
     return next(nodes_of(row, Draft.empty(1), 0))
 
 

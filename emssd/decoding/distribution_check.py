@@ -1,6 +1,6 @@
 """`check=plain` of `residual` sampling: whether the tokens of a run have the law of plain decoding, by two tests.
 
-No other run has the same tokens, so each token is held against the target's distribution behind the tokens before it,
+No other run has the same tokens, so each token is held against the target's distribution after the tokens before it,
 which one plain pass over the text gives.
 
 - **G-test.** With all tokens laid end to end, the most probable first, let `F` be the probability of those before the

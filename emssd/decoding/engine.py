@@ -383,5 +383,5 @@ class Engine(Assembled):
 
 
 def _moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
-    """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`: nothing moves if they lie together."""
+    """The KV of accepted `nodes` after `num_tokens` tokens, as `Kept.sources`: nothing moves if they lie together."""
     return () if not nodes or nodes[-1] == len(nodes) - 1 else tuple(num_tokens + node for node in nodes)

@@ -26,7 +26,7 @@ def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verifi
     Nothing is computed where nobody asks. Else a GPU's host waits once more than without.
 
     Args:
-        logits: ``[R, vocab]``: for each row the logits behind its newest token, then behind each of its drafted tokens.
+        logits: ``[R, vocab]``: for each row the logits after its newest token, then after each of its drafted tokens.
     """
     widths = [_width(row) for row in rows]
     if widths.count(None) == len(widths):

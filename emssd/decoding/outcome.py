@@ -28,7 +28,7 @@ def outcome_of(
 
     Args:
         draft, verified: what was verified, and the result of each row.
-        packed: the step: the rows of the batch, each with its draft behind its tokens, then pieces of prompts.
+        packed: the step: the rows of the batch, each with its draft after its tokens, then pieces of prompts.
     """
     best = [each.candidates for each in verified if each.candidates is not None]
     return Outcome(

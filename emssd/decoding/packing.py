@@ -37,7 +37,7 @@ def pack(
     Args:
         rows: each with at least one token that is not cached.
         draft: trees for these rows.
-        prefills: further rows, of each the number of tokens behind the cached ones; no logits of theirs are wanted.
+        prefills: further rows, of each the number of tokens after the cached ones; no logits of theirs are wanted.
         greedy: see `PackedInputs`.
     """
     request_ids: list[str] = []
@@ -85,7 +85,7 @@ def pack_nodes(
     kv_lens: Seq[int],
     trees: Seq[Parents] | None = None,
 ) -> PackedInputs:
-    """Drafted tokens alone, behind others that are cached: the step of a drafter that decodes with a model of its own.
+    """Drafted tokens alone, after others that are cached: the step of a drafter that decodes with a model of its own.
 
     Args:
         request_ids: ``[B]``.

@@ -1,4 +1,4 @@
-"""The likeliest tokens behind each node, and how likely they are: what a drafter needs to grow a tree."""
+"""The likeliest tokens after each node, and how likely they are: what a drafter needs to grow a tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["likelihood", "top_choices", "top_tokens"]
 def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
     """For each row of ``logits [n, vocab]`` its `width` most probable tokens, and the logarithms of how probable.
 
-    A GPU's host waits once. A probability that is not a number counts as 0, as behind a model that overflowed.
+    A GPU's host waits once. A probability that is not a number counts as 0, as after a model that overflowed.
 
     Args:
         width: at least 1; cut to the vocabulary.

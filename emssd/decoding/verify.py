@@ -27,7 +27,7 @@ class Verified:
         accepted: the accepted draft nodes in order, ``range(n)`` for a chain.
         new_tokens: the accepted tokens followed by one token of the target's own: *recovered* where a draft token was
             rejected, *bonus* where all were accepted. Its length is the acceptance length τ.
-        target_ids: ``[1 + n]`` the target's choice behind the row's newest token, then behind each node of its draft.
+        target_ids: ``[1 + n]`` the target's choice after the row's newest token, then after each node of its draft.
         candidates: ``[1 + n]`` at the same places the target's best tokens, if a drafter wants them.
         logprobs: of `new_tokens`, if the request asks for them.
     """
@@ -60,8 +60,8 @@ def verify(
     sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
 
     Args:
-        choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token behind each row's newest token, then
-            behind each of its drafted tokens.
+        choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token after each row's newest token, then
+            after each of its drafted tokens.
         draft: the trees that were verified.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
         verdicts: by row, those that were decided already; there, only drafters get `choices`.

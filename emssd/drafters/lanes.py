@@ -41,7 +41,7 @@ class Lane:
         self.held: dict[str, int] = {}
 
     def in_place(self, name: Hashable, values: torch.Tensor, size: int) -> torch.Tensor:
-        """``values [n, …]`` where all recorded steps of this `name` read them, ``[size, …]``; zeros behind them."""
+        """``values [n, …]`` where all recorded steps of this `name` read them, ``[size, …]``; zeros after them."""
         if name not in self._fixed:
             self._fixed[name] = values.new_zeros(size, *values.shape[1:])
         held = self._fixed[name]

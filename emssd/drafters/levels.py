@@ -155,7 +155,7 @@ class LevelDrafter(Drafter):
         return None
 
     def _grow_behind(self, rows: Seq[GrowingRow], logits: torch.Tensor) -> bool:
-        """Draft chains in one call, of `logits` behind the newest tokens; the host waits once. False: not done."""
+        """Draft chains in one call, of `logits` after the newest tokens; the host waits once. False: not done."""
         chain = self.chain_of(rows)
         places = [place for place, length in enumerate(chain.lengths) if length > 1]
         if not places:

@@ -49,7 +49,7 @@ class SampledShape(Shape):
 
         Args:
             expansions: ``r`` nodes, in the order in which they were drawn.
-            q: ``[r, vocab]`` the distribution behind each.
+            q: ``[r, vocab]`` the distribution after each.
             noise: ``[r, vocab]`` standard exponentials for each; ones give the most probable tokens.
         """
 
@@ -121,7 +121,7 @@ class SampledDrafter(ModelDrafter):
         return self._with_known_bias(next(drawn_nodes(row, Draft.empty(1), 0)))
 
     def _told(self, row: Row, length: int) -> Seq[torch.Tensor] | None:
-        """The distributions behind the newest token of `row`, and behind each of the `length` nodes of its tree."""
+        """The distributions after the newest token of `row`, and after each of the `length` nodes of its tree."""
         if not length or not _is_residual(row):
             return None
         return tuple(self._drawn[row.request_id].tree.draft[: 1 + length])
@@ -137,7 +137,7 @@ class SampledDrafter(ModelDrafter):
             place = stop
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
-        """``[r, vocab]`` what the race behind each of `nodes` is run with, in the tree that begins at `origin`."""
+        """``[r, vocab]`` what the race after each of `nodes` is run with, in the tree that begins at `origin`."""
         if not origin.params.is_residual:
             return torch.ones(len(nodes), self._vocab_size, dtype=q.dtype, device=q.device)
         stream = stream_key(origin.key, "draft", origin.position)

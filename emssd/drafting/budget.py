@@ -23,7 +23,7 @@ class DraftedNode(NamedTuple):
         confidence: how sure the drafter is that it follows its parent, from 0 to 1. It is 1 where tokens are drawn for
             `residual` sampling, as it would tell which one was drawn.
         chance: the product of the confidences on the way to it.
-        entropy: in nats, of the drafter's own distribution behind its parent.
+        entropy: in nats, of the drafter's own distribution after its parent.
     """
 
     confidence: float

@@ -90,7 +90,7 @@ class Draft:
         confidence: ``[num_draft]`` host numbers from 0 to 1: how sure the drafter is that a node follows its parent.
             ``None``: it does not say.
         q: ``[B]`` for each row whose tokens were drawn as `emssd.sampling.residual` says, ``[1 + n]`` distributions:
-            behind its newest token and behind each node, the ``q [vocab]`` that its children were drawn from, or any
+            after its newest token and after each node, the ``q [vocab]`` that its children were drawn from, or any
             tensor if it has none. ``None`` for other rows, or for all. `residual` sampling relies on it: a wrong ``q``
             changes the output's law. Nodes stand in the order in which they were drawn, and nobody drops one for what
             it is.

@@ -23,7 +23,7 @@ class Drafter(ABC):
         num_candidates: how many of the target's best tokens it gets, see `Outcome.candidates`.
         hidden_layers: which hidden states of the target it gets, see `Outcome.hidden`. Index ``k`` is the
             residual stream in front of decoder layer ``k``: 0 is what the first layer gets, ``n`` of ``n`` layers what
-            the last one gives, before the final norm. -1 is behind that norm: what the LM head is given. (In
+            the last one gives, before the final norm. -1 is after that norm: what the LM head is given. (In
             ``hidden_states`` of Transformers, that takes the place of ``n``.) It is read once. Rows whose prompts begin
             alike share no KV then, since nothing is computed for shared tokens.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a

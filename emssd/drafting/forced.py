@@ -12,7 +12,7 @@ __all__ = ["ForcedTokens"]
 
 
 class ForcedTokens(Drafter):
-    """Drafts what the grammar of a row forces, and nothing for other rows: the stages behind it draft for these."""
+    """Drafts what the grammar of a row forces, and nothing for other rows: the stages after it draft for these."""
 
     num_speculative_tokens = 16
 

@@ -21,7 +21,7 @@ class Tree(NamedTuple):
     Attributes:
         token_ids: ``[n]``.
         parents: ``[n]`` for each node the index of its parent, -1 for a child of the row's newest token.
-        confidence: ``[n]`` the probability of each node behind its parent.
+        confidence: ``[n]`` the probability of each node after its parent.
     """
 
     token_ids: list[int]

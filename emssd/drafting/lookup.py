@@ -23,7 +23,7 @@ class Occurrence(str, Enum):
 
 
 class NGramIndex:
-    """Finds the n-grams of a growing text that have enough tokens behind them.
+    """Finds the n-grams of a growing text that have enough tokens after them.
 
     Args:
         num_behind: how many tokens must follow an n-gram before it counts.
@@ -33,7 +33,7 @@ class NGramIndex:
     def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:
         self._size, self._num_behind, self._num_places = size, num_behind, num_places
         self._keep_first = occurrence == Occurrence.first
-        self._behind: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens behind each n-gram
+        self._behind: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens after each n-gram
         self._next = size  # where the next n-gram to enter ends
 
     def extend(self, tokens: Seq[int], end: int) -> None:
@@ -52,7 +52,7 @@ class NGramIndex:
         self._next = stop
 
     def find(self, tokens: Seq[int]) -> Seq[int]:
-        """Indices of the tokens behind the n-gram that `tokens` ends with, in the order of choice."""
+        """Indices of the tokens after the n-gram that `tokens` ends with, in the order of choice."""
         return self._behind.get(tuple(tokens[-self._size :]), ())
 
 

@@ -31,7 +31,7 @@ class NGramCounts:
         self._counts: dict[tuple[int, ...], dict[int, int]] = {}
 
     def extend(self, tokens: Seq[int], start: int = 1) -> None:
-        """Count ``tokens[start:]``, each behind the n-grams that end before it."""
+        """Count ``tokens[start:]``, each after the n-grams that end before it."""
         for place in range(start, len(tokens)):
             token = tokens[place]
             for size in range(1, min(self._max_size, place) + 1):
@@ -40,7 +40,7 @@ class NGramCounts:
         self.num_tokens += max(0, len(tokens) - start)
 
     def behind(self, ngram: tuple[int, ...]) -> Mapping[int, int]:
-        """The counts of the tokens behind `ngram`, the latest last."""
+        """The counts of the tokens after `ngram`, the latest last."""
         return self._counts.get(ngram, _NONE)
 
 

@@ -34,7 +34,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
 
     Its logits are those of an uncompiled engine with ``batch_invariant=True`` and ``backend=ragged`` on the same
     weights, in their precision and in any batch. Rows are padded on any side, with an attention mask, or packed one
-    behind another in a line, each with positions from 0. Gradients are PyTorch's, of the same formulas.
+    after another in a line, each with positions from 0. Gradients are PyTorch's, of the same formulas.
 
     Args:
         model: on a CPU, in float32, bfloat16 or float64; one with adapters of PEFT, too.
@@ -145,7 +145,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """In one rectangle, whose padding stands behind each row."""
+        """In one rectangle, whose padding stands after each row."""
         places, index, saved = ctx.rows.places, ctx.rows.index, ctx.saved_tensors
         real, qkv = places >= 0, [each[places].requires_grad_() for each in saved]
         with torch.enable_grad():

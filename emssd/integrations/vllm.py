@@ -52,7 +52,7 @@ class Proposer:
     vLLM does not say which request a row is, so it is recognised by its text: it goes on from what it was a step ago.
     The drafter gets rows as it does from an engine: it proposes, observes what was accepted of that, and drops rows
     that are no longer there. Three things vLLM does not tell. Why a row is gone: all count as ended, also one that was
-    preempted, and may have a few tokens behind its EOS. What the target says behind a rejected token: -1 stands in
+    preempted, and may have a few tokens after its EOS. What the target says after a rejected token: -1 stands in
     `Outcome.target_ids`. How long a row may become: a draft may reach beyond its ``max_tokens``.
 
     Args:
@@ -125,7 +125,7 @@ class Proposer:
         return row
 
     def _conclude(self, new: Mapping[str, Seq[int]]) -> None:
-        """Tell the drafter of the step behind its latest draft: `new` tokens of each row that is still there, by id."""
+        """Tell the drafter of the step after its latest draft: `new` tokens of each row that is still there, by id."""
         accepted, targets, verified = list[range](), list[list[int]](), list[int]()
         rows = list[Row]()
         for place, row in enumerate(self._asked):

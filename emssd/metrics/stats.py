@@ -35,7 +35,7 @@ class StepStats:
 
     Attributes:
         is_prefill: whether any row computed more of its prompt than the newest token.
-        num_rows, num_waiting: rows of the step, rows with a piece of a prompt included; sequences in the queue behind.
+        num_rows, num_waiting: rows of the step, with those that compute a piece of a prompt; rows that wait.
         num_tokens: ``nnz``, tokens computed without padding.
         num_kv_tokens: tokens of KV that the rows have after the step, rejected ones included.
         num_new_tokens: tokens added to sequences, after the cut at EOS and limits.

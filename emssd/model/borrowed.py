@@ -24,7 +24,7 @@ class ShallowRunner(CausalLMRunner):
     """The first layers of a model, its final norm and its LM head, with a KV cache beside that of the whole model.
 
     Nothing is copied, and between two steps the model is as it was. It runs uncompiled, also where the model is
-    compiled. Hidden states may be taken up to the last of these layers, and behind the norm (-1).
+    compiled. Hidden states may be taken up to the last of these layers, and after the norm (-1).
 
     Args:
         backend: allocated for these layers alone.
@@ -135,7 +135,7 @@ class BorrowedTarget:
         return table.weight if looks_up and self._scale == 1.0 and not self._target.is_spread else None
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` behind its last layer.
+        """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` after its last layer.
 
         Raises:
             UnsupportedModelError: that is more than a chain of modules.
@@ -149,7 +149,7 @@ class BorrowedTarget:
         return hidden.to(self.device)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is behind `norm`.
+        """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is after `norm`.
 
         Scales, soft-caps and biases of logits are the model's.
         """
@@ -164,7 +164,7 @@ class BorrowedTarget:
         return logits[0].to(self.device)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``[n, vocab]`` what the model says behind each of ``token_ids [n]``, a whole text; nothing is cached."""
+        """``[n, vocab]`` what the model says after each of ``token_ids [n]``, a whole text; nothing is cached."""
         with torch.inference_mode():
             logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
         return logits[0].to(self.device)

@@ -29,7 +29,7 @@ class ChoiceRunner(ModelRunner):
 
     @abstractmethod
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> Seq[int]:
-        """The target's choice behind the newest token of a row, and behind each of its drafted tokens.
+        """The target's choice after the newest token of a row, and after each of its drafted tokens.
 
         Args:
             length: tokens that the row has without its draft.

@@ -161,7 +161,7 @@ def _probe_states(target: HookedModel) -> None:
 def _refuse_later_tokens(target: HookedModel) -> None:
     """Refuse a model whose own logits of a token change with the tokens after it, such as one that selects among ties.
 
-    Whole texts are computed with drafts behind them, so these would decide.
+    Whole texts are computed with drafts after them, so these would decide.
     """
     longest = min(40, target.max_model_len)
     tokens = torch.tensor([[(7 * place * place + 2) % target.vocab_size for place in range(longest)]])

@@ -118,7 +118,7 @@ class Program:
     def run_chain(
         self, inputs: list[torch.Tensor], step: NativeStep, chain: Chain
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it level by level, on the likeliest token behind each row, and nothing of Python between.
+        """Run it level by level, on the likeliest token after each row, and nothing of Python between.
 
         Args:
             inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
@@ -126,7 +126,7 @@ class Program:
 
         Returns:
             ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
-            Behind the end of a row's chain stands anything.
+            After the end of a row's chain stands anything.
         """
         tokens, shares = step.run_chain(self._handle, inputs, *chain)
         return tokens, shares

@@ -25,7 +25,7 @@ __all__ = ["RoundedRunner"]
 class RoundedRunner(CausalLMRunner):
     """Runs steps of a model with rounded linear weights, and shares the KV cache of the runner it is `attached` to.
 
-    It reads the KV that the target has committed. What it computes goes to the slots behind, which the target's next
+    It reads the KV that the target has committed. What it computes goes to the slots after it, which the target's next
     step writes before it reads them. So it has nothing to commit, to release or to catch up with. Whatever is no
     linear layer is the target's own, and so is the compiled program.
 

@@ -75,7 +75,7 @@ class ModelRunner(ABC):
 
         Args:
             packed: the step; logits are wanted of the last token of each row.
-            chain: how many tokens to choose behind each row, and how. KV is computed for all but the last of them.
+            chain: how many tokens to choose after each row, and how. KV is computed for all but the last of them.
 
         Returns:
             See `emssd.model.program.Program.run_chain`. ``None``: nothing was done, `run` does it one level at a time.
@@ -86,14 +86,14 @@ class ModelRunner(ABC):
     """Whether `run_passes` may do something."""
 
     def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
-        """Compute passes of one token for each row in one call, each behind the likeliest tokens of the one before.
+        """Compute passes of one token for each row in one call, each after the likeliest tokens of the one before.
 
         Args:
             packed: the first pass.
             chain: how many of them each row has part in, and what is asked for.
 
         Returns:
-            ``[2, k, B]`` float64: the likeliest token behind each pass, and the logarithm of how likely it is. Behind
+            ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of how likely it is. After
             the last of a row stands anything. ``None``: nothing was done.
         """
         return None

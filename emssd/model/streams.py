@@ -60,7 +60,7 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
 
 
 NORMED = -1
-"""The index of the last hidden state behind the model's final norm."""
+"""The index of the last hidden state after the model's final norm."""
 
 Hidden = dict[int, torch.Tensor]
 """Hidden states by index, see `Streams`."""
@@ -71,7 +71,7 @@ class Streams:
     """The places of a model where hidden states are taken; `emssd.model.finding.find_streams` finds them.
 
     Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
-    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out behind that norm.
+    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out after that norm.
     ``hidden_states`` of Transformers has it in the place of index ``n``.
 
     Attributes:
@@ -135,7 +135,7 @@ class Streams:
 
     @contextmanager
     def cut(self, num_layers: int) -> Iterator[None]:
-        """A pass of the model within this ends early: layers behind the first `num_layers` hand on what they get."""
+        """A pass of the model within this ends early: layers after the first `num_layers` hand on what they get."""
         with ExitStack() as cuts:
             for layer in self.layers[num_layers:]:
                 cuts.enter_context(replaced_forward(layer, _handed_on))

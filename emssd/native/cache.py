@@ -123,7 +123,7 @@ def trusted(root: Path, *below: str, variable: str = "EMSSD_CACHE") -> Path:
 
 
 def room_hint(error: BaseException) -> str:
-    """Advice for a full disk, to be put behind the error; nothing for other errors."""
+    """Advice for a full disk, to be put after the error; nothing for other errors."""
     if "No space left on device" not in str(error):
         return ""
     return "; make room on the disk, or set EMSSD_CACHE, TMPDIR and TORCHINDUCTOR_CACHE_DIR to where some is"

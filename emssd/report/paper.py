@@ -11,7 +11,7 @@ CNN_DAILYMAIL = "CNN/Daily Mail"
 
 STEP_ROWS = 16
 STEP_MS = {1: 16.6, 5: 22.6}
-"""The inference time figure, as quoted: ms of a step of OPT-6.7b, 16 rows behind 512 tokens, by tokens per sample."""
+"""The inference time figure, as quoted: ms of a step of OPT-6.7b, 16 rows after 512 tokens, by tokens per sample."""
 
 
 class Padding(NamedTuple):

@@ -1,4 +1,4 @@
-"""`choose`: the target's next token behind every node of a draft.
+"""`choose`: the target's next token after every node of a draft.
 
 The choice is defined by `scores_of`, which PyTorch computes in float64. On a CPU, a kernel finds the same token in less
 time: it takes logarithms only for tokens that may win. Where rounding could decide, between two totals or between a
@@ -51,7 +51,7 @@ class Node:
         position: index of the chosen token in its row, prompt included.
         prefix: the tokens before it, prompt included; only where `params` read it.
         num_prompt: how many of them are the prompt.
-        state: which tokens may follow by the grammar of the request, if it has one; ``None`` behind a drafted token
+        state: which tokens may follow by the grammar of the request, if it has one; ``None`` after a drafted token
             that may not be there.
     """
 

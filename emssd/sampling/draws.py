@@ -44,7 +44,7 @@ def top_draws(
     ``i`` with the probability ``softmax((logits + T G) / error)[i]`` (McFadden's conditional logit). At temperature 0
     it is ``softmax(logits / error)``, what `emssd.decoding.top_tokens` ranks by.
 
-    A token that the params exclude is not among them, so that a node may have fewer. Behind a model that overflowed it
+    A token that the params exclude is not among them, so that a node may have fewer. After a model that overflowed it
     has none. A GPU's host waits once.
 
     Args:

@@ -53,7 +53,7 @@ class MatcherState:
         return bool(self.mask[token >> 5] >> (token & 31) & 1)
 
     def after(self, token: int) -> MatcherState | None:
-        """The state behind `token`; ``None`` if it may not follow."""
+        """The state after `token`; ``None`` if it may not follow."""
         if token not in self._children:
             self._children[token] = self._matcher.child(self, token)
         return self._children[token]
@@ -63,7 +63,7 @@ class MatcherState:
         return self._matcher.forced(self)[:limit] if limit > 0 else []
 
     def settled(self, tokens: Seq[int]) -> MatcherState:
-        """The state behind `tokens`, which are the row's now; what is known of other continuations is dropped."""
+        """The state after `tokens`, which are the row's now; what is known of other continuations is dropped."""
         state = self
         for token in tokens:
             following = state.after(token)
@@ -74,7 +74,7 @@ class MatcherState:
 
 
 class _Matcher:
-    """The matcher of one row, which stands behind the text of the newest entry of `_stack`."""
+    """The matcher of one row, which stands after the text of the newest entry of `_stack`."""
 
     def __init__(self, own: Any, grammar: Grammar, ends: frozenset[int], tokenizer: Any) -> None:
         self._own, self._grammar, self._ends = own, grammar, sorted(ends)

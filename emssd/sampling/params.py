@@ -162,7 +162,7 @@ class SamplingParams:
 
     @property
     def reads_path(self) -> bool:
-        """Whether the choice behind a drafted token depends on that token other than through the model."""
+        """Whether the choice after a drafted token depends on that token other than through the model."""
         return self.reads_prefix or self.grammar is not None
 
     @property

@@ -62,7 +62,7 @@ class StopStrings:
         self._bytes = TokenBytes(tokenizer)
 
     def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
-        """Whether the last of `tokens` completes a stop string that lies at or behind index `start`.
+        """Whether the last of `tokens` completes a stop string that lies at or after index `start`.
 
         A stop string of n bytes that this token completes has at most n - 1 bytes in front of it, so that many bytes
         are looked at, however many tokens hold them.

@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["TokenBytes"]
 
-_BASE = "a"  # a token is decoded behind this text, as the first token of a text may lose its leading space
+_BASE = "a"  # a token is decoded after this text, as the first token of a text may lose its leading space
 _LOST = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for bytes that are no whole character
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
 

@@ -54,7 +54,7 @@ class TraceRecorder(Drafter):
     def stage(self, request_id: str) -> StageTrace:
         """The recorded trace of a request that has ended.
 
-        Drafted tokens behind an EOS count as wrong: nobody knows what the target would have gone on with.
+        Drafted tokens after an EOS count as wrong: nobody knows what the target would have gone on with.
         """
         output = self.rows[request_id].output_ids
         made = [self._guesses[request_id][position] for position in range(len(output))]

@@ -18,7 +18,7 @@ from emssd.simulate.traces import WRONG, Trace
 
 __all__ = ["TraceDrafter", "TreeDrafter", "TreeLaw"]
 
-_POSITIONS = 1024  # of each request that have a coin of their own; behind them the coins begin again
+_POSITIONS = 1024  # of each request that have a coin of their own; after them the coins begin again
 _MOST_NODES = 4096
 
 
@@ -70,7 +70,7 @@ class TreeLaw:
         )
 
     def right(self, request_id: str, position: int) -> list[bool]:
-        """For each node of a tree behind `position` new tokens, whether it is right if all on the way to it are."""
+        """For each node of a tree after `position` new tokens, whether it is right if all on the way to it are."""
         if request_id not in self._coins:
             draw = np.random.default_rng([self._seed, crc32(request_id.encode())])
             self._coins[request_id] = draw.random(_POSITIONS).tolist()
@@ -128,7 +128,7 @@ class TreeLaw:
 
 
 class TraceDrafter(Drafter):
-    """Drafts as many right tokens as the recorded drafter did, and `WRONG` behind them.
+    """Drafts as many right tokens as the recorded drafter did, and `WRONG` after them.
 
     Args:
         trace: of the requests that will come.

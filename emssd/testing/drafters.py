@@ -70,7 +70,7 @@ class PerfectDrafter(ChainDrafter):
 
 
 class WrongDrafter(ChainDrafter):
-    """Drafts a wrong first token and right ones behind it: nothing may be accepted. Needs the references."""
+    """Drafts a wrong first token and right ones after it: nothing may be accepted. Needs the references."""
 
     def chain(self, row: Row, limit: int) -> list[int]:
         upcoming = self.upcoming(row)

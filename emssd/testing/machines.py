@@ -286,7 +286,7 @@ def _tokens(nodes: _Nodes) -> list[int]:
 
 
 def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
-    """The KV of accepted `nodes` behind `num_tokens` tokens, as `Kept.sources`."""
+    """The KV of accepted `nodes` after `num_tokens` tokens, as `Kept.sources`."""
     return () if list(nodes) == list(range(len(nodes))) else tuple(num_tokens + node for node in nodes)
 
 

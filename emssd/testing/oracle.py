@@ -89,7 +89,7 @@ class DenseBackend(AttentionBackend):
 
     It shares no arithmetic with `emssd.attention.masked_attention`, and it asserts what a caller owes to a backend:
     that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is. What a row
-    holds behind those that its new tokens follow is of a step that never happened.
+    holds after those that its new tokens follow is of a step that never happened.
     """
 
     takes_trees = True

@@ -22,7 +22,7 @@ class Account:
     Attributes:
         differences: what was wrong, in words; the shortest text first where there are several.
         num_tokens, num_logits: compared with the oracle.
-        num_nodes: of these logits, those behind a node of a tree with branches.
+        num_nodes: of these logits, those after a node of a tree with branches.
         num_moved: rows whose accepted nodes were not the first ones of their tree, over all steps.
     """
 
@@ -117,7 +117,7 @@ class Judge:
                 if len(text) > self._tied.get(name, math.inf):
                     continue  # its text has gone another way
                 if way.tokens != text[way.num_before :]:
-                    continue  # behind a wrong draft
+                    continue  # after a wrong draft
                 right = oracle.logits(text)
                 if not right.isfinite().all():
                     continue

@@ -99,7 +99,7 @@ def _twice(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
 
 
 def _comb(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """Each token of the way stands behind wrong siblings."""
+    """Each token of the way stands after wrong siblings."""
     grown, before = Tree(), -1
     for token in way:
         grown += [(noise, before) for noise in _noises(own, rng, rng.randint(0, 2))]
@@ -118,7 +118,7 @@ def _bushy(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
 
 def _any(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
     """Any shape, in which right tokens are found wherever the way to them is right."""
-    grown, known = Tree(), {-1: 0}  # how much of the way lies behind a node
+    grown, known = Tree(), {-1: 0}  # how much of the way lies after a node
     for node in range(room):
         parent = rng.randint(-1, node - 1)
         depth = known.get(parent, len(way))

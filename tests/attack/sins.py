@@ -89,7 +89,7 @@ def _confident(numbers: Callable[[Any, int], Any]) -> Callable[..., Draft]:
 
 
 def _announced_late(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-    """A tree of right ways behind wrong siblings, by a drafter that drafted chains until now."""
+    """A tree of right ways after wrong siblings, by a drafter that drafted chains until now."""
     own.drafts_trees = True
     trees = []
     for row, most in zip(batch, budget, strict=True):

@@ -32,7 +32,7 @@ def _kernels(kernels: None) -> None:
 
 @dataclass
 class Row:
-    """`before` tokens and a tree behind them; the first `cached` of both are in the cache when the tree is verified."""
+    """`before` tokens and a tree after them; the first `cached` of both are in the cache when the tree is verified."""
 
     before: int
     tree: tuple[int, ...]
@@ -204,7 +204,7 @@ def test_beside_prompts_and_chains_on_two_threads_a_node_has_its_bits(dtype: tor
 def test_an_accepted_way_goes_on_as_a_chain(
     data: st.DataObject, layer: LayerSpec, dtype: torch.dtype, rows: list[Row], seed: int
 ) -> None:
-    """After `commit`, the next token has the bits that it has behind a chain of the accepted tokens."""
+    """After `commit`, the next token has the bits that it has after a chain of the accepted tokens."""
     all_qkv = [random_qkv(layer, dtype, row.kv_len + 1, seed + number) for number, row in enumerate(rows)]
     cache = Cache(layer, dtype)
     cache.verify(rows, [[tensor[:-1] for tensor in qkv] for qkv in all_qkv])

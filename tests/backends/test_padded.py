@@ -90,7 +90,7 @@ def test_held_memory_is_the_rectangle_in_use(pad_kv: bool, pad_inputs: bool) -> 
 def test_a_row_that_moves_up_takes_its_positions_along(pad_kv: bool, pad_inputs: bool) -> None:
     backend, rows = allocated(pad_kv, pad_inputs), sequences(5, 2)
     step(backend, rows, [3, 3], [3, 0])
-    step(backend, rows, [0, 0], [0, 0])  # where KV is padded, behind holes of the second row
+    step(backend, rows, [0, 0], [0, 0])  # where KV is padded, after holes of the second row
     backend.release(["0"])
     (positions,) = backend.plan(pack(rows[1:], Draft.empty(1))).attention.mask.key_positions.tolist()
     assert [position for position in positions if position < SPEC.max_model_len] == [0, 1, 2, 3]

@@ -72,7 +72,7 @@ class FaultyPolicy(BudgetPolicy):
 
 
 def break_backend(engine: Engine, faults: Faults) -> None:
-    """Before a call reaches the backend, or, for the last layer, behind it."""
+    """Before a call reaches the backend, or, for the last layer, after it."""
     backend = engine.runner.backend
 
     def failing(name: str) -> Any:

@@ -45,7 +45,7 @@ def make(config: LLMAConfig | PLDConfig) -> LLMADrafter | PLDDrafter:
 
 
 def copies(config: LLMAConfig | PLDConfig, row: Row) -> list[list[int]]:
-    """By definition: what stands behind each place that is copied from, in the order of choice."""
+    """By definition: what stands after each place that is copied from, in the order of choice."""
     tokens = list(row.tokens)
     if isinstance(config, LLMAConfig):
         text = tokens[: len(row.request.prompt_ids)] if config.search is Search.prompt else tokens

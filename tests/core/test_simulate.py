@@ -115,7 +115,7 @@ def test_every_step_is_the_engines(
     with logged_steps(engine, make_policy()) as steps:
         engine.generate(prompts, max_new_tokens=limits)
     run = Simulator(in_order(trace), make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
-    # Behind an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
+    # After an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
     unknown = ["acceptance"] if eos else list[str]()
     if not (eos and make_policy is HesitantBudget):  # which looks at what was accepted there, too
         assert figures(run.steps, unknown) == figures(steps, unknown)

@@ -112,7 +112,7 @@ UNITS = st.one_of(
 
 @given(data=st.data())
 def test_sentencepiece_tokens(data: st.DataObject) -> None:
-    """The text is that behind another token: a row goes on with its prompt, so that its first space counts."""
+    """The text is that after another token: a row goes on with its prompt, so that its first space counts."""
     ids = [token for unit in data.draw(st.lists(UNITS, min_size=1, max_size=12), label="ids") for token in unit]
     before = SENTENCEPIECE.convert_tokens_to_ids("a")
     texts = [SENTENCEPIECE.decode([before, *ids[:k]])[1:] for k in range(1, len(ids) + 1)]
@@ -128,7 +128,7 @@ def test_sentencepiece_tokens(data: st.DataObject) -> None:
 @looped(
     ("strings", "pieces", "text"),
     [
-        (["ab"], ["b", "a", "ba"], "b"),  # spread over tokens, with more behind it in the last one
+        (["ab"], ["b", "a", "ba"], "b"),  # spread over tokens, with more after it in the last one
         (["€"], ["a", "â", "Ĥ", "¬"], "a"),  # a character of three byte tokens
         (["é", "éa"], ["bÃ", "©a"], "b"),  # begins inside a token, in the middle of a character's bytes
         (["b", "ba"], ["a", "ba"], "a"),  # both at once

@@ -117,7 +117,7 @@ def test_several_drafters_in_turn_some_of_trees(
 
 
 class WatchedTrees(TreeDrafter):
-    """Holds what the target chose at every node to what it chooses behind the same tokens without a cache."""
+    """Holds what the target chose at every node to what it chooses after the same tokens without a cache."""
 
     model: Any
     num_nodes = 0

@@ -83,7 +83,7 @@ def test_as_much_is_accepted_as_in_an_engine(name: str, options: dict[str, Any])
     ]
     config = Registry().configured("drafter", name, options)
     engine = Engine.from_pretrained("demo", dtype="float64", drafter=config, budget="fixed", batch_size=2)
-    # vLLM asks for the first draft behind the first token that it has generated.
+    # vLLM asks for the first draft after the first token that it has generated.
     wanted = engine.generate(
         [text[: len(ids) + 1] for text, ids in zip(texts, prompts, strict=True)], new - 1, ignore_eos=True
     )

@@ -83,7 +83,7 @@ def blocks(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words of each command; of a console, those behind a prompt."""
+    """The words of each command; of a console, those after a prompt."""
     for language, text in blocks(page):
         if language not in ("", "sh", "console", "text"):
             continue

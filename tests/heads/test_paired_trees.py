@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 
 
 class Naive:
-    """A head behind a text, without a cache: a node's output is that of the whole text and the way to the node.
+    """A head after a text, without a cache: a node's output is that of the whole text and the way to the node.
 
     Args:
         head: its kind.
@@ -46,11 +46,11 @@ class Naive:
         """``[n - 1, size]`` of all tokens but the last."""
         said = target().model(torch.tensor([self.tokens[:-1]]), output_hidden_states=True).hidden_states
         if self.head in ("eagle", "mtp"):
-            return said[-1][0]  # Transformers' last one is behind the norm
+            return said[-1][0]  # Transformers' last one is after the norm
         return torch.cat([said[0][0], said[2][0]], -1) @ self.w["fc.weight"].T
 
     def output(self, path: Path) -> torch.Tensor:
-        """Behind the last pair, or behind the last node of a path."""
+        """After the last pair, or after the last node of a path."""
         if path not in self.outputs:
             if self.head == "peagle":
                 fed_back, further = [self.w["mask_hidden"][0, 0] @ self.w["fc.weight"].T] * len(path), [7] * len(path)

@@ -126,7 +126,7 @@ class History:
             return self.layers.mixed(fed)
 
     def commit(self, name: str, feed: Feed, ways: list[Text]) -> None:
-        """Some way from the text to a node is right, and the token behind it."""
+        """Some way from the text to a node is right, and the token after it."""
         rng, text, num_nodes = self.random, self.texts[name], feed.num_drafts
         first = feed.kv_len - num_nodes
         node, path = rng.randint(-1, num_nodes - 1), list[int]()

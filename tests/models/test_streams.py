@@ -103,7 +103,7 @@ def test_embeddings_are_those_of_the_first_layer_without_positions(name: str) ->
 
 
 def test_a_draft_that_was_asked_to_reach_all_layers_gets_them_in_a_run() -> None:
-    """Every index, on packed and on padded inputs; the index that Transformers does not tell, by the norm behind it."""
+    """Every index, on packed and on padded inputs; the index that Transformers does not tell, by the norm after it."""
     for backend in ("ragged", PaddedConfig()):
         model = tiny_model("gemma2", vocab_size=11, max_model_len=64)
         listener = Listener(RandomDrafter(11, 4), (0, 1, 2, -1))

@@ -103,7 +103,7 @@ def test_texts_are_those_without_drafts_and_drafts_those_of_emssd(model: Path) -
     notes = _Notes(SuffixDrafter(SuffixConfig(num_speculative_tokens=6)))
     target = LlamaForCausalLM.from_pretrained(model, dtype=torch.float32)
     engine = Engine.from_model(target, drafter=notes, budget="fixed", batch_size=2)
-    begun = [[*prompt, text[0]] for prompt, text in zip(PROMPTS, texts, strict=True)]  # vLLM's first draft is behind it
+    begun = [[*prompt, text[0]] for prompt, text in zip(PROMPTS, texts, strict=True)]  # vLLM's first draft is after it
     done = engine.generate(begun, NEW - 1, ignore_eos=True)
     assert [list(each.token_ids) for each in done] == [text[1:] for text in texts]
     assert sum(each.num_accepted for each in done) > 0

@@ -98,7 +98,7 @@ def test_it_drafts_what_their_model_computes(
         theirs = dict[tuple[int, ...], torch.Tensor]()
         for text in texts:
             tokens = torch.tensor([[*text, *[0] * NUM_STEPS]])
-            states = model.model(tokens).last_hidden_state  # behind the final norm
+            states = model.model(tokens).last_hidden_state  # after the final norm
             passes, _, _ = head(tokens, states)
             theirs[text] = passes[0][0]
             num_pairs = passes[0].shape[1]

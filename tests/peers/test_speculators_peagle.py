@@ -57,7 +57,7 @@ def save_theirs(folder: Path, verifier: Path, kind: str, layers: dict[str, Any],
 
 @torch.no_grad()
 def their_logits(head: Any, target: TargetModel, text: tuple[int, ...], patch: pytest.MonkeyPatch) -> torch.Tensor:
-    """``[n, DEPTH, draft_vocab]`` behind the first ``n`` pairs of a text, and behind the masks that follow each."""
+    """``[n, DEPTH, draft_vocab]`` after the first ``n`` pairs of a text, and after the masks that follow each."""
     num_pairs, padding = len(text) - 1, DEPTH
     anchors = torch.arange(num_pairs).repeat(DEPTH)  # all rollouts, where training draws some
     depths = torch.arange(DEPTH).repeat_interleave(num_pairs)

@@ -155,7 +155,7 @@ def emitted(rule: Rule, tree: SampledTree, target: Model, draft: Model) -> Law:
 
 
 def continued(law: Law, target: Model, length: int, num_tokens: int = 3) -> Law:
-    """The law of the first `length` tokens, where the target itself goes on behind what `law` emits."""
+    """The law of the first `length` tokens, where the target itself goes on after what `law` emits."""
 
     def chance_of(text: tuple[int, ...], begun: int) -> Fraction:
         chance = Fraction(1)

@@ -182,7 +182,7 @@ def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str) -> 
 
 
 class BeyondDrafter(PerfectDrafter):
-    """Right tokens, and behind them an id that is no token's.
+    """Right tokens, and after them an id that is no token's.
 
     Args:
         beyond: that id.

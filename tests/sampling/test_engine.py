@@ -248,7 +248,7 @@ def test_tokens_that_there_are_not_are_refused_before_anything_runs() -> None:
 
 
 def test_the_first_tokens_follow_the_targets_law() -> None:
-    """A G-test over seeds on the path that users run: the first token, and the second behind the commonest first."""
+    """A G-test over seeds on the path that users run: the first token, and the second after the commonest first."""
     params, prompt, num = SamplingParams(temperature=1.2, top_k=8, top_p=0.95), (3, 1, 4), 3000
     asked = [Request(str(seed), prompt, 2, sampling=dataclasses.replace(params, seed=seed)) for seed in range(num)]
     texts = list(decode(make_engine(RandomDrafter(VOCAB, 3), batch_size=64, max_step_tokens=512), asked).values())

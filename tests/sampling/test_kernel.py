@@ -100,7 +100,7 @@ def test_the_kernel_chooses_as_pytorch_does(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_other_options_choose_as_in_pytorch(data: st.DataObject) -> None:
-    """Nodes of all kinds in one batch, greedy ones included; the noise is the kernel's also behind penalties."""
+    """Nodes of all kinds in one batch, greedy ones included; the noise is the kernel's also after penalties."""
     logits = data.draw(logits_of_any_kind(3, 13))
     nodes = []
     for _ in logits:

@@ -97,7 +97,7 @@ def make_engine(
 
 
 def check(done: Generation, params: SamplingParams | None) -> None:
-    """Against the log-softmax of a full pass behind each prefix."""
+    """Against the log-softmax of a full pass after each prefix."""
     if params is None or params.logprobs is None:
         assert done.logprobs is None
         return

@@ -87,7 +87,7 @@ Rule = Callable[..., Verdict]
 
 
 def last_token_from(source: Callable[[torch.Tensor], torch.Tensor], *, leaves: bool = False) -> Callable[[Rule], Rule]:
-    """The token behind the accepted way is drawn from `source` of the target's distribution there."""
+    """The token after the accepted way is drawn from `source` of the target's distribution there."""
 
     def wrong(rule: Rule) -> Rule:
         def verify_wrongly(probs: Any, q: Any, tokens: Any, parents: Any, uniform: Any) -> Verdict:

@@ -34,7 +34,7 @@ def joined(trees: Seq[SampledTree | None]) -> Draft:
 
 
 BehindNodes = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
-"""Gives the draft's distribution ``q [vocab]`` behind each of the given nodes of a tree, -1 being its origin."""
+"""Gives the draft's distribution ``q [vocab]`` after each of the given nodes of a tree, -1 being its origin."""
 
 
 def add_children(

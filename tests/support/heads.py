@@ -161,8 +161,8 @@ def run_ragged(
         compile: run a compiled program.
 
     Returns:
-        For each row the output behind its last input, those of the tree nodes, and the output of the first tree input
-        given once more behind the committed way.
+        For each row the output after its last input, those of the tree nodes, and the output of the first tree input
+        given once more after the committed way.
     """
     spec = KVCacheSpec((), torch.float64, CPU, len(rows), 64, continuous=backend == "ragged", trees=True)
     runner = HeadLane(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)

@@ -20,7 +20,7 @@ CLOSE = 1e-9  # of numbers around one, in float64 throughout
 def right_states(model: Any, tokens: Seq[int], layers: Seq[int], attention: str = "sdpa") -> list[torch.Tensor]:
     """``[len(tokens), width]`` for each of `layers`, by Transformers' ``output_hidden_states``, without a cache.
 
-    It tells index ``n`` of ``n`` behind the final norm only, so that -1 stands for that, and ``n`` is not there. Eager
+    It tells index ``n`` of ``n`` after the final norm only, so that -1 stands for that, and ``n`` is not there. Eager
     attention takes its softmax in float32, and SDPA knows no soft-cap.
     """
     before = model.config._attn_implementation

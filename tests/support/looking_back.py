@@ -69,7 +69,7 @@ def _output(into: Mapping[int, tuple[int, torch.Tensor]], num_heads: int) -> tor
 def looking_back_model(vocab_size: int = VOCAB, mask: int = MASK, max_model_len: int = 128) -> Any:
     """The model: a Llama with `WORDS` tokens, a mask, and further ids of which it makes a mess and which it prefers.
 
-    Its stream holds the token behind layer 0. Layer 1 adds the three tokens that count, and permutes the token. Layer 2
+    Its stream holds the token after layer 0. Layer 1 adds the three tokens that count, and permutes the token. Layer 2
     permutes it again.
     """
     sizes = {"hidden_size": SIZE, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -28,7 +28,7 @@ class NotingConfig:
 
 
 class NotingDrafter(Drafter):
-    """Drafts ``n + 1, n + 2, …`` behind ``n``."""
+    """Drafts ``n + 1, n + 2, …`` after ``n``."""
 
     def __init__(self, config: NotingConfig) -> None:
         self.num_speculative_tokens = config.longest

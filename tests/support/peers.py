@@ -40,7 +40,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 
 def decode(target: TargetModel, load: Callable[[DrafterContext], Drafter], num_new: int) -> list[tuple[int, ...]]:
-    """The texts behind `PROMPTS`, which three rows decode together, in order and with their prompts."""
+    """The texts after `PROMPTS`, which three rows decode together, in order and with their prompts."""
     context = DrafterContext(
         target.vocab_size,
         None,

@@ -1,6 +1,6 @@
 """A target, and heads for it, all made by hand, that agree on every token if a head is fed rightly.
 
-The target's next token depends on its last three. What it keeps of them in its residual stream is another thing behind
+The target's next token depends on its last three. What it keeps of them in its residual stream is another thing after
 each of its layers. A head takes one of the three from the embedding beside it, one from the feature, and one from the
 KV of the pair before, and nothing from elsewhere.
 """
@@ -76,7 +76,7 @@ def _put(out: torch.Tensor, head: int, block: int, matrix: torch.Tensor) -> None
 def perfect_target(max_model_len: int = 128) -> Any:
     """The target, in float64: a Llama whose logits are a sum over its last three tokens.
 
-    Its stream holds the token behind layer 0. Layer 1 adds the two before it, and permutes the token. Layer 2 permutes
+    Its stream holds the token after layer 0. Layer 1 adds the two before it, and permutes the token. Layer 2 permutes
     it again.
     """
     sizes = {"hidden_size": SIZE, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 3, "num_key_value_heads": 3}

@@ -55,7 +55,7 @@ def random_medusa(context: DrafterContext) -> str:
 
 
 def random_hydra(context: DrafterContext) -> str:
-    """Three heads behind a prefix layer."""
+    """Three heads after a prefix layer."""
     assert context.target is not None
     (size, vocab_size), prefix = _sizes(context), "prefix_embeding_layer."
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (size,)}

@@ -122,7 +122,7 @@ def loading(plugin: Any, config: type[Any], usual: Callable[[], Mapping[str, Any
 
 
 def noting(load: Load, drafts: list[tuple[list[int], list[int]]]) -> Load:
-    """`load`, whose drafter notes the tokens of each row, and the chain that it drafts behind them."""
+    """`load`, whose drafter notes the tokens of each row, and the chain that it drafts after them."""
 
     def loaded(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
         made: Any = load(options, context)

@@ -101,7 +101,7 @@ def choice(
     request_id: str,
     sample: int = 0,
 ) -> int:
-    """The token behind `prefix`."""
+    """The token after `prefix`."""
     totals = scores(logits, params, prefix, num_prompt)
     if params.temperature:
         noise = [gumbel(hashed(params.seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]

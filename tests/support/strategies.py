@@ -17,7 +17,7 @@ __all__ = ["EosDrafter", "drafters_with_eos", "drafts", "prompt_batches", "step_
 
 
 class EosDrafter(RandomDrafter):
-    """Drafts like `RandomDrafter`, with an EOS at a random place: behind right tokens, in rubbish, first or last.
+    """Drafts like `RandomDrafter`, with an EOS at a random place: after right tokens, in rubbish, first or last.
 
     Args:
         eos_token_ids: the ids to inject, at least one.

@@ -29,7 +29,7 @@ def drawn_trees(draw: st.DrawFn, max_nodes: int = 7, vocab_size: int = 4) -> Tre
 
 
 class DecoyDrafter(TreeDrafter):
-    """Drafts what the target is going to generate, each token behind a wrong sibling with a child of its own.
+    """Drafts what the target is going to generate, each token after a wrong sibling with a child of its own.
 
     So all that is right is accepted, and its KV always has to move. Needs the references.
 

@@ -25,7 +25,7 @@ def serve(proposer: Proposer, texts: Seq[Seq[int]], prompts: Seq[int], slots: in
     """Decode ``texts[i]``, of which the first ``prompts[i]`` tokens are the prompt, `slots` rows at a time.
 
     As in vLLM 0.32: a row's first step gives it one token, or none yet if its index is odd; the last row takes the
-    place of one that ended; arrays are as long as the longest batch, and what is behind a row's end is of older rows.
+    place of one that ended; arrays are as long as the longest batch, and what is after a row's end is of older rows.
     """
     table = np.zeros((slots, max_model_len), dtype=np.int32)
     lengths = np.zeros(slots, dtype=np.int32)

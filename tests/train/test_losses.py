@@ -45,7 +45,7 @@ from tests.support.tiers import looped
 DEPTH = 4
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
 Drafted = list[tuple[list[int], int, list[torch.Tensor]]]
-"""Of each draft its row's tokens and its own, how many are its own, and the logits behind each."""
+"""Of each draft its row's tokens and its own, how many are its own, and the logits after each."""
 
 
 def decode(model: TargetModel, drafter: Any) -> None:
@@ -224,7 +224,7 @@ def test_with_masks_that_stand_one_further_it_has(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("kind", ["medusa", "pard"])
 def test_only_what_may_be_drafted_counts(kind: str, tmp_path: Path) -> None:
-    """Neither what is behind the end of a text, nor its prompt and its first new token."""
+    """Neither what is after the end of a text, nor its prompt and its first new token."""
     model = TargetModel(tiny_model("llama"))
     if kind == "medusa":
         heads = medusa_heads(model, tmp_path / "heads")

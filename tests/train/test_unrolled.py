@@ -150,7 +150,7 @@ def test_with_other_hidden_states_it_has(tmp_path: Path) -> None:
 
 
 def test_only_what_may_be_drafted_counts(tmp_path: Path) -> None:
-    """Neither what is behind the end of a text, nor its prompt and its first new token."""
+    """Neither what is after the end of a text, nor its prompt and its first new token."""
     model = target("llama")
     teacher = Teacher(model, LAYERS)
     head = head_in(tmp_path / "head", model)

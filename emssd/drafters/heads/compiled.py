@@ -116,7 +116,7 @@ class CompiledHead(ProvenProgram):
     def run_chain(
         self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, chain: Chain
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Chains behind ``inputs [1, n, input_size]``, see `Program.run_chain`; ``None`` without logits of its own."""
+        """Chains after ``inputs [1, n, input_size]``, see `Program.run_chain`; ``None`` without logits of its own."""
         if not self._has_logits:
             return None
         return self._program.run_chain([inputs, plan.position_ids, plan.logits_to_keep], step, chain)

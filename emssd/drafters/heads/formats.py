@@ -28,7 +28,7 @@ class Format(Enum):
 
 
 _MEDUSA = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
-_MTP = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$")  # of one more layer, behind the model's own
+_MTP = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$")  # of one more layer, after the model's own
 
 
 def detect(checkpoint: Checkpoint) -> Format:

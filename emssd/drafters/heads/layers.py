@@ -83,7 +83,7 @@ class HeadLayer(nn.Module):
         names: the module's names for all tensors of the checkpoint, as in ``layers.0.self_attn.q_proj.bias``.
         input_size: what queries, keys and values are made of, if that is no hidden state.
         normed: whether it norms its input itself.
-        mlp: whether there is an MLP behind its attention.
+        mlp: whether there is an MLP after its attention.
     """
 
     def __init__(

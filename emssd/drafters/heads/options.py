@@ -41,7 +41,7 @@ class TreeOptions:
         depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
         static_tree: of static, ``mc_sim_7b_63``, the 25 nodes on 5 levels of EAGLE-1's authors, or a JSON file with a
-            list of paths: ``[a, b]`` is the b-th likeliest token behind the a-th likeliest, counted from 0.
+            list of paths: ``[a, b]`` is the b-th likeliest token after the a-th likeliest, counted from 0.
     """
 
     path: str | None = None

@@ -12,8 +12,8 @@ __all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
 _CPU = torch.device("cpu")
 
 LAST_NORMED = -1
-"""Among numbers of hidden states: the last one, behind the final norm. Number k is the residual stream before layer k,
-counted from 0, and the number of layers is the stream behind the last layer, before the norm."""
+"""Among numbers of hidden states: the last one, after the final norm. Number k is the residual stream before layer k,
+counted from 0, and the number of layers is the stream after the last layer, before the norm."""
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """The target's embeddings ``[…, hidden_size]`` of token ids ``[…]``, as its first layer reads them."""

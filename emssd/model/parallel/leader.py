@@ -46,7 +46,7 @@ class Checksums:
     """`model.checksums=true`: compares the steps of one KV cache, in every process of a group at once.
 
     What is computed is compared where the LM head gets it: by then, every process has the same hidden states, to the
-    last bit. Behind the LM head nothing could be seen, as the logits of all processes are put together.
+    last bit. After the LM head nothing could be seen, as the logits of all processes are put together.
     """
 
     def __init__(self, target: TargetModel) -> None:

@@ -20,7 +20,7 @@ class SampledTree:
     Attributes:
         token_ids, parents: ``[n]`` in the order in which nodes were drawn. Its first nodes, however many, are a tree
             that may be verified in its place.
-        draft: ``[1 + n]`` behind the row's newest token and behind each node, the ``q [vocab]`` that its children were
+        draft: ``[1 + n]`` after the row's newest token and after each node, the ``q [vocab]`` that its children were
             drawn from; ``[0]`` if it has none.
     """
 
@@ -29,7 +29,7 @@ class SampledTree:
     draft: list[torch.Tensor] = field(default_factory=lambda: [torch.empty(0)])
 
     def add(self, parent: int, token: int, q: torch.Tensor) -> int:
-        """A new node, whose token was drawn from the `q` behind `parent` or from what was left of it."""
+        """A new node, whose token was drawn from the `q` after `parent` or from what was left of it."""
         self.draft[parent + 1] = q
         self.token_ids.append(token)
         self.parents.append(parent)
@@ -62,7 +62,7 @@ def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: i
 
     Args:
         beam: its deepest level, ``r`` nodes; `Beam()` at first.
-        rows: ``[r]`` the ``q [vocab]`` behind each.
+        rows: ``[r]`` the ``q [vocab]`` after each.
         width: the most nodes of the new level.
         noise: ``[r, vocab]`` independent standard exponentials, above 0; not those of other levels or steps.
 

@@ -2,10 +2,10 @@
 
 Arguments that all rules share, for the tree of one row with ``n`` nodes:
 
-- ``target [1 + n, vocab]``: the target's distribution behind the row's newest token, then behind each node, after
+- ``target [1 + n, vocab]``: the target's distribution after the row's newest token, then after each node, after
   temperature, top-k and all other processing; float64.
 - ``draft [1 + n, vocab]``: at the same places, the distribution that the node's children were drawn from, before any of
-  them was. What stands behind nodes without children is not read.
+  them was. What stands after nodes without children is not read.
 - ``token_ids``, ``parents [n]``: parents precede children, and siblings stand in the order in which they were drawn.
 - ``uniform``: gives the next number in [0, 1), independent of all before and of the draft, each time that it is called.
 """
@@ -79,7 +79,7 @@ def verify_deterministic(
     parents: Seq[int],
     uniform: Callable[[], Uniform],
 ) -> Verdict:
-    """Draw the target's own token behind each node, and descend to the child that carries it, if there is one.
+    """Draw the target's own token after each node, and descend to the child that carries it, if there is one.
 
     `draft` is not read. The output has the target's law for any tree that was made without `uniform`; it may be chosen,
     sorted and trimmed by what its tokens are. On chains with one-hot ``q``, this accepts as much as the rules that read
@@ -95,7 +95,7 @@ def verify_deterministic(
 
 
 def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A node's alpha, and the distribution behind it, once the child that was drawn from `drawable` is rejected."""
+    """A node's alpha, and the distribution after it, once the child that was drawn from `drawable` is rejected."""
     mass, left = excess(alpha, left, drawable)
     if alpha == 1:  # also where p = q, as no child is ever rejected there
         return 1, left
@@ -110,7 +110,7 @@ def _children(parents: Seq[int]) -> list[list[int]]:
 
 
 def _children_first(parents: Seq[int]) -> list[int]:
-    """``[n]`` all nodes, each behind its children and behind its earlier siblings with all below them."""
+    """``[n]`` all nodes, each after its children and after its earlier siblings with all below them."""
     children, found, waiting = _children(parents), list[int](), [-1]
     while waiting:
         found.append(node := waiting.pop())

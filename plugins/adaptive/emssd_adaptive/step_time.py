@@ -19,7 +19,7 @@ class StepTime:
 
     def __init__(self) -> None:
         self._verify = FadingRegression(2 + len(_KNOTS))
-        self._rises = [0.0] * len(_KNOTS)  # seconds of one more token behind each knot
+        self._rises = [0.0] * len(_KNOTS)  # seconds of one more token after each knot
 
     @property
     def is_known(self) -> bool:

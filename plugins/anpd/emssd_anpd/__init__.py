@@ -18,7 +18,7 @@ class ANPDConfig:
     Other than a copy, a draft follows the text's latest habit at each token, and may so join several places.
 
     Attributes:
-        max_ngram_size: tokens of the longest n-gram that is looked for behind which a token is drafted (4; with that
+        max_ngram_size: tokens of the longest n-gram that is looked for after which a token is drafted (4; with that
             token these are the 5-grams of the paper).
         min_ngram_size: the shortest (1).
         num_speculative_tokens: the most tokens drafted per row and step.

@@ -179,7 +179,7 @@ class BlockHead(nn.Module):
         return embeds * self.variant.embedding_scale
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` of ``hidden [n, hidden_size]`` behind the final norm."""
+        """Logits ``[n, draft_vocab_size]`` of ``hidden [n, hidden_size]`` after the final norm."""
         if self.lm_head is not None:
             return cast("torch.Tensor", self.lm_head(hidden))
         return project(hidden) if self.target_ids is None else project(hidden)[:, self.target_ids]

@@ -1,4 +1,4 @@
-"""The logits that tokens of a block add to each other's: tables, selectors and networks behind a head's layers.
+"""The logits that tokens of a block add to each other's: tables, selectors and networks after a head's layers.
 
 A `Markov` head is DSpark's (arXiv 2607.05147), a `Selector` DFlash2's (github.com/z-lab/dflash), a `Refiner` XPress's
 (the library ``speculators`` 0.9).
@@ -53,7 +53,7 @@ class Markov(nn.Module):
 
         Args:
             logits: ``[n, draft_vocab]`` of slots.
-            hidden: ``[n, hidden_size]`` there, behind the final norm.
+            hidden: ``[n, hidden_size]`` there, after the final norm.
             before: ``[n]`` the token before each.
             memory: ``[n, rank]`` of the slots before.
         """
@@ -117,7 +117,7 @@ class Refiner(nn.Module):
 
         Args:
             logits: of that shape.
-            hidden: ``[r, block, hidden_size]`` there, behind the final norm.
+            hidden: ``[r, block, hidden_size]`` there, after the final norm.
             first: ``[r]`` the token before the first slot's own.
             anchor: ``[r]`` the token of the first slot, where that is known; ``None`` where it is drafted.
             to_target: the target's ids of columns of `logits`.

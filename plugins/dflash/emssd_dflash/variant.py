@@ -23,7 +23,7 @@ class Variant:
         mask_token_id: of the target's embeddings.
         layers: the target's hidden states that it reads, see `emssd.drafters.heads.LAST_NORMED`.
         causal: ``[num_layers]`` whether a token of the block sees those before it alone.
-        from_anchor: whether slot ``i`` of a block is for the token behind it, and not for its own.
+        from_anchor: whether slot ``i`` of a block is for the token after it, and not for its own.
         embedding_scale: factor of the embeddings of blocks.
         draft_vocab_size: tokens that it can draft.
         shapes: of all its tensors, by name.

@@ -200,7 +200,7 @@ def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: 
 
 
 def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, behind the hidden states `context` of all."""
+    """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, after the hidden states `context` of all."""
     eps, start, size = config["rms_norm_eps"], len(context), len(block)
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     ctx = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
@@ -242,7 +242,7 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
 
 
 def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
-    """The greedy draft behind `tokens`, and how sure the drafter is of each token."""
+    """The greedy draft after `tokens`, and how sure the drafter is of each token."""
     w = {name: each.double() for name, each in weights.items()}
     model, inner = target().model, config["dflash_config"]
     states = model(torch.tensor([tokens[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
@@ -395,7 +395,7 @@ def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) 
     one_layer = {name: each for name, each in weights.items() if not name.startswith("layers.1.")}
     one_layer["fc.weight"] = one_layer["fc.weight"][:, :SIZE].contiguous()
     path = write_head(tmp_path / "one", own | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
-    assert load(path).hidden_layers == (3,)  # behind layer 4 // 2
+    assert load(path).hidden_layers == (3,)  # after layer 4 // 2
     path = write_head(tmp_path / "two", own | {"mask_token_id": 3, "block_size": 4}, weights)
     with pytest.raises(ConfigError, match="outputs of layers 1, 1, and needs different ones"):  # as there are but four
         load(path)

@@ -97,7 +97,7 @@ class DraftModelDrafter(ModelDrafter):
         return torch.stack(columns, dim=1)
 
     def _greedy_behind(self, rows: list[GrowingRow], wanted: list[int], first: torch.Tensor) -> list[torch.Tensor]:
-        """The columns behind the first, if they can be computed in one call."""
+        """The columns after the first, if they can be computed in one call."""
         active = [i for i, limit in enumerate(wanted) if limit > 1]
         is_greedy = all(row.node.params.is_greedy for row in rows)
         if not active or not is_greedy or self.has_own_ids or not self.plans_passes:

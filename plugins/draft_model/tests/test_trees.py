@@ -75,7 +75,7 @@ def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Ro
 
 
 Node = tuple[tuple[int, ...], float]
-"""The tokens on the way to a node, and how probable the draft model finds it behind its parent."""
+"""The tokens on the way to a node, and how probable the draft model finds it after its parent."""
 
 
 def nodes(draft: Draft, row: int) -> list[Node]:
@@ -110,7 +110,7 @@ def observe(drafter: Drafter, rows: Seq[Row], draft: Draft) -> None:
 
 @cache
 def probabilities(model: TargetModel, tokens: tuple[int, ...]) -> list[float]:
-    """Behind `tokens`, without any cache."""
+    """After `tokens`, without any cache."""
     with torch.inference_mode():
         found: list[float] = model.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].softmax(-1).tolist()
     return found
@@ -307,7 +307,7 @@ def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_we
     other = next(token for token in range(VOCAB_SIZE) if token not in (first[0], second[0]))
     strange = next(token for token in range(VOCAB_SIZE) if token not in below)
     cases: list[tuple[list[int], list[int | None]]] = [
-        ([*second, below[0], 3], [1, 0]),  # nothing is known of what lies behind a leaf
+        ([*second, below[0], 3], [1, 0]),  # nothing is known of what lies after a leaf
         ([*second, below[1]], [1, 1]),  # the last is the target's own, whether it was drafted or not
         ([*second, strange], [1, None]),
         ([first[0]], [0]),
@@ -326,7 +326,7 @@ def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_we
 @pytest.mark.parametrize("kind", SHAPES)
 @given(data=st.data())
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, data: st.DataObject) -> None:
-    # Behind a sliding window it matters in which order the KV of an accepted way lies.
+    # With a sliding window it matters in which order the KV of an accepted way lies.
     shape, model = make_shape(kind), draft_model("mistral")
     drafter = make_drafter(shape, model)
     running: list[Row] = []

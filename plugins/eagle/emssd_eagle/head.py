@@ -19,7 +19,7 @@ __all__ = ["EagleHead"]
 class EagleHead(PairedHead):
     """An EAGLE-1 or EAGLE-2 head. Its vocabulary projection is the target's.
 
-    A feature is the target's last hidden state as it is, behind its final norm.
+    A feature is the target's last hidden state as it is, after its final norm.
 
     Args:
         config: sizes and rules of its layers; its hidden states are as wide as the target's.
@@ -35,7 +35,7 @@ class EagleHead(PairedHead):
         self.layers = nn.ModuleList(HeadLayer(config, i, names, normed=i > 0) for i in range(config.num_layers))
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature behind each token, which is also what is fed back.
+        """The feature after each token, which is also what is fed back.
 
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
@@ -50,5 +50,5 @@ class EagleHead(PairedHead):
         return hidden
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, vocab]`` behind tokens whose features ``[n, hidden_size]`` `forward` gave. There is no norm."""
+        """Logits ``[n, vocab]`` after tokens whose features ``[n, hidden_size]`` `forward` gave. There is no norm."""
         return project(hidden)

@@ -101,7 +101,7 @@ class Eagle3Head(PairedHead):
         return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature behind each token, which is also what is fed back.
+        """The feature after each token, which is also what is fed back.
 
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
@@ -116,7 +116,7 @@ class Eagle3Head(PairedHead):
         return cast("torch.Tensor", self.norm(hidden) if self._variant.norm_output else hidden)
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` behind tokens whose features ``[n, hidden_size]`` `forward` gave."""
+        """Logits ``[n, draft_vocab_size]`` after tokens whose features ``[n, hidden_size]`` `forward` gave."""
         if (logits := self.own_logits(hidden)) is not None:
             return logits
         logits = project(self._normed(hidden))

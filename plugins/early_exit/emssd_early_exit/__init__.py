@@ -1,4 +1,4 @@
-"""Plugin `drafter=early_exit`: the target's own first layers draft, with its final norm and LM head behind them.
+"""Plugin `drafter=early_exit`: the target's own first layers draft, with its final norm and LM head after them.
 
 Elhoushi et al. 2024, LayerSkip, arXiv 2404.16710. Nothing is loaded, and nothing needs training to run.
 """
@@ -35,7 +35,7 @@ class EarlyExitConfig:
         depth: the most tokens of a chain, or levels of a tree.
         num_nodes: of dynamic, the most nodes of a row's tree.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
-        min_confidence: behind a drafted token that is less probable, as the first layers see it, nothing is drafted; 0
+        min_confidence: after a drafted token that is less probable, as the first layers see it, nothing is drafted; 0
             never ends a draft early.
     """
 

@@ -52,7 +52,7 @@ def model_of(architecture: str) -> TargetModel:
 
 
 def naive(model: Any, tokens: Seq[int], count: int, num_layers: int) -> list[int]:
-    """Continue as the first layers do: the whole text again for each token, and no layer behind them."""
+    """Continue as the first layers do: the whole text again for each token, and no layer after them."""
     layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     behind, text = list(layers)[num_layers:], list(tokens)
     hooks = [layer.register_forward_hook(lambda module, given, out: given[0]) for layer in behind]

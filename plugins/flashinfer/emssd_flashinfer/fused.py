@@ -24,7 +24,7 @@ __all__ = ["Fusing", "Group", "Kernels", "fused", "joined"]
 
 _LOG = logging.getLogger("emssd")
 _A: Any = torch.ops.aten
-_PRODUCTS = (_A.mm.default, _A.addmm.default)  # of an input and a weight, behind a bias
+_PRODUCTS = (_A.mm.default, _A.addmm.default)  # of an input and a weight, after a bias
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

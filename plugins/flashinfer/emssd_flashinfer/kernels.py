@@ -239,7 +239,7 @@ class FlashInferAttention:
         self._planned.record(torch.cuda.current_stream(device))
 
     def _write(self, mask: TreeMask, num_rows: int) -> None:
-        """Write the mask behind the plan: FlashInfer counts in bits there where rows begin, and its kernel in bytes."""
+        """Write the mask after the plan: FlashInfer counts in bits there where rows begin, and its kernel in bytes."""
         staging = self._for_masks
         if staging is None:
             self._wrapper._mask_indptr_buf = on_device(torch.from_numpy(mask.indptr), self._wrapper.device, torch.int32)
@@ -282,7 +282,7 @@ class FlashInferAttention:
 
 
 def _begin_of_bits(num_rows: int) -> int:
-    """Behind where so many rows begin, at a multiple of 16 bytes."""
+    """After where so many rows begin, at a multiple of 16 bytes."""
     return -(-4 * (num_rows + 1) // 16) * 16
 
 

@@ -45,7 +45,7 @@ class PagedAttention(Protocol):
 
         Args:
             metadata: of the step.
-            mask: of its rows; a recorded step has absent ones behind them.
+            mask: of its rows; a recorded step has absent ones after them.
         """
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Plugin `drafter=kangaroo`: the target's own first layers draft, with a trained adapter behind them.
+"""Plugin `drafter=kangaroo`: the target's own first layers draft, with a trained adapter after them.
 
 Liu et al. 2024, Kangaroo, arXiv 2404.18911.
 """
@@ -21,10 +21,10 @@ class KangarooConfig:
 
     Attributes:
         path: folder, file of weights or hub id of the adapter, which must be trained for this target.
-        num_layers: how many of the target's layers the adapter was trained behind. Its files do not say. A wrong number
+        num_layers: how many of the target's layers the adapter was trained after. Its files do not say. A wrong number
             changes no token, but hardly anything is accepted.
         num_speculative_tokens: the most tokens drafted per row and step.
-        min_confidence: behind a drafted token that is less probable, as the adapter sees it, nothing is drafted; 0
+        min_confidence: after a drafted token that is less probable, as the adapter sees it, nothing is drafted; 0
             never ends a draft early.
     """
 

@@ -8,7 +8,7 @@ __all__ = ["load_adapter"]
 
 
 def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
-    """Load an adapter: an attention layer without MLP that reads the residual stream behind `num_layers` of the target.
+    """Load an adapter: an attention layer without MLP that reads the residual stream after `num_layers` of the target.
     Raises ConfigError: it is no Kangaroo adapter, or none for this target, or not whole; or OutOfMemoryError: the
     device has no room for it.
     """

@@ -15,9 +15,9 @@ class KangarooRunner(Lane, ModelRunner):
     """A draft model of two parts, each with a KV cache of its own.
 
     Args:
-        adapter: reads the residual stream behind them.
+        adapter: reads the residual stream after them.
         max_len: tokens of the longest row in the adapter's cache.
-        target: whose LM head is behind the adapter.
+        target: whose LM head is after the adapter.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ NO_MLP |= {
 
 @torch.inference_mode()
 def naive(model: Any, weights: Weights, tokens: Seq[int], count: int) -> list[int]:
-    """Continue as the adapter does behind the first layer: the whole text again for each token."""
+    """Continue as the adapter does after the first layer: the whole text again for each token."""
     text, eps = list(tokens), CONFIG["rms_norm_eps"]
     for _ in range(count):
         stream = model(torch.tensor([text]), use_cache=False, output_hidden_states=True).hidden_states[1][0]

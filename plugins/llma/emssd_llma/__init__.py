@@ -25,10 +25,10 @@ class LLMAConfig:
 
     Attributes:
         match_length: how many of the latest tokens must match (the paper's match length).
-        copy_length: how many tokens are copied from behind the match (the paper's copy length).
+        copy_length: how many tokens are copied from after the match (the paper's copy length).
         search: look in the ``prompt`` only, or in ``prompt_and_output``.
         occurrence: copy from the ``first`` or the ``last`` of several matches.
-        require_full_copy: only matches that have `copy_length` tokens behind them count.
+        require_full_copy: only matches that have `copy_length` tokens after them count.
         branches: copy from up to this many matches, in the order of `occurrence`, and draft the tree of these copies
             (1: a chain). Tokens that more copies share come first.
     """

@@ -22,7 +22,7 @@ def chain(drafter: LLMADrafter, row: Row, budget: int) -> list[int]:
 def test_the_defaults_are_the_papers_setting_prompt_only_last_match_and_a_full_copy() -> None:
     prompt = [3, 4, 10, 11, 12, 13, 14, 15, 16, 17, 3, 4, 20, 21, 22, 23, 24, 25, 26, 27, 3, 4, 30, 3, 4]
     drafter = LLMADrafter(LLMAConfig())
-    # The last (3, 4) with seven tokens behind it; the one before 30 has only three.
+    # The last (3, 4) with seven tokens after it; the one before 30 has only three.
     assert chain(drafter, row_of(prompt), 7) == [20, 21, 22, 23, 24, 25, 26]
     # Nothing is found in the output, however often it repeats itself.
     assert chain(drafter, row_of(prompt, [8, 9] * 10, name="b"), 7) == []

@@ -68,7 +68,7 @@ class LookaheadDrafter(Drafter):
         return Draft.from_trees(trees)
 
     def observe(self, outcome: Outcome) -> None:
-        """Fill the pools with what the target said behind the windows, and move these on."""
+        """Fill the pools with what the target said after the windows, and move these on."""
         width, length = self._config.window, self._window_nodes
         for row, verified, target_ids in zip(outcome.batch, outcome.draft.lengths, outcome.target_ids, strict=True):
             kept = self._rows[row.request_id]

@@ -43,7 +43,7 @@ class Window:
     """Guesses at the next `width` places, refined at every step: a two-dimensional Jacobi iteration.
 
     Column ``c`` begins with the guess at place ``c``; the newest token of the row is place 0. Each further token is
-    what the target said behind the one above, a step later. So a column is a piece of text that may yet come.
+    what the target said after the one above, a step later. So a column is a piece of text that may yet come.
 
     Args:
         levels: ``N - 1`` tokens of each column.
@@ -55,7 +55,7 @@ class Window:
         self._levels = [[draw.choice(text) for _ in range(width)] for _ in range(levels)]
 
     def tree(self) -> list[tuple[int, int]]:
-        """The window as a tree behind the newest token: token ids and parents, level by level.
+        """The window as a tree after the newest token: token ids and parents, level by level.
 
         The first level is a chain from the newest token on. Below it, each token is the child of the one above.
         """
@@ -70,8 +70,8 @@ class Window:
         """Move on by a place.
 
         Args:
-            newest: the token that the window stood behind.
-            said: ``[width]`` what the target said behind the last token of each column.
+            newest: the token that the window stood after.
+            said: ``[width]`` what the target said after the last token of each column.
 
         Returns:
             The n-gram of each column, `said` included.

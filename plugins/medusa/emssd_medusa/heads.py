@@ -15,7 +15,7 @@ __all__ = ["MedusaHeads"]
 
 
 class MedusaHeads(nn.Module):
-    """Medusa heads. They read the target's last hidden state, behind its final norm, and have no KV cache.
+    """Medusa heads. They read the target's last hidden state, after its final norm, and have no KV cache.
 
     Args:
         num_heads: how many tokens are guessed.
@@ -46,7 +46,7 @@ class MedusaHeads(nn.Module):
             num_heads: the first so many alone; ``None`` for all.
 
         Returns:
-            ``[num_heads, n, num_tokens]``. Those at 0 are for the token behind the target's next one.
+            ``[num_heads, n, num_tokens]``. Those at 0 are for the token after the target's next one.
         """
         return torch.stack([head(hidden) for head in self.heads[:num_heads]])
 

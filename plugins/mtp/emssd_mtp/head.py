@@ -24,12 +24,12 @@ __all__ = ["MtpHead"]
 class MtpHead(PairedHead):
     """A layer for multi-token prediction, between two norms of its inputs and one of its output.
 
-    A feature is the target's last hidden state behind its final norm. What is fed back is the output behind the last
+    A feature is the target's last hidden state after its final norm. What is fed back is the output after the last
     norm, which logits are made of as well. vLLM takes zeros for the embedding at position 0; this does not, as
     DeepSeek's equations and Transformers do not.
 
     Args:
-        model: the target. Its code makes the layer, as one more behind its own; its rotary angles are used.
+        model: the target. Its code makes the layer, as one more after its own; its rotary angles are used.
         names: of the module's tensors that the checkpoint has.
     """
 
@@ -65,7 +65,7 @@ class MtpHead(PairedHead):
         return (self._spec,)
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The normed output behind each token, which is also what is fed back.
+        """The normed output after each token, which is also what is fed back.
 
         Args:
             inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
@@ -100,13 +100,13 @@ class MtpHead(PairedHead):
         return None if self.lm_head is None else self.lm_head(hidden)
 
     def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, vocab]`` behind tokens whose states ``[n, hidden_size]`` `forward` gave, normed already."""
+        """Logits ``[n, vocab]`` after tokens whose states ``[n, hidden_size]`` `forward` gave, normed already."""
         own = self.own_logits(hidden)
         return project(hidden) if own is None else own
 
 
 def _with_one_more_layer(config: Any, dtype: torch.dtype) -> Any:
-    """A copy of the target's config for the layer behind its last one, which attends through emssd."""
+    """A copy of the target's config for the layer after its last one, which attends through emssd."""
     config = copy.deepcopy(config)
     config.num_hidden_layers += 1
     if types := getattr(config, "layer_types", None):

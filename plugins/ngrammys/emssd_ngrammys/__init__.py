@@ -67,7 +67,7 @@ class NGrammysDrafter(NGramDrafter):
         return super().propose(batch, budget)
 
     def observe(self, outcome: Outcome) -> None:
-        """Remember what the target holds likeliest behind every token of the step."""
+        """Remember what the target holds likeliest after every token of the step."""
         super().observe(outcome)
         if outcome.candidates is None:
             return

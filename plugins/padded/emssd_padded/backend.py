@@ -36,7 +36,7 @@ class PaddedStep:
     """The inputs of `PaddedBackend.forward`: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
 
     Attributes:
-        places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places behind the end
+        places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places after the end
             of a row repeat its last token. ``None`` if the fed tokens are the rectangle.
         real: ``[nnz]`` int64, the place in the rectangle of each fed token; ``None`` as above.
         rows: ``[B]`` slab rows; a slice if they are the first ``B`` in order.

@@ -11,7 +11,7 @@ class SlabTable:
     """The slots of a slab with one row per sequence, in order of arrival, without gaps between rows.
 
     Args:
-        pad_kv: write all rows at the same slot: the one behind the last slot that any row uses.
+        pad_kv: write all rows at the same slot: the one after the last slot that any row uses.
     """
 
     def __init__(self, pad_kv: bool) -> None:
@@ -25,7 +25,7 @@ class SlabTable:
 
     @property
     def num_slots(self) -> int:
-        """Slots per row in use: one behind the last used slot of any row."""
+        """Slots per row in use: one after the last used slot of any row."""
         return max((slots[-1] + 1 for slots in self._slots.values() if slots), default=0)
 
     @property
@@ -46,7 +46,7 @@ class SlabTable:
         return self._slots[request_id]
 
     def write_start(self, request_id: str) -> int:
-        """Slot of the next token: with padded KV behind the batch's last slot, else behind the row's own last slot."""
+        """Slot of the next token: with padded KV after the batch's last slot, else after the row's own last slot."""
         if self._pad_kv:
             return self.num_slots
         slots = self._slots[request_id]

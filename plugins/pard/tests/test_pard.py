@@ -87,7 +87,7 @@ def test_it_says_how_sure_it_is() -> None:
 
 
 def foreseen(model: TargetModel, tokens: list[int], count: int) -> list[int]:
-    """Return the model's own logits behind a text and ``count - 1`` masks, without any cache."""
+    """Return the model's own logits after a text and ``count - 1`` masks, without any cache."""
     logits = model.model(torch.tensor([tokens + [MASK] * (count - 1)]), use_cache=False).logits[0]
     return [int(token) for token in logits[len(tokens) - 1 :, :VOCAB].argmax(-1)]
 

@@ -21,10 +21,10 @@ class PLDConfig:
     Attributes:
         max_ngram_size: how many of the latest tokens are looked for first (3; 2 in Transformers).
         min_ngram_size: how few of them, when longer ones are not found (1).
-        num_speculative_tokens: how many tokens are copied from behind the match (10, ``num_pred_tokens``).
+        num_speculative_tokens: how many tokens are copied from after the match (10, ``num_pred_tokens``).
         occurrence: copy from the ``first`` or the ``last`` of several matches (first).
-        require_full_copy: only matches with `num_speculative_tokens` behind them count, and these begin before the
-            latest n-gram itself (true; false in Transformers, where one token behind the match is enough).
+        require_full_copy: only matches with `num_speculative_tokens` after them count, and these begin before the
+            latest n-gram itself (true; false in Transformers, where one token after the match is enough).
         branches: copy from up to this many matches of the longest n-gram that has any, in the order of `occurrence`,
             and draft the tree of these copies (1: a chain). Tokens that more copies share come first.
     """

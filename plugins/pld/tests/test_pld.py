@@ -41,7 +41,7 @@ def test_with_the_options_of_transformers_it_drafts_what_transformers_drafts(
 def test_the_defaults_are_the_published_ones_the_first_longest_match_with_ten_tokens_behind_it() -> None:
     text = [5, 9, *range(20, 32), 3, 4, 5, *range(40, 52), 3, 4, 5, 60, 61, 3, 4, 5]
     drafter = PLDDrafter(PLDConfig())
-    assert chain(drafter, row_of(text), 10) == list(range(40, 50))  # not behind the 5 in front
+    assert chain(drafter, row_of(text), 10) == list(range(40, 50))  # not after the 5 in front
     assert chain(drafter, row_of([5, *range(20, 32)], [4, 5], name="b"), 10) == list(range(20, 30))
     assert chain(drafter, row_of([3, 4, 5, 60, 61, 3, 4, 5], name="c"), 10) == []  # too little to copy
 

@@ -180,7 +180,7 @@ class GroupedKernels(PagedKernels):
         trees = [packed.trees[row] for row in rows] if packed.trees is not None else []
         if not any(trees):
             return StepMask(positions, torch.arange(num_slots, device=device))
-        key_positions = torch.arange(num_slots).repeat(len(rows), 1)  # behind a row's KV they are beyond its queries
+        key_positions = torch.arange(num_slots).repeat(len(rows), 1)  # after a row's KV they are beyond its queries
         branches = []
         for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             nodes = range(packed.kv_lens[row] - len(tree), packed.kv_lens[row])

@@ -27,7 +27,7 @@ UNKNOWN = (
 """The error for a model whose text is not known."""
 
 _NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
-_DRAWN_TOKENS = 1024  # of each; behind them its coins begin again
+_DRAWN_TOKENS = 1024  # of each; after them its coins begin again
 
 
 class ReplayDrafter(Drafter):

@@ -54,7 +54,7 @@ def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: d
 def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, expected: float, backend: str) -> None:
     model = counting_model(OPT, torch.float32, torch.device("cpu"))
     engine = Engine.from_model(model, drafter=config, backend=backend, budget="fixed", batch_size=2, batching="static")
-    limit = 1 + 6 * 4  # what steps of 1 and of 4 tokens fill up exactly, behind the first
+    limit = 1 + 6 * 4  # what steps of 1 and of 4 tokens fill up exactly, after the first
     rows = engine.generate(PROMPTS, limit)
     assert [list(row.token_ids) for row in rows] == [counted_on(prompt[-1], limit, 96) for prompt in PROMPTS]
     steps = {row.num_steps for row in rows}

@@ -121,7 +121,7 @@ def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list
     """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
 
     Returns:
-        The id of each, its share, and the places behind those of its `places`.
+        The id of each, its share, and the places after those of its `places`.
     """
     bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))
     order = np.argsort(-np.diff(bounds), kind="stable")

@@ -2,7 +2,7 @@
 
 ``tokens.npy`` holds every id plus one, most significant byte first, so that the order of ids is the order of bytes; a
 zero ends each document, and as no id is stored as zero, no match and no draft runs across it. ``suffixes.npy`` holds
-the places of ``tokens.npy`` in the order of what stands there and behind it. ``store.json`` is written last.
+the places of ``tokens.npy`` in the order of what stands there and after it. ``store.json`` is written last.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["END", "HEADER", "SUFFIXES", "TOKENS", "VERSION", "Header", "Store", 
 
 HEADER, TOKENS, SUFFIXES = "store.json", "tokens.npy", "suffixes.npy"
 VERSION = 1
-END = 0  # stored behind each document; an id is stored as itself plus one
+END = 0  # stored after each document; an id is stored as itself plus one
 
 _FORMAT = "emssd-rest"
 _NUM_PROBES = 64  # neighbours in the suffix array that are compared when a store is opened

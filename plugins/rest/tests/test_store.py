@@ -54,7 +54,7 @@ def brute_force_longest(documents: list[list[int]], context: list[int], low: int
 
 
 def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: int) -> list[int]:
-    """The definition: at each depth the most frequent token behind the gram and what was chosen so far."""
+    """The definition: at each depth the most frequent token after the gram and what was chosen so far."""
     chain: list[int] = []
     while len(chain) < num_tokens:
         wanted = [*gram, *chain]
@@ -70,7 +70,7 @@ def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: i
 
 
 def chain(searched: StoreSearch, match: int, places: range, num_tokens: int, most: int = 5000) -> list[int]:
-    """The most frequent tokens behind a match, of at most so many places, one after another."""
+    """The most frequent tokens after a match, of at most so many places, one after another."""
     return searched.tree(searched.behind(match, places, most), num_tokens, num_tokens, 1).token_ids
 
 

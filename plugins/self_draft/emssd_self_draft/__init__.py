@@ -38,7 +38,7 @@ class SelfConfig:
         depth: the most tokens of a chain, or levels of a tree.
         num_nodes: of dynamic, the most nodes of a row's tree.
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
-        min_confidence: behind a drafted token that is less probable nothing is drafted; 0 never ends a draft early.
+        min_confidence: after a drafted token that is less probable nothing is drafted; 0 never ends a draft early.
     """
 
     bits: int = 4

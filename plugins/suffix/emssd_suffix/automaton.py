@@ -11,7 +11,7 @@ from collections.abc import Iterable
 __all__ = ["ROOT", "SEPARATOR", "SuffixAutomaton"]
 
 ROOT = 0  # the state of the empty string
-SEPARATOR = -1  # stands behind each of several texts in one automaton; it is no token, and never a favourite
+SEPARATOR = -1  # stands after each of several texts in one automaton; it is no token, and never a favourite
 _NONE = -1
 
 

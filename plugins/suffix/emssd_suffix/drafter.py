@@ -29,7 +29,7 @@ class Speculation(NamedTuple):
         tokens: the chain.
         confidence: for each the frequency with which it followed the one before.
         state: of the matched string that it continues.
-        limit: of tokens behind that string.
+        limit: of tokens after that string.
     """
 
     tokens: list[int]
@@ -72,7 +72,7 @@ def speculate(match: Match, config: SuffixConfig, budget: int) -> Speculation:
 
 
 def _grown(match: Match, chain: Speculation, config: SuffixConfig, budget: int) -> Tree:
-    """The tree of the likeliest tokens behind the string that `chain` continues."""
+    """The tree of the likeliest tokens after the string that `chain` continues."""
     automaton, ends = match.automaton, match.ends
 
     def following(state: int) -> list[tuple[int, float, int]]:

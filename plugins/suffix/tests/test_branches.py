@@ -43,7 +43,7 @@ def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
 
 
 def chain_behind(config: SuffixConfig, text: Seq[int], length: int, most: int) -> tuple[list[int], float]:
-    """The chain behind the last `length` tokens, and its score."""
+    """The chain after the last `length` tokens, and its score."""
     chain, product, score = list[int](), 1.0, 0.0
     while len(chain) + 1 <= min(most, config.max_spec_factor * length):
         token, frequency = next(iter(behind(text, [*text[-length:], *chain]).items()), (None, 0.0))
@@ -111,7 +111,7 @@ def test_the_tree_is_the_likeliest_part_of_the_trie_behind_the_match_of_the_chai
 
 
 def test_an_end_of_the_text_is_no_continuation_and_counts_for_none() -> None:
-    # Behind 3 comes 4 twice and 5 once; the last 3 is the end itself.
+    # After 3 comes 4 twice and 5 once; the last 3 is the end itself.
     config = SuffixConfig(max_spec_factor=2.0, branches=3)
     draft = tree_of(SuffixDrafter(config), row_of([3, 4, 6, 3, 5, 7, 3, 4, 8, 3]), 99)
     assert paths_of(draft) == [(4,), (4, 8), (4, 6), (5,), (5, 7)]

@@ -38,7 +38,7 @@ CONFIGS = st.builds(
 def from_counts(
     config: SuffixConfig, text: Seq[int], tokens: Seq[int], length: int, budget: int
 ) -> tuple[list[int], float]:
-    """A draft behind the last `length` of `tokens`, by counting what follows in `text`; and its score."""
+    """A draft after the last `length` of `tokens`, by counting what follows in `text`; and its score."""
     context, product, score = list(tokens[-length:]), 1.0, 0.0
     while len(context) - length + 1 <= min(budget, config.max_spec_factor * length):
         size = len(context)
@@ -157,7 +157,7 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
     ],
 )
 def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
-    # 6 follows (3, 4) in two cases of three; behind it always 7; then 8 or, the latest, 9.
+    # 6 follows (3, 4) in two cases of three; after it always 7; then 8 or, the latest, 9.
     text = [3, 4, 6, 7, 8, 3, 4, 5, 3, 4, 6, 7, 9, 3, 4]
     assert drafted(SuffixDrafter(SuffixConfig(**options)), row_of(text)) == expected
 
@@ -169,7 +169,7 @@ def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> 
 def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_the_least(
     least: float, expected: list[int]
 ) -> None:
-    # Behind 3 comes 4 in two cases of three; then always 5, and 3; then, the latest, 6 in one case of two.
+    # After 3 comes 4 in two cases of three; then always 5, and 3; then, the latest, 6 in one case of two.
     drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0, min_token_prob=least))
     assert drafted(drafter, row_of([3, 4, 5, 3, 4, 5, 3, 6, 7, 3])) == expected
 

@@ -21,7 +21,7 @@ class TokenRecyclingConfig:
     """Options of `drafter=token_recycling` (Luo et al. 2024, "Turning Trash into Treasure", arXiv 2408.08696).
 
     Attributes:
-        num_candidates: how many of the target's best tokens are remembered behind each token (8, as published).
+        num_candidates: how many of the target's best tokens are remembered after each token (8, as published).
         num_nodes: the most tokens drafted for one row in one step. 80 were published, for one row on a GPU.
         depth: the longest way through a draft (6, as published).
     """
@@ -36,12 +36,12 @@ Tree = list[tuple[int, int, int]]
 
 
 def grow(table: Mapping[int, Seq[int]], origin: int, shares: Seq[float], num_nodes: int, depth: int) -> Tree:
-    """The `num_nodes` likeliest nodes behind the token `origin`, the likeliest first; a tree.
+    """The `num_nodes` likeliest nodes after the token `origin`, the likeliest first; a tree.
 
     A node is as likely as its parent, times the share of its rank. So it never comes before its parent.
 
     Args:
-        table: by token, the candidates behind it.
+        table: by token, the candidates after it.
         origin: the newest token of a row.
         shares: by rank, how often the target takes that candidate; each below 1, and none above the one before.
     """
@@ -65,7 +65,7 @@ def grow(table: Mapping[int, Seq[int]], origin: int, shares: Seq[float], num_nod
 class TokenRecyclingDrafter(Drafter):
     """Walks over the target's own earlier candidates. The table is shared by all rows, and outlives them.
 
-    It holds, for each token, what the target considered last behind it. The authors walk one tree of 80 nodes that they
+    It holds, for each token, what the target considered last after it. The authors walk one tree of 80 nodes that they
     found offline; here its shape follows from how often the target took the first, second, … of the candidates so far.
 
     Raises:
@@ -101,7 +101,7 @@ class TokenRecyclingDrafter(Drafter):
         return Draft.from_trees([[(token, parent) for token, parent, _ in tree] for tree in trees], sure)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn which ranks the target takes, and what it considers now behind every token of the step."""
+        """Learn which ranks the target takes, and what it considers now after every token of the step."""
         if outcome.candidates is None:
             return
         ids, indptr = outcome.draft.token_ids.tolist(), outcome.draft.indptr
@@ -115,7 +115,7 @@ class TokenRecyclingDrafter(Drafter):
             self._table.update(zip(tokens, map(list, candidates), strict=True))
 
     def _count(self, before: int, token: int) -> None:
-        """The target chose `token` behind the token `before`."""
+        """The target chose `token` after the token `before`."""
         if before in self._table:
             self._seen += 1
             if token in self._table[before]:

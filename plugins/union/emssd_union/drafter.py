@@ -27,7 +27,7 @@ class UnionDrafter(Drafter):
 
     Ids that a drafter leaves on a device are brought to the host, as merging compares them: the host waits for that
     drafter. Each drafter observes the outcome of its own draft, as if that alone had been verified: the beginning of it
-    that was left in the tree, the accepted nodes among these, and the target's choice behind each.
+    that was left in the tree, the accepted nodes among these, and the target's choice after each.
 
     Args:
         drafters: at least one. One that fails drafts nothing from then on, or raises, as it was made to.

@@ -78,7 +78,7 @@ class PerRowBackend(AttentionBackend):
     def _appended(
         self, request_id: str, layer: int, num_cached: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the row, ``[kv_len, num_kv_heads, dim]``, with the new ones behind the cached ones."""
+        """Keys and values of the row, ``[kv_len, num_kv_heads, dim]``, with the new ones after the cached ones."""
         old = self._pairs.get((request_id, layer), (key[:0], value[:0]))
         pair = (torch.cat([old[0][:num_cached], key]), torch.cat([old[1][:num_cached], value]))
         self._pairs[request_id, layer] = pair
