@@ -280,7 +280,8 @@ class AttentionBackend(ABC):
 
         Args:
             packed: the first of them.
-            lengths: ``[B]`` in how many of them a row has part, at least one. Nothing that it computes later is kept.
+            lengths: ``[B]`` in how many of the passes a row takes part, at least one. What it computes in later ones is
+                dropped.
 
         Returns:
             A plan for each pass. `StepPlan.replay` of the first is for a function of all of them. Empty: this backend
@@ -321,14 +322,14 @@ class AttentionBackend(ABC):
         """Nothing that was published before is adopted any more. Rows keep what they have."""
 
     def take_sinks(self, layers: Seq[LayerSpec]) -> bool:
-        """The model has other attention sinks now, those of `layers`, and no row holds KV. Whether they are taken.
+        """Replace the attention sinks by those of `layers`, while no row holds KV. Returns whether that is possible.
 
-        A backend that does not take them serves the model no more.
+        A backend that returns false does not serve the model any more.
         """
         return False
 
     def forget_steps(self) -> None:
-        """The model has changed: passes that were recorded are not replayed any more. No row holds KV."""
+        """Drop recorded passes, because the model has changed. No row holds KV."""
 
     @property
     @abstractmethod

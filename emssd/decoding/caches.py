@@ -99,7 +99,7 @@ class Caches:
         return _GPU_SHARE if len(self._reasons(limited)) <= len(self._reasons(self.target)) else None
 
     def _is_continuous(self) -> bool:
-        """``auto`` asks the backend whether it could; a backend that is told and cannot says so when it is made."""
+        """With ``auto``, whether the backend can. With ``continuous``, one that cannot has refused when it was made."""
         if self.options.batching is not Batching.auto:
             return self.options.batching is Batching.continuous
         asked = dataclasses.replace(self.target, continuous=True)

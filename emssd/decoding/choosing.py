@@ -43,8 +43,8 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     """By index, what each row with `residual` sampling emits; nothing for other rows. See `emssd.sampling.residual`.
 
     A row that was drawn with a known `Draft.q` is verified by traversal. Of any other draft, the tokens that the target
-    draws itself are accepted. They are not drawn with the noise of `coupled` sampling: a drafter knows that beforehand,
-    so whether there is a ``q`` could depend on it.
+    draws itself are accepted. They are not drawn with the noise of `coupled` sampling. A drafter can compute that noise
+    beforehand, so whether it gives a ``q`` could depend on it.
 
     On a GPU, the host waits several times for each node.
 

@@ -39,7 +39,7 @@ class Engine(Assembled):
 
     Args:
         runner: the target with its KV cache.
-        drafter: the drafter, or several in turn, each for the rows that those before it had nothing for.
+        drafter: the drafter, or several in turn, each for the rows for which the earlier ones found no draft.
         tokenizer: a Hugging Face tokenizer; without one, prompts are token ids and generations have no text.
         batch_size: rows decoded together.
         eos_token_ids: what ends a sequence.
@@ -114,8 +114,8 @@ class Engine(Assembled):
     def step(self) -> list[Row]:
         """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished.
 
-        All or nothing: after an exception, the next call goes on from where no step was lost or done in part. If a
-        plugin fails once the tokens are there, the step counts, and the next call returns the rows that it finished.
+        All or nothing: after an exception, the step counts in full or not at all. If a plugin fails after the tokens
+        are chosen, the step counts, and the next call returns the rows that it finished.
         """
         if self._scheduler.has_work:
             timer, (schedule, batch) = self._make_timer(), self._schedule()
@@ -251,7 +251,7 @@ class Engine(Assembled):
 
         Raises:
             PromptError: its prompt cannot be used, or the KV cache could not hold it even alone.
-            ConfigError: nothing may be generated, or `Request.sampling` speaks of tokens that there are not.
+            ConfigError: nothing may be generated, or `Request.sampling` names tokens outside the vocabulary.
         """
         num_prompt, name = len(request.prompt_ids), request.request_id
         check_prompt(request.prompt_ids, self.runner.max_model_len, self.runner.vocab_size, name)

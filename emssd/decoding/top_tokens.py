@@ -37,7 +37,7 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
 
 
 def likelihood(share: float) -> float:
-    """The logarithm of a probability that is one: not above 0, and of what is not a number that of 0."""
+    """The logarithm of a probability, cut to at most 0; that of NaN is minus infinity."""
     return -math.inf if math.isnan(share) else min(share, 0.0)
 
 

@@ -20,7 +20,7 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     """Run a batch of `requests` for a few tokens, at several lengths of drafts. Leaves an empty report.
 
     A policy that learns is shown a whole range of steps: no drafts, short ones, and the longest. It keeps what it has
-    learnt; drafters are reset and prefixes forgotten, as they would tell of what is about to be timed.
+    learnt; drafters are reset and prefixes forgotten, because they know texts that are about to be timed.
     """
     few = [
         dataclasses.replace(

@@ -36,7 +36,7 @@ class CheckedDrafter(Drafter):
         hidden_layers: which hidden states it wants, as it said at first: the target is made ready for that.
 
     Raises:
-        PluginError: it fails while it says these. DraftError: its `hidden_layers` cannot be.
+        PluginError: it fails while these are read. DraftError: its `hidden_layers` cannot be.
     """
 
     def __init__(self, drafter: Drafter, name: str | None, vocab_size: int, *, on_error: str = "disable") -> None:

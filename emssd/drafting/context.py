@@ -30,7 +30,7 @@ class DrafterContext:
         make_cache: ``make_cache(spec)`` gives a KV cache for layers of the drafter's own, on the backend of the target;
             the `spec` is `cache_spec` with other layers, or with trees. It shares the memory as a model's does, and is
             of use from `propose` on. ``None`` where there is no model.
-        on_drafter_error: ``"disable"`` or ``"fail"``: what becomes of one that fails, for drafters that combine others.
+        on_drafter_error: ``"disable"`` or ``"fail"``: what a drafter that combines others does with one that fails.
     """
 
     vocab_size: int

@@ -151,7 +151,7 @@ class NGramDrafter(Drafter):
 
 
 def _sum(counts: Seq[Mapping[int, int]]) -> dict[int, int]:
-    """All of `counts` together; what the last of them have stands last."""
+    """The sum of `counts`; tokens of the last of them stand last."""
     found = dict[int, int]()
     for each in counts:
         for token, count in each.items():

@@ -1,4 +1,4 @@
-"""Drafters in turn: each drafts for the rows that those before it had nothing for, within the budget policy's limits.
+"""Drafters in turn: each drafts for rows without a draft from an earlier one, within the budget policy's limits.
 
 Retrieval costs nothing and is good on text to copy, a model fills the gaps: the draft is ragged by construction.
 """

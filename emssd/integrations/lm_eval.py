@@ -135,7 +135,7 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
 
 
 def _taken(options: dict[str, Any], kind: str) -> dict[str, Any]:
-    """Takes ``KIND.OPTION`` out of `options`; gives them by their own names."""
+    """Take ``KIND.OPTION`` out of `options`. Returns them by their own names."""
     names = [name for name in options if name.startswith(f"{kind}.")]
     return {name.removeprefix(f"{kind}."): options.pop(name) for name in names}
 

@@ -139,7 +139,7 @@ class Rollouts:
         generation_config: GenerationConfig | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Give `generate` ``[B, n + new]`` for ``input_ids [B, n]``, and fill `found`, with log-probabilities."""
+        """Decode ``input_ids [B, n]`` to ``[B, n + new]``, as `generate` does; `found` gets the generations."""
         call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         if call.criteria or call.num_samples > 1:
             raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")

@@ -42,7 +42,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one value."""
+        """The spread of at least one value."""
         found = list(values)
         return cls(statistics.median(found), min(found), max(found), len(found))
 
@@ -50,7 +50,7 @@ class Spread:
     def within_repeats(
         cls, above: Iterable[Row], below: Iterable[Row], figure: Callable[[Row], float]
     ) -> Spread | None:
-        """Of the ratios of a figure within each repeat of a file; ``None`` if they have no repeat in common."""
+        """The spread of a figure's ratios within each repeat of a file; ``None`` without a common repeat."""
         values = {(row.source, row.repeat): figure(row) for row in below}
         ratios = [figure(row) / value for row in above if (value := values.get((row.source, row.repeat)))]
         return cls.of(ratios) if ratios else None
@@ -161,7 +161,7 @@ class Cell:
     speedup: Spread | None
 
     def spread(self, figure: str | Callable[[Row], float]) -> Spread:
-        """Of a metric, by name, or of a function of rows."""
+        """The spread of a metric, given by name, or of a function of rows."""
         return Spread.of(figure(row) if callable(figure) else float(row.metrics[figure]) for row in self.rows)
 
     def median(self, figure: str | Callable[[Row], float], form: str = ".2f") -> str:
@@ -204,7 +204,7 @@ class Grid:
 
     @property
     def rows(self) -> list[Row]:
-        """Of all cells."""
+        """The rows of all cells."""
         return [row for cell in self.cells for row in cell.rows]
 
     @property

@@ -70,7 +70,7 @@ class Request:
     def prompt_id(self) -> str:
         """The id that all samples of a prompt share: `sample_of`, or the id of the request itself.
 
-        With `sample`, it tells what is drawn from anything else, and decides what is drawn.
+        With `sample`, it identifies what is drawn, and seeds it.
         """
         return self.request_id if self.sample_of is None else self.sample_of
 

@@ -31,7 +31,7 @@ class StepCurve(ABC):
 
     @abstractmethod
     def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """Of all but drafting.
+        """Seconds of a step without drafting.
 
         Args:
             num_kv_tokens: tokens of KV that its rows have after it.
@@ -39,7 +39,7 @@ class StepCurve(ABC):
 
     @abstractmethod
     def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        """Of drafting.
+        """Seconds of drafting.
 
         Args:
             stage: which drafter, where several are asked in turn.

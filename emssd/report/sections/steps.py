@@ -18,7 +18,7 @@ __all__ = ["Floor", "step_ms", "step_table", "step_time", "steps_of", "time_of_s
 
 
 class Floor(NamedTuple):
-    """Of a mean decode step of one run; a draft model's own work is not in it.
+    """The floor of a mean decode step of one run, without the work of a draft model.
 
     Attributes:
         byte_seconds: weights and the rows' KV moved once, at the measured bandwidth.
@@ -31,7 +31,7 @@ class Floor(NamedTuple):
 
     @classmethod
     def of(cls, row: Row, tokens_per_row: float | None = None) -> Floor:
-        """Of a run that had decode steps, as it was or with another number of tokens per row."""
+        """The floor of a run that had decode steps, as it was or with another number of tokens per row."""
         metrics, hardware = row.metrics, row.provenance["hardware"]
         steps, num_rows = metrics["decode_steps"], metrics["decode_row_steps"] / metrics["decode_steps"]
         tokens = tokens_per_row or metrics["decode_computed_tokens"] / metrics["decode_row_steps"]
@@ -40,7 +40,7 @@ class Floor(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step: the two overlap at best."""
+        """Seconds of a step in which the two overlap in full."""
         return max(self.byte_seconds, self.flop_seconds)
 
     @property
@@ -106,7 +106,7 @@ def step_ms(row: Row) -> float:
 
 
 def step_time(section: Section, rows: list[Row]) -> None:
-    """Median times of steps, which have as many tokens as is said where drafts are wrong throughout."""
+    """Median times of steps by tokens per row. Steps have exactly these tokens where all drafts are wrong."""
     for grid in steps_of(rows):
         lengths = [int(length) for row in grid.rows for length in row.samples["num_prompt_tokens"]]
         longest = max(float(row.metrics["mean_acceptance_length"]) for row in grid.rows)
@@ -130,7 +130,7 @@ def step_time(section: Section, rows: list[Row]) -> None:
 def steps_of(rows: Iterable[Row]) -> list[Grid]:
     """A grid for each setting and line, whatever is drafted at a time.
 
-    Prompts that are as many as the rows of the batch do not tell settings apart.
+    Runs with one prompt for each row count as one setting, whatever their prompts are.
     """
 
     def undrafted(row: Row) -> Setting:

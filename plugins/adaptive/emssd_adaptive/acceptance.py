@@ -76,7 +76,7 @@ class Acceptance:
         self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
 
     def look_anew(self) -> None:
-        """A probe is about to be observed: the run's average is from long ago, so it counts for little beside it."""
+        """Cut the weight of the run's average, which is old, before a probe is observed."""
         self._all.cut(_MEMORY_OF_PROBES)
 
     def begin_step(self) -> None:

@@ -12,7 +12,7 @@ __all__ = ["best_lengths", "best_limits", "blocks"]
 def best_limits(
     worths: Seq[Seq[float]], gain: float, seconds: float, rises: Seq[float], levels: Seq[tuple[int, float]]
 ) -> list[int]:
-    """The lengths of drafts that are yet to be made: what making them takes counts, too.
+    """The best lengths of drafts that are yet to be made, with the time of drafting.
 
     For each way to limit the drafts, nodes are taken as by `best_lengths`; the best of all these choices is the result.
 

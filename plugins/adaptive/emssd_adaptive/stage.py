@@ -113,10 +113,9 @@ class StageRecord:
         return [per_token * (min(tokens, _AT_ONCE) + max(0, tokens - _AT_ONCE) / _LATER) for tokens in behind]
 
     def rests(self, step: BudgetStep) -> bool:
-        """Whether it is taken for granted in this step that drafts do not pay. They did not, a few steps ago.
+        """Whether to assume in this step that drafts do not pay, because they did not a few steps ago.
 
-        They are looked at again after 8 steps, for a row that they were not looked at for, and as soon as something
-        was learnt of drafts.
+        The assumption ends after 8 steps, with a row that it was not made for, and with each observation of drafts.
         """
         if not self._rest or not self._rows_at_rest.issuperset(_able(step)):
             return False
@@ -124,7 +123,7 @@ class StageRecord:
         return True
 
     def rest_unless(self, budget: Seq[int], step: BudgetStep) -> None:
-        """Take it for granted for a while that drafts do not pay, unless some of `budget` does."""
+        """If `budget` drafts nothing, assume for the next steps that drafts do not pay."""
         self._rest, self._rows_at_rest = (0, set()) if any(budget) else (_REST, {*_able(step)})
 
     def wake(self) -> None:
