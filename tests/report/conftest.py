@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from emssd.report import figures
 from emssd.report.rows import Material, Row, parse
 from emssd.report.sections import Section, sections
 from emssd.report.tables import Table
@@ -142,8 +143,10 @@ def section_of(rows: Iterable[dict[str, Any]], name: str) -> Section | None:
 
 
 def tables_of(rows: Iterable[dict[str, Any]], name: str) -> list[Table]:
-    """The tables of that section."""
-    section = section_of(rows, name)
+    """The tables of that section, whose plots are not drawn, as each takes a quarter of a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_svg", lambda *_, **__: "")
+        section = section_of(rows, name)
     assert section is not None
     return [block for block in section.blocks if isinstance(block, Table)]
 
