@@ -19,7 +19,6 @@ from emssd.testing.strategies import policies
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.reference_kernels import ReferenceKernels, rerun
-from tests.support.tiers import looped
 
 
 class DenseMachine(EngineMachine):
@@ -57,7 +56,7 @@ class PagedMachine(RaggedMachine):
         )
 
 
-@looped("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
+@pytest.mark.parametrize("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
 @pytest.mark.hypothesis
 def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
     machine: type[EngineMachine],
