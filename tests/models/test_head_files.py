@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from emssd.drafters.heads.files import Checkpoint, read_checkpoint
 from emssd.drafters.heads.formats import Format, detect, expect
-from emssd.drafters.heads.trees import tree_of
+from emssd.drafters.heads.options import tree_of
 from emssd.drafters.states import KnownStates
 from emssd.errors import ConfigError
 from tests.support.heads import write_head

@@ -5,9 +5,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
-from emssd.drafters.heads.containers import unwrapped
 from emssd.drafters.heads.files import Checkpoint, read_checkpoint, reading_config
-from emssd.drafters.heads.formats import Format, detect
+from emssd.drafters.heads.formats import Format, detect, unwrapped
 from emssd.errors import ConfigError
 from emssd.plugins.hookspecs import DrafterSpec
 from emssd.plugins.registry import Registry

@@ -18,7 +18,7 @@ import pytest
 import torch
 from emssd_medusa.drafter import MedusaDrafter
 
-from emssd.drafters.heads.trees import read_trees
+from emssd.drafters.heads.options import read_trees
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch

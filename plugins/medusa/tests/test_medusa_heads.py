@@ -12,8 +12,8 @@ from emssd_medusa.heads import MedusaHeads
 from emssd_medusa.loading import load_medusa
 
 from emssd.drafters.heads.loading import Loaded
+from emssd.drafters.heads.options import read_trees
 from emssd.drafters.heads.target import TargetSizes
-from emssd.drafters.heads.trees import read_trees
 from emssd.errors import ConfigError
 from tests.support.heads import Weights, numbers, random_weights, write_head
 
