@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.packed import on_device, to_host
-from emssd.model.passes import likeliest
+from emssd.model.runner import likeliest
 from emssd.native import loaded_kernels
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import top_draws

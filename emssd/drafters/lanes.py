@@ -12,8 +12,8 @@ from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepP
 from emssd.drafters.heads.compiled import compiled_head
 from emssd.drafters.heads.head import Head
 from emssd.drafters.heads.layers import Attend
-from emssd.model.passes import in_passes, likeliest
 from emssd.model.program import Chain
+from emssd.model.runner import in_passes, likeliest
 
 __all__ = ["HeadLane", "KVCache", "Lane", "fed"]
 

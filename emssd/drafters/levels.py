@@ -23,8 +23,8 @@ from emssd.drafting import Draft, Drafter, GoesOn
 from emssd.drafting.budget import DraftedNode
 from emssd.drafting.levels import Child, Expansion, GrowingTree, joined_best
 from emssd.drafting.shapes import DynamicShape, Shape
-from emssd.model.passes import likeliest
 from emssd.model.program import Chain
+from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node
 from emssd.sampling.draws import behind
 from emssd.sequences import Batch, Row

@@ -19,7 +19,7 @@ from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Chain, Program
-from emssd.model.proven import NotKeptError, ProvenProgram, in_one_row, sources
+from emssd.model.tracing import NotKeptError, ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 import torch
 
 from emssd.attention import NativeStep
-from emssd.model import tracing
 from emssd.model.fingerprint import named_tensors
 from emssd.model.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["Attend", "Chain", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Chain", "Program", "declare_operators"]
+
+PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
+PREFIX = "model."  # of the model's own names in the program
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
@@ -68,7 +70,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        for linear in json.loads(found.files[tracing.LINEARS]):
+        for linear in json.loads(found.files[LINEARS]):
             biases = [tensors[name].detach() for name in linear["biases"]]
             weights = [tensors[name].detach() for name in linear["weights"]]
             scale = None
@@ -83,9 +85,9 @@ class Program:
             bias = torch.cat(biases) if biases else None
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
-        names = kernels.open_program(self._handle, str(found.folder / tracing.PROGRAM))
-        known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
-        known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
+        known = torch.load(io.BytesIO(found.files[CONSTANTS]), weights_only=True)
+        known |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [known[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)
         self._run = kernels.run_program.default
@@ -167,15 +169,11 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
     return source.new_empty(*source.shape[:-1], out_features)
 
 
+@cache
 def declare_operators() -> None:
     """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded. Raises
     NativeError: they cannot be built.
     """
     load_kernels()
-    _declare_shapes()
-
-
-@cache
-def _declare_shapes() -> None:
     torch.library.register_fake("emssd_native::linear", _linear_shape)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

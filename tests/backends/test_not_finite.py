@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
-from emssd.attention.seen import StepWatch
+from emssd.attention.masked import StepWatch
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.model import CausalLMRunner, TargetModel

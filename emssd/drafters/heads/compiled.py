@@ -18,7 +18,7 @@ from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint_of
 from emssd.model.int8 import round_drafter
 from emssd.model.program import Chain
-from emssd.model.proven import ProvenProgram, in_one_row, sources
+from emssd.model.tracing import ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan

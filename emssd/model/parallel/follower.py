@@ -11,10 +11,9 @@ import torch
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.errors import EmssdError, GroupError, UnsupportedModelError
 from emssd.model.loading import Wanted, load_shard
-from emssd.model.parallel.group import Group, Shard
+from emssd.model.parallel.group import Group, Shard, packed_of
 from emssd.model.parallel.leader import CacheWanted, Checksums
 from emssd.model.parallel.lending import whole_weights
-from emssd.model.parallel.messages import packed_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import TargetModel
 

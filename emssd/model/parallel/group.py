@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from emssd.attention import PackedInputs
 from emssd.errors import ConfigError, EmssdError, GroupError
-from emssd.model.parallel.messages import Message
 
-__all__ = ["Group", "Shard", "join"]
+__all__ = ["Group", "Message", "Shard", "join", "packed_of", "step_of"]
 
 _FRAME, _LENGTH = 32768, 8  # bytes of a broadcast, and of the number at its head; longer messages take several
 _PASS_TIMEOUT = timedelta(minutes=30)  # of a forward pass; loading may be in it, and disks differ
@@ -28,6 +28,19 @@ _IDLE_TIMEOUT = timedelta(days=365)  # process 0 may have nothing to say for lon
 _BEAT_SECONDS, _BEAT_TIMEOUT, _GRACE_SECONDS = 1.0, timedelta(seconds=30), 5.0
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDED = "another process of this tensor parallel run has ended, or hangs; rows that were finished are kept"
+
+
+class Message(NamedTuple):
+    """A call that the other processes make of the model, or the cache, of a number.
+
+    Attributes:
+        call: a method of `emssd.model.parallel.follower` or of the cache's runner; ``end`` for nothing more.
+        arguments: of that method; they hold no tensors.
+    """
+
+    call: str
+    number: int
+    arguments: tuple[Any, ...] = ()
 
 
 class Group:
@@ -193,6 +206,26 @@ class Shard:
     group: Group
     number: int
     checksums: bool = False
+
+
+_Step = tuple[Any, ...]
+"""The fields of `PackedInputs`, with lists in the place of tensors; it pickles in a twentieth of their time."""
+
+
+def step_of(packed: PackedInputs) -> _Step:
+    """A step, with all of its tokens; those that only a device knows are fetched."""
+    token_ids = packed.input_ids
+    if packed.drafted is not None:
+        token_ids = token_ids.index_copy(0, packed.drafted.places, packed.drafted.token_ids.to(token_ids.device))
+    inputs = token_ids.tolist(), packed.position_ids.tolist(), packed.logit_rows.tolist()
+    return packed.request_ids, *inputs, packed.qo_indptr, packed.kv_lens, packed.trees
+
+
+def packed_of(step: _Step) -> PackedInputs:
+    """The step that `step_of` was given."""
+    request_ids, token_ids, position_ids, logit_rows, qo_indptr, kv_lens, trees = step
+    tokens, positions, logits = (torch.tensor(x, dtype=torch.int64) for x in (token_ids, position_ids, logit_rows))
+    return PackedInputs(request_ids, tokens, positions, qo_indptr, kv_lens, logits, trees)
 
 
 @cache

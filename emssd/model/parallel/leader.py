@@ -14,8 +14,8 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.errors import GroupError
+from emssd.model.parallel.group import Message, step_of
 from emssd.model.parallel.lending import prepare_hidden
-from emssd.model.parallel.messages import Message, step_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
 from emssd.model.borrowed import BorrowedTarget
-from emssd.model.parallel.messages import Message
+from emssd.model.parallel.group import Message
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
 from emssd.model.streams import Streams
