@@ -145,10 +145,10 @@ class PagedBackend(AttentionBackend):
         self._have_reserved()
         return self._kernels.plan(packed, self._table)
 
-    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
+    def plan_growth(self, packed: PackedInputs, rooms: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
         if not self._kernels.are_native:
             return None
-        self._reserve_behind(packed, lengths)
+        self._reserve_behind(packed, rooms)
         plan = self._kernels.plan(packed, self._table)
         return plan, self._kernels.native_step(plan)
 

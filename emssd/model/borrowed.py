@@ -33,7 +33,7 @@ class ShallowRunner(CausalLMRunner):
         UnsupportedModelError: its layers are not found, or cannot be left out.
     """
 
-    _takes_chains = False
+    _grows = False
 
     def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int) -> None:
         super().__init__(model, backend)

@@ -18,7 +18,7 @@ from emssd.errors import CompileError
 from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Chain, Program
+from emssd.model.program import Growth, Program
 from emssd.model.tracing import NotKeptError, ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
@@ -108,6 +108,6 @@ class CompiledForward(ProvenProgram):
         other._program = Program(self._found, self._module, round_to)
         return other
 
-    def run_chain(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Program.run_chain`; `plan` and `step` are by `AttentionBackend.plan_chain`."""
-        return self._program.run_chain([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, chain)
+    def grow(self, plan: StepPlan, step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Program.grow`; `plan` and `step` are by `AttentionBackend.plan_growth`."""
+        return self._program.grow([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, growth)

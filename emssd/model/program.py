@@ -17,7 +17,7 @@ from emssd.model.fingerprint import named_tensors
 from emssd.model.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Chain", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Growth", "Program", "declare_operators"]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
@@ -26,25 +26,36 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
 
 
-class Chain(NamedTuple):
-    """The chains that `Program.run_chain` drafts.
+class Growth(NamedTuple):
+    """The drafts that `Program.grow` makes, a tree of the likeliest tokens for each row; a chain has a width of 1.
 
     Attributes:
-        lengths: ``[r]`` tokens of each row, at least 1.
+        depths: ``[r]`` the most levels of each row, at least 1.
+        num_nodes: ``[r]`` the most nodes that are drafted.
+        rooms: ``[r]`` the most nodes in the KV cache.
         vocab_size: only so many of the logits are looked at.
         table: ``[vocab, hidden]`` of a head that reads, beside its own last hidden state, the embedding of a token;
             ``None`` for a model, which reads token ids.
         target_ids: the tokens that the head's logits are for; ``None`` if they are the same.
+        width: nodes of a level that get children, and children of each.
         scale: that logits are multiplied by before they become probabilities; 0: nobody asks how likely tokens are.
-        least: a token whose probability has a smaller logarithm is the last of its chain.
+        least: a node whose probability after its parent has a smaller logarithm gets no children.
     """
 
-    lengths: list[int]
+    depths: list[int]
+    num_nodes: list[int]
+    rooms: list[int]
     vocab_size: int
     table: torch.Tensor | None = None
     target_ids: torch.Tensor | None = None
+    width: int = 1
     scale: float = 0.0
     least: float = -math.inf
+
+    @classmethod
+    def chains(cls, lengths: list[int], vocab_size: int) -> Growth:
+        """Chains of so many tokens, without asking how likely these are."""
+        return cls(lengths, lengths, [length - 1 for length in lengths], vocab_size)
 
 
 class Program:
@@ -117,20 +128,21 @@ class Program:
         finally:
             self._attend = self._failure = None
 
-    def run_chain(
-        self, inputs: list[torch.Tensor], step: NativeStep, chain: Chain
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it level by level, on the likeliest token after each row, and nothing of Python between.
+    def grow(self, inputs: list[torch.Tensor], step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run it level by level, on the likeliest tokens after each row, and nothing of Python between.
 
         Args:
             inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
-            step: its attention, of a plan by `AttentionBackend.plan_chain`.
+            step: its attention, of a plan by `AttentionBackend.plan_growth`.
 
         Returns:
-            ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
-            After the end of a row's chain stands anything.
+            For all nodes that were computed, level by level and row by row, the tokens after each ``[n, width]``
+            int64, and float64 the logarithms of how likely they are, ``[n, 0]`` if nobody asks.
         """
-        tokens, shares = step.run_chain(self._handle, inputs, *chain)
+        tokens, shares = step.grow(
+            self._handle, inputs, growth.depths, growth.num_nodes, growth.rooms, growth.width, growth.vocab_size,
+            growth.table, growth.target_ids, growth.scale, growth.least,
+        )  # fmt: skip
         return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class RoundedRunner(CausalLMRunner):
         self._follow()
         return super().run(packed)
 
-    def _chain_program(self) -> Any:
+    def _growing_program(self) -> Any:
         self._follow()
         return self._program
 

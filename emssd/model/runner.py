@@ -14,7 +14,7 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.program import Chain
+from emssd.model.program import Growth
 from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "in_passes", "likeliest"]
@@ -69,27 +69,27 @@ class ModelRunner(ABC):
         A step may fail, and the same or other rows be run next, without a commit between.
         """
 
-    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step of chains, and then its greedy tokens, level by level, in one call.
+    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute a step of chains, and then trees of the likeliest tokens, level by level, in one call.
 
         Args:
             packed: the step; logits are wanted of the last token of each row.
-            chain: how many tokens to choose after each row, and how. KV is computed for all but the last of them.
+            growth: what is asked for. KV is computed for the nodes that get children.
 
         Returns:
-            See `emssd.model.program.Program.run_chain`. ``None``: nothing was done, `run` does it one level at a time.
+            See `emssd.model.program.Program.grow`. ``None``: nothing was done, `run` does it one level at a time.
         """
         return None
 
     plans_passes: bool = False
     """Whether `run_passes` may do something."""
 
-    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
         """Compute passes of one token for each row in one call, each after the likeliest tokens of the one before.
 
         Args:
             packed: the first pass.
-            chain: how many of them each row has part in, and what is asked for.
+            growth: of chains: how many of them each row has part in, and what is asked for.
 
         Returns:
             ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of how likely it is. After
@@ -151,7 +151,7 @@ class CausalLMRunner(ModelRunner):
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held
-    _takes_chains = True  # of the whole model, once a pass
+    _grows = True  # by the program of the whole model
     _in_one_process = True
 
     def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
@@ -189,30 +189,30 @@ class CausalLMRunner(ModelRunner):
         greedy = None if plan.landing is None else plan.landing[: len(packed.logit_rows)]
         return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, greedy)
 
-    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        program = self._chain_program()
-        planned = None if program is None else self.backend.plan_chain(packed, [each - 1 for each in chain.lengths])
+    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
+        program = self._growing_program()
+        planned = None if program is None else self.backend.plan_growth(packed, growth.rooms)
         if planned is None:
             return None
         with self.model.lock:
-            found: tuple[torch.Tensor, torch.Tensor] | None = program.run_chain(*planned, chain)
+            found: tuple[torch.Tensor, torch.Tensor] | None = program.grow(*planned, growth)
         return found
 
-    def _chain_program(self) -> Any:
-        """The compiled program that drafts chains, or ``None``."""
-        return self.model.compiled if self._takes_chains else None
+    def _growing_program(self) -> Any:
+        """The compiled program that makes drafts, or ``None``."""
+        return self.model.compiled if self._grows else None
 
     @property
     def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
         return self._in_one_process and self._states is None and self.backend.plans_passes
 
-    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
         def one_pass(plan: StepPlan, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             plan = replace(plan, input_ids=ids.unsqueeze(0), logit_index=None, replay=None)
-            both = likeliest(self._compute(plan).logits[:, : chain.vocab_size], 1, chain.scale)[..., 0]
+            both = likeliest(self._compute(plan).logits[:, : growth.vocab_size], 1, growth.scale)[..., 0]
             return both, both[0].long()
 
-        return in_passes(self.backend, packed, chain, None, one_pass) if self.plans_passes else None
+        return in_passes(self.backend, packed, growth, None, one_pass) if self.plans_passes else None
 
     def _announce(self, packed: PackedInputs) -> None:
         """Called between a plan that succeeded and its pass."""
@@ -282,18 +282,18 @@ def likeliest(logits: torch.Tensor, width: int, scale: float) -> torch.Tensor:
 def in_passes(
     backend: AttentionBackend,
     packed: PackedInputs,
-    chain: Chain,
+    growth: Growth,
     given: Callable[[StepPlan], torch.Tensor] | None,
     one_pass: Callable[[StepPlan, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor | None:
     """Plan all passes, and run them as one; ``None`` if the backend plans each by itself.
 
     Args:
-        packed, chain: see `ModelRunner.run_passes`.
+        packed, growth: see `ModelRunner.run_passes`.
         given: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
         one_pass: of a plan and what the pass reads, ``[2, n]`` the likeliest tokens, and what the next pass reads.
     """
-    plans = backend.plan_passes(packed, chain.lengths)
+    plans = backend.plan_passes(packed, growth.depths)
     if not plans:
         return None
     first = plans[0].input_ids[0] if given is None else given(plans[0])

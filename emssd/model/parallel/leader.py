@@ -93,7 +93,7 @@ class LeadingRunner(CausalLMRunner):
         recipe: of the backend; the others make theirs by it.
     """
 
-    _takes_chains = _in_one_process = False
+    _grows = _in_one_process = False
 
     def __init__(self, model: TargetModel, backend: AttentionBackend, spec: KVCacheSpec, recipe: Any) -> None:
         super().__init__(model, backend)
