@@ -21,7 +21,7 @@ _UNITS = {"": 1, "B": 1} | {
 def kv_bytes(kv_memory: str | float | None, device: torch.device, free: Callable[[], int] | None = None) -> int | None:
     """Bytes that `kv_memory` means: ``8GiB``, ``500MB``, a number of bytes, or a share of the free memory (``0.8``).
 
-    The free memory is that of `device`, or what `free` says. Raises ConfigError: `kv_memory` is none of these.
+    The free memory is that of `device`, or what `free` says.
     """
     if kv_memory is None:
         return None

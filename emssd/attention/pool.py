@@ -53,14 +53,8 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
     """Pages for sequences in a pool of a fixed size: enough for a full batch of the longest, within limit and memory.
 
     The pool has one page more, for padding tokens. `spec.max_tokens` stands for the memory of so many tokens; padded
-    heads and the page of the padding tokens count against it, so a few tokens less may fit.
-
-    Args:
-        page_bytes: bytes of one page over all layers.
-        free_bytes: bytes of the device that the pool may take.
-
-    Raises:
-        OutOfMemoryError: there is no room for two pages.
+    heads and the page of the padding tokens count against it, so a few tokens less may fit. Of the device, the pool may
+    take `free_bytes`. A page is one of all layers.
     """
     full = spec.max_batch_size * -(-spec.max_model_len // page_size)
     allowed, what = free_bytes, "of the device's memory"

@@ -49,21 +49,10 @@ def load_checkpoint(
     device_map: DeviceMap | None = None,
     fallback: str = "none",
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a causal LM, with all of its weights, and its tokenizer.
+    """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
-    Args:
-        path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
-        dtype: of the weights, or ``auto``.
-        max_model_len: refused, where the model cannot take it, before weights are read.
-        trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
-        num_shards: load one of so many shards, in each process of the group.
-        device_map: which module goes to which device; ``None`` loads all to the host.
-        fallback: see `emssd.model.TargetModel`.
-
-    Raises:
-        ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
-        UnsupportedModelError: its config shows that it cannot be served.
-        OutOfMemoryError: there is no room for its weights.
+    What the model cannot take is refused before weights are read. Without a `device_map`, all are loaded to the host.
+    With `num_shards`, each process of the group loads one of so many shards.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
@@ -127,9 +116,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that loading `path` reads, in order; none of a hub id that is not on this machine. Raises ConfigError:
-    a folder that is not there.
-    """
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -187,11 +174,7 @@ def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: N
 def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
     """Refuse weights that are not those of the config: Transformers would fill what is missing with random numbers.
 
-    Args:
-        info: what Transformers reports; it knows tied weights, and of many models what may be left out or is left over.
-
-    Raises:
-        ConfigError: with the names.
+    Its report `info` knows tied weights, and of many models what may be left out or is left over.
     """
     mismatched = [f"{name} ({_shape(is_)} in place of {_shape(asked)})" for name, is_, asked in info["mismatched_keys"]]
     unexpected = [name for name in info["unexpected_keys"] if not _COMPUTED.search(name)]

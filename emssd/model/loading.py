@@ -123,7 +123,6 @@ def load_model(
 
 
 def _given(options: Mapping[str, bool]) -> str | None:
-    """The first option that is given."""
     return next((name for name, is_given in options.items() if is_given), None)
 
 
@@ -179,9 +178,7 @@ class Wanted(NamedTuple):
 
 
 def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
-    """Load a model in every process of a group. If it fails in one, it fails in all. Raises EmssdError: see
-    `load_model`.
-    """
+    """Load a model in every process of a group. If it fails in one, it fails in all."""
     with shard.group.agreed():
         model, tokenizer = load_checkpoint(
             wanted.path,

@@ -57,7 +57,6 @@ class PerRow:
 
     @property
     def names(self) -> list[str]:
-        """Of these modules."""
         return [*self._calls]
 
     @contextmanager
@@ -90,11 +89,7 @@ class PerRow:
         return False
 
     def learn_long_texts(self) -> None:
-        """See how the modules are called in a long text, where models may pad.
-
-        Raises:
-            UnsupportedModelError: they get other tokens than the text's.
-        """
+        """See how the modules are called in a long text, where models may pad."""
         if self._calls and (length := min(_LONG, self.target.max_model_len - 1)) > self._length:
             self._learn_tables(length)
 
@@ -276,11 +271,7 @@ def find_fault(target: HookedModel) -> str | None:
 
 
 class _Search:
-    """Looks for the module at fault in a short pass.
-
-    Args:
-        target: the model as it runs now.
-    """
+    """Looks for the module at fault in a short pass."""
 
     def __init__(self, target: HookedModel) -> None:
         self._target, self._rows = target, ProbeRows(target)

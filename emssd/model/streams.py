@@ -131,9 +131,7 @@ class Streams:
             yield
 
     def check_cut(self) -> None:
-        """Refuse a model that `cut` cannot end early. Raises UnsupportedModelError: its layers give more than the
-        residual stream.
-        """
+        """Refuse a model that `cut` cannot end early."""
         if self.gives_more:
             raise UnsupportedModelError(
                 f"{self.name} lends drafters no first layers: its layers give more than a residual stream"
@@ -193,9 +191,7 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 
 def find_streams(target: HookedModel) -> Streams:
-    """Run two short sequences, and see that each layer is given what the one before it gave. Raises
-    UnsupportedModelError with the reason.
-    """
+    """Run two short sequences, and see that each layer is given what the one before it gave."""
     name = type(target.model).__name__
     decoder, layers = _decoder(target.model)
     rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)

@@ -16,9 +16,7 @@ _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chun
 
 
 def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str = "none") -> int:
-    """The longest sequence to allow. Raises ConfigError: none is known and none is given, or it is not in the model's
-    range; or UnsupportedModelError: the model computes positions otherwise in sequences of that length.
-    """
+    """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     limit = int(limit) if limit is not None and limit > 0 else None
@@ -35,9 +33,7 @@ def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str 
 
 
 def check_config(config: Any, model_class: type | None, fallback: str = "none") -> None:
-    """Refuse, before any weights are loaded, what the config shows cannot be served at any length. Raises
-    UnsupportedModelError with the reason.
-    """
+    """Refuse, before any weights are loaded, what the config shows cannot be served at any length."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
@@ -71,9 +67,7 @@ def check_config(config: Any, model_class: type | None, fallback: str = "none") 
 
 
 def check_whole(model: Any) -> None:
-    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks. Raises
-    UnsupportedModelError with what can be done.
-    """
+    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks."""
     distributed = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are no such tensors
     if distributed and any(isinstance(weight, distributed.DTensor) for weight in model.parameters()):
         raise _refused(

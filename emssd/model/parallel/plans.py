@@ -23,9 +23,7 @@ _OPT = {
 
 
 def check_shards(config: Any, size: int) -> None:
-    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded. Raises
-    UnsupportedModelError: Transformers has no plan for it, or its heads do not divide.
-    """
+    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded."""
     text, name = config.get_text_config(), config.model_type
     if name != "opt" and not (config.base_model_tp_plan or text.base_model_tp_plan):
         raise UnsupportedModelError(
@@ -58,9 +56,7 @@ def mend(model: Any, size: int) -> None:
 
 
 def check_heads(target: Any, size: int) -> None:
-    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them. Raises
-    UnsupportedModelError with the first such layer.
-    """
+    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them."""
     text = target.model.config.get_text_config()
     whole = text.num_attention_heads
     for index, layer in enumerate(target.layers):
