@@ -95,7 +95,7 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
-    """What `run`, a function like `HookedModel.run`, gives for two short sequences packed into one row: logits
+    """Of two short sequences packed into one row, what `run` gives, a function like `HookedModel.run`: logits
     ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
     """
     rows = ProbeRows(target, longest=_LONGEST)
