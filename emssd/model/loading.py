@@ -13,8 +13,8 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel.group import Message, Shard, join
-from emssd.model.parallel.plans import check_heads
 from emssd.model.spread import DeviceMap, check_device_map
+from emssd.model.support import check_heads
 from emssd.model.target import Compile, TargetModel
 
 __all__ = ["LoadModel", "ModelCache", "Wanted", "load_model", "load_shard"]
