@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from emssd.errors import CompileError
+from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Chain, Program
-from emssd.model.tracing import NotKeptError, ProvenProgram, compile_program, has_kernel, in_one_row, sources
+from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan
@@ -53,7 +54,7 @@ class CompiledForward(ProvenProgram):
         return fingerprint(self._target, sources(__file__), self.hidden)
 
     def compile(self, folder: Path) -> None:
-        compile_program(self._target, folder, self.hidden)
+        tracing.compile_program(self._target, folder, self.hidden)
 
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
         names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.dtype]

@@ -150,8 +150,8 @@ class PerRow:
         ids = torch.arange(length, device=target.device)[None] % target.vocab_size
         with ExitStack() as stack, implementation("eager", experts_in_loops=target.dtype is torch.float64):
             for name in names:
-                hook = target.model.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-                stack.callback(hook.remove)
+                module = target.model.get_submodule(name)
+                stack.enter_context(module.register_forward_hook(note(name), with_kwargs=True))
             with running(target), mixed_by(None):
                 target.call(input_ids=ids, use_cache=False)
         return seen
@@ -238,8 +238,8 @@ class _Events:
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 before, after = self._hooks(name)
-                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after).remove)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after))
             yield self
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:

@@ -42,11 +42,8 @@ class Checksums:
         def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
             computed.append(_checksum(arguments[0]))
 
-        hook = self._head.register_forward_pre_hook(note)
-        try:
+        with self._head.register_forward_pre_hook(note):
             yield
-        finally:
-            hook.remove()
         mine = zlib.crc32(told), *computed
         ours = self._group.gathered(mine)
         self._num_steps += 1
