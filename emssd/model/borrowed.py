@@ -15,10 +15,18 @@ from emssd.model.runner import CausalLMRunner, ModelRunner
 from emssd.model.streams import Streams, find_streams, replaced_forward
 from emssd.model.target import TargetModel
 
-__all__ = ["BorrowedTarget"]
+__all__ = ["BorrowedTarget", "runs_no_layers"]
 
 
 _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16
+
+
+def runs_no_layers(option: str) -> UnsupportedModelError:
+    """The error for a drafter that would run or take layers of a target that is spread by `option`."""
+    return UnsupportedModelError(
+        f"with {option}, no drafter runs layers of the target or takes them; choose one that has a model or a head of "
+        f"its own, or reads tokens, such as drafter=suffix"
+    )
 
 
 class BorrowedTarget:
@@ -153,10 +161,7 @@ class BorrowedTarget:
     def _check_together(self) -> None:
         """Refuse to lend what Accelerate's hooks would move from device to device."""
         if self._target.is_spread:
-            raise UnsupportedModelError(
-                "with model.device_map, no drafter runs or takes layers of the target; choose one that has a model or "
-                "a head of its own, or reads tokens, such as drafter=suffix"
-            )
+            raise runs_no_layers("model.device_map")
 
     @cached_property
     def _streams(self) -> Streams:

@@ -11,8 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
-from emssd.errors import UnsupportedModelError
-from emssd.model.borrowed import BorrowedTarget
+from emssd.model.borrowed import BorrowedTarget, runs_no_layers
 from emssd.model.parallel.group import Message
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
@@ -73,19 +72,13 @@ class LendingShard(BorrowedTarget):
             return super().project(hidden)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        raise UnsupportedModelError(
-            "with model.tensor_parallel=true, no drafter runs the target; choose one that has a model or a head of its "
-            "own, or reads tokens, such as drafter=suffix"
-        )
+        raise runs_no_layers("model.tensor_parallel=true")
 
     def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
-        return self.first_layers(0, None)  # type: ignore[arg-type, return-value]  # which refuses
+        raise runs_no_layers("model.tensor_parallel=true")
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
-        raise UnsupportedModelError(
-            "with model.tensor_parallel=true, no drafter runs layers of the target; choose one that has a model or a "
-            "head of its own, or reads tokens, such as drafter=suffix"
-        )
+        raise runs_no_layers("model.tensor_parallel=true")
 
     @cached_property
     def _streams(self) -> Streams:
