@@ -14,7 +14,6 @@ import torch
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.errors import GroupError
 from emssd.model.parallel.group import Message, step_of
-from emssd.model.parallel.lending import prepare_hidden
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
 
@@ -74,11 +73,6 @@ class LeadingRunner(CausalLMRunner):
         self._checksums = Checksums(model) if model.shard.checksums else None
         self._note("make_cache", model.shard.number, recipe, spec)
         weakref.finalize(self, self._group.note, Message("drop", self._number)).atexit = False
-
-    def take_hidden(self, indices: Seq[int]) -> None:
-        if indices:
-            prepare_hidden(self.model, indices)
-        self._hidden = tuple(indices)
 
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message("run", self._number, (step_of(packed),)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -12,25 +11,15 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.model.borrowed import BorrowedTarget, runs_no_layers
-from emssd.model.parallel.group import Message
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
 
-__all__ = ["LendingShard", "prepare_hidden", "whole_weights"]
+__all__ = ["LendingShard", "whole_weights"]
 
 Weights = dict[str, torch.Tensor]
 """The parameters of a module, by name."""
-
-
-def prepare_hidden(target: TargetModel, indices: Seq[int]) -> Streams:
-    """`TargetModel.prepare_hidden` in process 0, with the others, as it runs the model."""
-    assert target.shard is not None, "a model that is whole needs nobody else"
-    group = target.shard.group
-    group.say(Message("prepare_hidden", target.shard.number, ([*indices],)))
-    with group.in_step():
-        return target.prepare_hidden(indices)
 
 
 def whole_weights(target: TargetModel) -> tuple[Weights, Weights]:
@@ -82,15 +71,13 @@ class LendingShard(BorrowedTarget):
 
     @cached_property
     def _streams(self) -> Streams:
-        return self._target.streams or prepare_hidden(self._target, ())
+        return self._target.streams or self._target.prepare_hidden(())
 
     @cached_property
     def _weights(self) -> tuple[Weights, Weights]:
-        group = self._shard.group
         if self._target.streams is None:  # what proves them is a pass of all processes, so before anything is whole
-            prepare_hidden(self._target, ())
-        group.say(Message("gather", self._shard.number))
-        with group.in_step(), torch.inference_mode():
+            self._target.prepare_hidden(())
+        with self._shard.together("gather"), torch.inference_mode():
             return whole_weights(self._target)
 
 
