@@ -9,10 +9,9 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, NativeStep, StepPlan
-from emssd.attention.memory import free_bytes
 from emssd.attention.packed import PackedInputs, on_device
 from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
+from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, free_bytes, page_bytes
 from emssd.errors import ConfigError, OutOfMemoryError
 
 __all__ = ["PagedBackend", "PagedKernels"]

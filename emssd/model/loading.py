@@ -13,8 +13,8 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel.group import Message, Shard, join
-from emssd.model.parallel.plans import check_heads
 from emssd.model.spread import DeviceMap, check_device_map
+from emssd.model.support import check_heads
 from emssd.model.target import Compile, TargetModel
 
 __all__ = ["LoadModel", "ModelCache", "Wanted", "load_model", "load_shard"]
@@ -123,7 +123,6 @@ def load_model(
 
 
 def _given(options: Mapping[str, bool]) -> str | None:
-    """The first option that is given."""
     return next((name for name, is_given in options.items() if is_given), None)
 
 
@@ -179,9 +178,7 @@ class Wanted(NamedTuple):
 
 
 def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
-    """Load a model in every process of a group. If it fails in one, it fails in all. Raises EmssdError: see
-    `load_model`.
-    """
+    """Load a model in every process of a group. If it fails in one, it fails in all."""
     with shard.group.agreed():
         model, tokenizer = load_checkpoint(
             wanted.path,

@@ -59,14 +59,10 @@ class Growth(NamedTuple):
 
 
 class Program:
-    """A compiled program of a module.
+    """A compiled program of a module, whose tensors it reads. They must stay what and where they are.
 
-    Args:
-        module: whose tensors it reads. They must stay what and where they are; weights of linear layers are copied.
-        round_to: what is copied in the place of a weight; ``None`` for the weight itself.
-
-    Raises:
-        Exception: of almost any kind, if that is something else.
+    Weights of linear layers are copied, or what `round_to` makes of them. If something else was found on disk, this
+    raises an exception of almost any kind.
     """
 
     def __init__(
@@ -106,13 +102,7 @@ class Program:
     def __call__(
         self, inputs: list[torch.Tensor], attend: Attend, step: NativeStep | None = None
     ) -> list[torch.Tensor]:
-        """Run it.
-
-        Args:
-            inputs: those that it was traced with, but the handle.
-            attend: computes attention.
-            step: of the same attention, where C++ code can do it.
-        """
+        """Run it on the inputs that it was traced with, but the handle. `step` does what `attend` does, in C++."""
         outputs: list[torch.Tensor]
         if step is not None:
             outputs = step.run(self._handle, inputs)
@@ -131,13 +121,10 @@ class Program:
     def grow(self, inputs: list[torch.Tensor], step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
         """Run it level by level, on the likeliest tokens after each row, and nothing of Python between.
 
-        Args:
-            inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
-            step: its attention, of a plan by `AttentionBackend.plan_growth`.
-
-        Returns:
-            For all nodes that were computed, level by level and row by row, the tokens after each ``[n, width]``
-            int64, and float64 the logarithms of how likely they are, ``[n, 0]`` if nobody asks.
+        The `inputs` are those of the first level; the last of them are ``[r]`` the last tokens of the rows. The `step`
+        is of a plan by `AttentionBackend.plan_growth`. Gives for all nodes that were computed, level by level and row
+        by row, the tokens after each ``[n, width]`` int64, and float64 the logarithms of how likely they are, ``[n, 0]``
+        if nobody asks.
         """
         tokens, shares = step.grow(
             self._handle, inputs, growth.depths, growth.num_nodes, growth.rooms, growth.width, growth.vocab_size,
@@ -183,9 +170,7 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
 
 @cache
 def declare_operators() -> None:
-    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded. Raises
-    NativeError: they cannot be built.
-    """
+    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded."""
     load_kernels()
     torch.library.register_fake("emssd_native::linear", _linear_shape)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

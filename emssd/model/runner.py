@@ -147,16 +147,26 @@ class ModelRunner(ABC):
 
 
 class CausalLMRunner(ModelRunner):
-    """A Hugging Face model on one device, with its KV in an attention backend."""
+    """A Hugging Face model on one device, with its KV in an attention backend.
+
+    Args:
+        backend: allocated for the layers that are run.
+        num_layers: only so many of the first layers are run, uncompiled, and then the final norm and the LM head;
+            ``None`` for all. Hidden states may be taken up to the last of these layers, and after the norm (-1).
+
+    Raises:
+        UnsupportedModelError: its layers are not found, or cannot be left out.
+    """
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held
-    _grows = True  # by the program of the whole model
     _in_one_process = True
 
-    def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
-        self.model = model
-        self.backend = backend
+    def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int | None = None) -> None:
+        if num_layers is not None:
+            assert 1 <= num_layers <= model.num_layers, f"{num_layers} of {model.num_layers} layers"
+            model.prepare_hidden(()).check_cut()
+        self.model, self.backend, self.num_layers = model, backend, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
@@ -200,7 +210,7 @@ class CausalLMRunner(ModelRunner):
 
     def _growing_program(self) -> Any:
         """The compiled program that makes drafts, or ``None``."""
-        return self.model.compiled if self._grows else None
+        return self.model.compiled if self._in_one_process and self.num_layers is None else None
 
     @property
     def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
@@ -218,10 +228,12 @@ class CausalLMRunner(ModelRunner):
         """Called between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
-        return self.model(plan, self.backend, self._hidden)
+        return self.model(plan, self.backend, self._hidden, self.num_layers)
 
     def take_hidden(self, indices: Seq[int]) -> None:
-        if indices:
+        if self.num_layers is not None:  # no compiled program is made for them
+            self.model.prepare_hidden(()).check(indices)
+        elif indices:
             self.model.prepare_hidden(indices)
         self._hidden = tuple(indices)
 
@@ -286,10 +298,9 @@ def in_passes(
     given: Callable[[StepPlan], torch.Tensor] | None,
     one_pass: Callable[[StepPlan, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor | None:
-    """Plan all passes, and run them as one; ``None`` if the backend plans each by itself.
+    """Plan all passes of `ModelRunner.run_passes`, and run them as one; ``None`` if the backend plans each by itself.
 
     Args:
-        packed, growth: see `ModelRunner.run_passes`.
         given: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
         one_pass: of a plan and what the pass reads, ``[2, n]`` the likeliest tokens, and what the next pass reads.
     """

@@ -124,16 +124,14 @@ class Streams:
         with ExitStack() as hooks:
             for index in into:
                 if index == 0:
-                    hook = hear_input(self.layers[0], take(index))
+                    hooks.enter_context(hear_input(self.layers[0], take(index)))
                 else:
-                    hook = hear_output(self.decoder if index == NORMED else self.layers[index - 1], take(index))
-                hooks.callback(hook.remove)
+                    module = self.decoder if index == NORMED else self.layers[index - 1]
+                    hooks.enter_context(hear_output(module, take(index)))
             yield
 
     def check_cut(self) -> None:
-        """Refuse a model that `cut` cannot end early. Raises UnsupportedModelError: its layers give more than the
-        residual stream.
-        """
+        """Refuse a model that `cut` cannot end early."""
         if self.gives_more:
             raise UnsupportedModelError(
                 f"{self.name} lends drafters no first layers: its layers give more than a residual stream"
@@ -193,9 +191,7 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 
 def find_streams(target: HookedModel) -> Streams:
-    """Run two short sequences, and see that each layer is given what the one before it gave. Raises
-    UnsupportedModelError with the reason.
-    """
+    """Run two short sequences, and see that each layer is given what the one before it gave."""
     name = type(target.model).__name__
     decoder, layers = _decoder(target.model)
     rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)
@@ -214,12 +210,12 @@ def find_streams(target: HookedModel) -> Streams:
     inside = {decoder, *(each for layer in layers for each in layer.modules())}
     with ExitStack() as hooks, target.lock, running(target):
         for index, layer in enumerate(layers):
-            hooks.callback(hear_input(layer, note("given to", index)).remove)
-            hooks.callback(hear_output(layer, note("given by", index)).remove)
-        hooks.callback(hear_output(decoder, note("given by", last)).remove)
+            hooks.enter_context(hear_input(layer, note("given to", index)))
+            hooks.enter_context(hear_output(layer, note("given by", index)))
+        hooks.enter_context(hear_output(decoder, note("given by", last)))
         for module in decoder.modules():
             if module not in inside:
-                hooks.callback(module.register_forward_hook(only_here(note_call)).remove)
+                hooks.enter_context(module.register_forward_hook(only_here(note_call)))
         rows.run_packed(target, rows.attend)
 
     def refused(reason: str) -> UnsupportedModelError:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -189,9 +190,9 @@ class TargetModel(HookedModel):
         Raises:
             UnsupportedModelError: with the reason.
         """
-        if self.streams is None:
-            self.streams = find_streams(self)
-        self.streams.check(indices)
+        with nullcontext() if self.shard is None else self.shard.together("prepare_hidden", [*indices]):
+            self.streams = self.streams or find_streams(self)
+            self.streams.check(indices)
         if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
             self.compiled = None  # first, as a program holds weights of its own
             self.compiled = self._compile(tuple(sorted({*given, *indices})))

@@ -82,15 +82,12 @@ def expected_seconds(num_layers: int) -> int:
 def compile_module(
     module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, *, own_linears: bool
 ) -> None:
-    """Trace and compile `module`; `folder` gets the program, what its linear layers consist of, and its constants.
+    """Trace and compile `module`, whose attribute ``model`` has all its weights. Raises CompileError: that fails.
 
     Args:
-        module: whose attribute ``model`` has all its weights.
         inputs: an example: two with tokens along axis 1, the places ``[m]`` of those that are kept, and the handle.
+        folder: gets the program, what its linear layers consist of, and its constants.
         own_linears: use the linear layers of `emssd.native`, with weights in the layout of their kernel.
-
-    Raises:
-        CompileError: that fails.
     """
     num_tokens, num_kept = (torch.export.Dim(each, max=_MAX_TOKENS) for each in ("num_tokens", "num_kept"))
     try:
@@ -170,18 +167,10 @@ class ProvenProgram(ABC):
     """The compiled program of one module, on a CPU.
 
     A program that is found on disk may be another module's or damaged. So it is compared with the module on a short
-    pass, and compiled once more if it differs.
-
-    Args:
-        module: whose tensors the program reads. It must stay as it is.
-        only_kept: take a program that an earlier run has left, and compile nothing.
-
-    Attributes:
-        folder: where the program is kept.
-        is_new: whether it was compiled just now.
+    pass, and compiled once more if it differs. The module must stay as it is, as the program reads its tensors.
 
     Raises:
-        NotKeptError: there is none, and `only_kept`.
+        NotKeptError: no earlier run has left one, and `only_kept` compiles nothing.
         CompileError: no C++ compiler, a cache that others can write, a module that cannot be traced or that a later run
             could not recognise, or a program that computes something else.
     """

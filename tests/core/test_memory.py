@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.attention import memory
-from emssd.attention.memory import free_bytes, kv_bytes
+from emssd.attention import pool
+from emssd.attention.pool import free_bytes, kv_bytes
 from emssd.decoding.caches import Caches, shares
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.packing import pack_nodes
@@ -49,7 +49,7 @@ def test_sizes(given: str | float | None, expected: int | None) -> None:
 
 @pytest.mark.parametrize("given", ["0.8", 0.8, "1", 1, "1.0", ".25"])
 def test_shares_are_of_what_is_free(given: str | float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 10_000)
+    monkeypatch.setattr(pool, "free_bytes", lambda device: 10_000)
     assert kv_bytes(given, CPU) == int(float(given) * 10_000)
 
 

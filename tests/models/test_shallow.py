@@ -19,8 +19,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import UnsupportedModelError
-from emssd.model import BorrowedTarget, ModelRunner, TargetModel
-from emssd.model.borrowed import ShallowRunner
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend
@@ -130,7 +129,7 @@ def test_their_logits_are_those_of_a_model_with_fewer_layers(architecture: str, 
 def test_they_run_on_the_other_backends(backend: str) -> None:
     there = target("mistral")
     on_ragged, on_other = (
-        logits_in_steps(ShallowRunner(there, cache_of(there, 2, each), 2)) for each in ("ragged", backend)
+        logits_in_steps(CausalLMRunner(there, cache_of(there, 2, each), 2)) for each in ("ragged", backend)
     )
     for tokens, logits in on_other.items():
         torch.testing.assert_close(logits, on_ragged[tokens])
@@ -157,7 +156,7 @@ def test_their_hidden_states_are_those_of_the_target() -> None:
 def test_the_weights_are_the_targets_own() -> None:
     model = tiny_model("llama")
     there = TargetModel(model)
-    first, second = (ShallowRunner(there, cache_of(there, 1), 1) for _ in range(2))
+    first, second = (CausalLMRunner(there, cache_of(there, 1), 1) for _ in range(2))
     packed = pack([Row("a", TEXTS["a"])], Draft.empty(1))
     before = first.run(packed).logits
     model.lm_head.weight.mul_(2.0)
@@ -167,7 +166,7 @@ def test_the_weights_are_the_targets_own() -> None:
 @torch.inference_mode()
 def test_a_step_that_fails_leaves_the_target_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     there = target("llama")
-    runner = ShallowRunner(there, cache_of(there, 1), 1)
+    runner = CausalLMRunner(there, cache_of(there, 1), 1)
     packed = pack([Row("a", TEXTS["a"])], Draft.empty(1))
 
     def fails(*arguments: Any) -> torch.Tensor:
@@ -193,7 +192,7 @@ def test_a_forward_that_was_set_on_a_layer_is_there_afterwards() -> None:
 
     layer.forward = counted
     there = TargetModel(model)
-    runner = ShallowRunner(there, cache_of(there, 1), 1)
+    runner = CausalLMRunner(there, cache_of(there, 1), 1)
     calls.clear()
     with torch.inference_mode():
         runner.run(pack([Row("a", TEXTS["a"])], Draft.empty(1)))
@@ -212,4 +211,4 @@ def test_layers_that_give_more_than_a_stream_are_refused() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"^Pairs lends drafters no first layers: its layers give more than a residual"
     ):
-        ShallowRunner(there, cache_of(there, 1), 1)
+        CausalLMRunner(there, cache_of(there, 1), 1)

@@ -78,7 +78,6 @@ class Group:
         atexit.register(self.close)
 
     def number(self) -> int:
-        """A new number, for a model or a cache."""
         self._num_made += 1
         return self._num_made
 
@@ -88,9 +87,7 @@ class Group:
             self._pending.append(message)
 
     def say(self, message: Message) -> bytes:
-        """Process 0: tell the others everything that is noted, and this. Returns it as they get it. Raises GroupError:
-        one of them has ended, or an earlier step failed.
-        """
+        """Process 0: tell the others everything that is noted, and this. Returns it as they get it."""
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
@@ -124,9 +121,7 @@ class Group:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """The body succeeds in every process, or is an error in every process. Raises EmssdError: this
-        process failed, or another one.
-        """
+        """The body succeeds in every process, or is an error in every process."""
         fault: EmssdError | None = None
         try:
             yield
@@ -195,17 +190,24 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The place of a shard among those of its model.
+    """The place of a shard among those of its model, which has a `number` in what process 0 says.
 
-    Attributes:
-        group: the processes that have them.
-        number: of the model in what process 0 says.
-        checksums: whether they compare what they were told and what they computed in every step.
+    With `checksums`, they compare what they were told and what they computed in every step.
     """
 
     group: Group
     number: int
     checksums: bool = False
+
+    @contextmanager
+    def together(self, call: str, *arguments: Any) -> Iterator[None]:
+        """Within, process 0 calls its shard, and has told the others to make this `call` of theirs."""
+        if self.group.rank:
+            yield
+            return
+        self.group.say(Message(call, self.number, arguments))
+        with self.group.in_step():
+            yield
 
 
 _Step = tuple[Any, ...]
@@ -230,9 +232,7 @@ def packed_of(step: _Step) -> PackedInputs:
 
 @cache
 def join() -> Group:
-    """The group of this process, which the first call joins. Raises ConfigError: torchrun did not start this process,
-    or only this one.
-    """
+    """The group of this process, which the first call joins."""
     return Group()
 
 

@@ -246,8 +246,7 @@ def _enlarged(old: torch.Tensor, rows: int, slots: int, fill: int) -> torch.Tens
 class SlabTable:
     """The slots of a slab with one row per sequence, in order of arrival, without gaps between rows.
 
-    Args:
-        pad_kv: write all rows at the same slot: the one after the last slot that any row uses.
+    With `pad_kv`, all rows are written at the same slot: the one after the last slot that any row uses.
     """
 
     def __init__(self, pad_kv: bool) -> None:
@@ -256,7 +255,6 @@ class SlabTable:
 
     @property
     def num_rows(self) -> int:
-        """Rows in use."""
         return len(self._slots)
 
     @property
@@ -278,7 +276,6 @@ class SlabTable:
         return [places[request_id] for request_id in request_ids]
 
     def slots(self, request_id: str) -> list[int]:
-        """Slots of a sequence's tokens, in token order."""
         return self._slots[request_id]
 
     def write_start(self, request_id: str) -> int:
@@ -289,7 +286,6 @@ class SlabTable:
         return slots[-1] + 1 if slots else 0
 
     def append(self, request_id: str, slots: range) -> None:
-        """The sequence's next tokens lie at `slots`."""
         self._slots[request_id].extend(slots)
 
     def truncate(self, request_id: str, num_tokens: int) -> list[int]:
