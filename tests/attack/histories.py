@@ -11,10 +11,9 @@ from emssd_ragged import Kernels, RaggedConfig
 
 from emssd.sampling import SamplingParams
 
-from .moods import FORMS, MOODS
+from .moods import FORMS, MOODS, SHAPES
 from .oracle import Ask
 from .policies import POLICIES
-from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World
 

@@ -21,7 +21,7 @@ from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.drafting.lookup import NGramIndex
 from emssd.errors import ConfigError
 from emssd.sequences import Row
-from tests.support.tree_drafts import paths, paths_of, row_of, tree_of
+from tests.support.trees import paths, paths_of, row_of, tree_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 OPTIONS: dict[str, Any] = {

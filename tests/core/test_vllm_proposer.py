@@ -26,8 +26,8 @@ from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason
 from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED
+from tests.support.peers import serve, vllm_config
 from tests.support.tiers import looped
-from tests.support.vllm_rows import serve, vllm_config
 
 OURS = ("cascade", "draft_model", "llma", "lookahead", "medusa", "pld", "rest", "suffix")
 

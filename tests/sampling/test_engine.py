@@ -27,7 +27,7 @@ from emssd.testing.models import tiny_model
 from emssd.testing.strategies import drafters, policies
 from tests.support import sampling as reference
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
-from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.sampling import params_of_any_kind
 from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 

@@ -36,7 +36,7 @@ from emssd.testing.oracle import DenseBackend
 from tests.sampling.cases import DRAFTS, TARGETS
 from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
 from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
-from tests.sampling.test_residual_trim import installed, lives, policies
+from tests.sampling.test_residual_drafts import installed, lives, policies
 from tests.support.drawing import DrawingDrafter, even, joined, rsd_c
 from tests.support.tiers import only
 

@@ -24,7 +24,7 @@ from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import ScriptedBudget
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
-from tests.support.tree_drafts import chains_of
+from tests.support.trees import chains_of
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 

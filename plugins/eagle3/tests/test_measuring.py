@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.perfect_head import write_perfect_eagle3
-from tests.support.random_heads import random_head
+from tests.support.perfect_head import random_head, write_perfect_eagle3
 from tests.support.right_drafters import DEPTH, decode, trial
 
 CHAIN = {"tree": "chain", "depth": DEPTH}

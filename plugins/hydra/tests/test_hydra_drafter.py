@@ -27,7 +27,7 @@ from tests.support.perfect_head import SIZE, VOCAB
 from tests.support.perfect_hydra import PREFIX
 from tests.support.right_drafts import PROMPTS, Trial
 from tests.support.tiers import looped
-from tests.support.tree_drafts import paths_of
+from tests.support.trees import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},

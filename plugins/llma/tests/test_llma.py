@@ -12,7 +12,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
-from tests.support.tree_drafts import row_of
+from tests.support.trees import row_of
 
 
 def chain(drafter: LLMADrafter, row: Row, budget: int) -> list[int]:

@@ -40,7 +40,7 @@ from tests.support import paged_plugin
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
-from tests.support.tree_drafts import paths_of, row_of, tree_of
+from tests.support.trees import paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
 
