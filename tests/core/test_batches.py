@@ -26,11 +26,11 @@ from emssd.drafting import BudgetPolicy, Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import DraftError, PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
-from emssd.model import CausalLMRunner
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import policies
+from tests.support.backends import runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.reference_kernels import ReferenceKernels, rerun
@@ -40,15 +40,8 @@ PROMPTS = [[5, 6, 7] * 6, [9], [4, 4, 4, 4], [8, 10]]
 
 
 def engine_of(oracle: Any, *drafters: Drafter, on_drafter_error: str = "fail") -> Engine:
-    backend = ragged_backend()
-    backend.allocate(oracle.target.kv_cache_spec(2))
-    return Engine(
-        CausalLMRunner(oracle.target, backend),
-        list(drafters),
-        batch_size=2,
-        budget=FixedBudget(),
-        on_drafter_error=on_drafter_error,
-    )
+    runner = runner_of(oracle.target, ragged_backend(), 2)
+    return Engine(runner, list(drafters), batch_size=2, budget=FixedBudget(), on_drafter_error=on_drafter_error)
 
 
 def requests() -> list[Request]:

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.attention import PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, HiddenStates, Outcome
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from tests.support.reference_kernels import ReferenceKernels
+from tests.support.backends import BACKENDS, engine_of
 
 pytestmark = pytest.mark.docs
 ROOT = Path(__file__).parents[2]
@@ -35,8 +34,7 @@ def test_it_drafts_what_the_page_says() -> None:
 
 def test_its_tokens_are_those_of_greedy_decoding_and_trees_are_accepted() -> None:
     model = tiny_model(max_model_len=64)
-    target, backend, drafter = TargetModel(model), PagedBackend(ReferenceKernels()), two_ways()
-    backend.allocate(target.kv_cache_spec(3))
+    drafter = two_ways()
     drafts, ways = list[Draft](), list[list[int]]()
 
     def observe(outcome: Outcome) -> None:
@@ -44,7 +42,7 @@ def test_its_tokens_are_those_of_greedy_decoding_and_trees_are_accepted() -> Non
         ways.extend(list(nodes) for nodes in outcome.accepted)
 
     drafter.observe = observe
-    engine = Engine(CausalLMRunner(target, backend), drafter, batch_size=3, on_drafter_error="fail")
+    engine = engine_of(TargetModel(model), drafter, BACKENDS["paged-grows"]())
     outputs = engine.generate(PROMPTS, 30, ignore_eos=True)
     assert [list(output.token_ids) for output in outputs] == [greedy_reference(model, prompt, 30) for prompt in PROMPTS]
     assert any(not draft.is_chain for draft in drafts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from functools import cache
 from itertools import product
@@ -16,17 +15,16 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import LayerSpec
-from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.batch_invariant import batch_invariant
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.model.invariant import BatchInvariant
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
+from tests.support.backends import engine_of, runner_of
 from tests.support.tiers import only
 
 VOCAB = 23
@@ -42,11 +40,10 @@ def make_model(architecture: str, dtype: torch.dtype) -> Any:
 
 
 def rollouts(model: Any) -> list[Generation]:
-    runner = CausalLMRunner(target := TargetModel(model, batch_invariant=True), backend := ragged_backend())
-    backend.allocate(target.kv_cache_spec(3))
+    engine = engine_of(TargetModel(model, batch_invariant=True), RandomDrafter(VOCAB, 4), ragged_backend())
     params = SamplingParams(temperature=1.0, seed=3, logprobs=0)
     requests = [Request(str(row), ids, 9, sampling=params) for row, ids in enumerate(ROLLED_OUT)]
-    done = {each.request_id: each for each in Engine(runner, RandomDrafter(VOCAB, 4), batch_size=3).run(requests)}
+    done = {each.request_id: each for each in engine.run(requests)}
     return [done[str(row)] for row in range(3)]
 
 
@@ -168,28 +165,16 @@ def requests() -> list[Request]:
     return [Request(f"r{number}", ids, 12, sampling=kinds[number % len(kinds)]) for number, ids in enumerate(prompts)]
 
 
-def decoded(
-    served: TargetModel,
-    drafter: Drafter,
-    batch_size: int,
-    tokens_a_step: int = 64,
-    max_tokens: int | None = None,
-    prefix_caching: bool = True,
-) -> dict[str, Any]:
+def decoded(served: TargetModel, drafter: Drafter, batch_size: int, **options: Any) -> dict[str, Any]:
     """By request, tokens and log-probabilities."""
-    backend = ragged_backend()
-    spec = dataclasses.replace(served.kv_cache_spec(batch_size), continuous=True, trees=True, max_tokens=max_tokens)
-    backend.allocate(dataclasses.replace(spec, prefix_caching=prefix_caching))
-    runner = CausalLMRunner(served, backend)
-    assert runner.batch_invariance == "yes"
-    scheduler = ContinuousScheduler(batch_size, tokens_a_step, headroom=0)
-    engine = Engine(runner, drafter, scheduler=scheduler, on_drafter_error="fail")
+    engine = engine_of(served, drafter, ragged_backend(), batch_size, trees=True, **options)
+    assert engine.runner.batch_invariance == "yes"
     return {each.request_id: (each.token_ids, each.logprobs) for each in engine.run(requests())}
 
 
 @cache
 def alone(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
-    return decoded(target(architecture, dtype), NoneDrafter(), 1, prefix_caching=False)
+    return decoded(target(architecture, dtype), NoneDrafter(), 1)
 
 
 def drafted(kind: str, texts: dict[str, tuple[int, ...]]) -> Drafter:
@@ -212,16 +197,17 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
 ) -> None:
     expected = alone(architecture, dtype)
     texts = {name: tokens for name, (tokens, _) in expected.items()}
-    found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, tokens_a_step, max_tokens)
+    options = {"max_step_tokens": tokens_a_step, "max_tokens": max_tokens, "prefix_caching": True}
+    found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, **options)
     assert found == expected
 
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
     served = TargetModel(tiny_model("llama", vocab_size=VOCAB), batch_invariant=asked)
-    runner = CausalLMRunner(served, backend := ragged_backend())
-    backend.allocate(served.kv_cache_spec(1))
-    assert runner.batch_invariance == ("yes" if asked else "no: model.batch_invariant=false")
+    assert runner_of(served, ragged_backend()).batch_invariance == (
+        "yes" if asked else "no: model.batch_invariant=false"
+    )
     modes = set[int]()
 
     def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:

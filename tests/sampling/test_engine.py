@@ -13,19 +13,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import BudgetPolicy, Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import drafters, policies
 from tests.support import sampling as reference
+from tests.support.backends import engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.sampling import params_of_any_kind
 from tests.support.tiers import looped
@@ -105,22 +104,10 @@ def make_engine(
     drafter: Drafter | Seq[Drafter],
     make_backend: Any = TREE_BACKENDS["ragged-page-3"],
     *,
-    batch_size: int = 3,
-    max_step_tokens: int = 64,
-    max_tokens: int | None = None,
     budget: BudgetPolicy | None = None,
+    **options: Any,
 ) -> Engine:
-    backend: AttentionBackend = make_backend()
-    spec = target().kv_cache_spec(batch_size)
-    backend.allocate(dataclasses.replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
-    scheduler = ContinuousScheduler(batch_size, max_step_tokens, headroom=0)
-    return Engine(
-        CausalLMRunner(target(), backend),
-        drafter,
-        scheduler=scheduler,
-        budget=budget or FixedBudget(),
-        on_drafter_error="fail",
-    )
+    return engine_of(target(), drafter, make_backend(), budget=budget or FixedBudget(), trees=True, **options)
 
 
 def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:

@@ -13,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner
 from emssd.sampling import SamplingParams
 from emssd.sampling.noise import gumbel, hashed, noise_key, noise_state
 from emssd.sequences import Request
 from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from tests.sampling.test_engine import HOT, VOCAB, make_engine, target
 from tests.support import sampling as reference
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, engine_of
 from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS
 
@@ -203,12 +201,8 @@ def test_preempted_ones_go_on_with_the_same_text() -> None:
 
 
 def sharing_engine(*, static: bool = False, batch_size: int = 8) -> Engine:
-    backend = BACKENDS["ragged-page-16"]()
-    spec = target().kv_cache_spec(batch_size)
-    backend.allocate(dataclasses.replace(spec, continuous=not static, prefix_caching=True))
-    scheduler = StaticScheduler(batch_size) if static else None
-    drafter = RandomDrafter(VOCAB, 3)
-    return Engine(CausalLMRunner(target(), backend), drafter, batch_size=batch_size, scheduler=scheduler)
+    options = {"max_step_tokens": 512, "static": static, "prefix_caching": True}
+    return engine_of(target(), RandomDrafter(VOCAB, 3), BACKENDS["ragged-page-16"](), batch_size, **options)
 
 
 @looped(("length", "shared"), [(40, 32), (32, 16), (33, 32), (15, 0)])

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from typing import Any
 
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.backend import ragged_backend
 
 from emssd.attention import AttentionBackend, PagedBackend
+from emssd.decoding.engine import Engine
+from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
-__all__ = ["BACKENDS", "MakeBackend", "chosen"]
+__all__ = ["BACKENDS", "MakeBackend", "chosen", "engine_of", "runner_of"]
 
 MakeBackend = Callable[[], AttentionBackend]
 
@@ -39,3 +46,32 @@ def chosen(*left_out: str) -> dict[str, MakeBackend]:
     """All of them but those `left_out`."""
     assert set(left_out) <= set(BACKENDS)
     return {name: make for name, make in BACKENDS.items() if name not in left_out}
+
+
+def runner_of(target: TargetModel, backend: AttentionBackend, batch_size: int = 3, **spec: Any) -> CausalLMRunner:
+    """A runner whose backend is allocated for so many rows; `spec` has what else its cache must serve."""
+    backend.allocate(replace(target.kv_cache_spec(batch_size), **spec))
+    return CausalLMRunner(target, backend)
+
+
+def engine_of(
+    target: TargetModel,
+    drafter: Drafter | Seq[Drafter],
+    backend: AttentionBackend,
+    batch_size: int = 3,
+    *,
+    max_step_tokens: int = 64,
+    static: bool = False,
+    headroom: int = 0,
+    budget: BudgetPolicy | None = None,
+    **spec: Any,
+) -> Engine:
+    """An engine that raises what drafters raise. Its batches are static if they must be, for the backend's sake too."""
+    spec.setdefault(
+        "trees", any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
+    )
+    static = static or bool(backend.unsupported(replace(target.kv_cache_spec(batch_size), continuous=True, **spec)))
+    continuous = ContinuousScheduler(batch_size, max_step_tokens, headroom=headroom)
+    scheduler = StaticScheduler(batch_size) if static else continuous
+    runner = runner_of(target, backend, batch_size, continuous=not static, **spec)
+    return Engine(runner, drafter, scheduler=scheduler, budget=budget, on_drafter_error="fail")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from emssd_draft_model import DraftModelConfig
@@ -11,8 +10,8 @@ from emssd_draft_model.drafter import DraftModelDrafter
 
 from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape
 from emssd.drafting.shapes import Shape
-from emssd.model import CausalLMRunner, TargetModel
-from tests.support.trees import TREE_BACKENDS
+from emssd.model import TargetModel
+from tests.support.backends import BACKENDS, runner_of
 
 __all__ = ["DRAFT_MODEL_OPTIONS", "draft_model_drafter"]
 
@@ -28,9 +27,7 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
-    backend = TREE_BACKENDS["paged-page-4"]()
-    backend.allocate(replace(model.kv_cache_spec(5), trees=True))
-    runner = CausalLMRunner(model, backend)
+    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True)
     if tree == "chain":
         return DraftModelDrafter(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
     if isinstance(tree, str):

@@ -32,11 +32,12 @@ from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import CheckedDrafter, check_draft
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support import paged_plugin
+from tests.support.backends import runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
@@ -286,9 +287,7 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
 
 
 def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
-    backend = ragged_backend(4)
-    backend.allocate(draft_model().kv_cache_spec(5))
-    return DraftModelDrafter(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+    return DraftModelDrafter(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
 
 
 class AsFresh(DraftModelDrafter):
@@ -304,9 +303,7 @@ class AsFresh(DraftModelDrafter):
 
     @classmethod
     def make(cls, num_tokens: int) -> AsFresh:
-        backend = ragged_backend(4)
-        backend.allocate(draft_model().kv_cache_spec(5))
-        return cls(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+        return cls(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
 
 
 def retrieval(branches: int = 2) -> list[Drafter]:
