@@ -77,15 +77,6 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
     assert confidence or picked.confidence is None
 
 
-def test_picked_nodes_know_their_parents_by_new_numbers() -> None:
-    draft = Draft.from_trees([[(1, -1), (2, 0), (3, 1), (4, -1), (5, 3)], [(6, -1), (7, -1), (8, 1)]])
-    picked = draft.pick([[3, 4], [1, 2]])
-    assert (picked.token_ids.tolist(), picked.indptr, picked.parents) == ([4, 5, 7, 8], (0, 2, 4), (-1, 0, -1, 0))
-    shallow = draft.shallow([2, 1])
-    assert (shallow.token_ids.tolist(), shallow.indptr) == ([1, 2, 4, 5, 6, 7], (0, 4, 6))
-    assert shallow.parents == (-1, 0, -1, 2, -1, -1)
-
-
 @pytest.mark.parametrize(
     ("parents", "limit", "shallow"),
     [
@@ -210,18 +201,6 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
     hidden = hidden_nodes(given_rows, num_queries=12, num_slots=40)
     assert hidden.shape == (len(rows), 12, 40)
     assert {tuple(place) for place in hidden.nonzero().tolist()} == expected
-
-
-def test_one_ragged_tree_step_by_hand() -> None:
-    rows = [Row(Request("tree", (1, 2, 3), 9), num_cached=2), Row(Request("chain", (4,), 9))]
-    packed: PackedInputs = pack(rows, Draft.from_trees([[(5, -1), (6, -1), (7, 0), (8, 1)], [(9, -1)]]))
-    assert packed.input_ids.tolist() == [3, 5, 6, 7, 8, 4, 9]
-    assert packed.position_ids.tolist() == [2, 3, 3, 4, 4, 0, 1]
-    assert packed.qo_indptr == (0, 5, 7)
-    assert packed.kv_lens == (7, 2)
-    assert packed.trees == ((-1, -1, 0, 1), ())
-    assert packed.kv_positions(0) == [0, 1, 2, 3, 3, 4, 4]
-    assert packed.logit_rows.tolist() == list(range(7))
 
 
 @st.composite

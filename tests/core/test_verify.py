@@ -100,16 +100,6 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
     assert found.new_tokens == expected
 
 
-@given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=1, max_size=4), st.data())
-def test_a_chain_with_parents_is_verified_as_a_chain(chains: list[list[int]], data: st.DataObject) -> None:
-    ids = st.integers(0, VOCAB - 1)
-    choices = flat([data.draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
-    as_trees = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
-    ours, theirs = verify(choices, Draft.from_trees(as_trees)), verify(choices, Draft.from_chains(chains))
-    assert [list(row.accepted) for row in ours] == [list(row.accepted) for row in theirs]
-    assert [row.new_tokens for row in ours] == [row.new_tokens for row in theirs]
-
-
 def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
     draft = Draft.from_trees([[(1, -1), (1, -1), (3, 0), (2, 1)]])
     (result,) = verify(flat([[1, 2, 2, 0, 0]]), draft)

@@ -70,27 +70,42 @@ def test_a_head_with_a_longest_row_drafts_no_further() -> None:
     assert 0 < long.num_accepted < 12
 
 
+PAIRED = ("eagle", "eagle3", "mtp")
+OF_TREES = (*PAIRED, "hydra", "medusa")
+
+
 @looped(
-    ("options", "words"),
+    ("heads", "options", "words"),
     [
-        ({"path": None}, "give drafter.path=FOLDER"),
-        ({"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
-        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
-        ({"depth": 0, "tree": "chain"}, "drafter.depth is 0; it must be at least 1"),
-        ({"num_nodes": 0, "tree": "dynamic"}, "drafter.num_nodes is 0"),
-        ({"path": "./nowhere"}, "there is no such folder"),
+        ((*OF_TREES, "kangaroo"), {"path": None}, "give drafter.path=FOLDER"),
+        ((*OF_TREES, "kangaroo"), {"path": "./nowhere"}, "there is no such folder"),
+        (OF_TREES, {"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'"),
+        (PAIRED, {"tree": "statics"}, "'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
+        (OF_TREES, {"depth": 0}, "drafter.depth is 0; it must be at least 1"),
+        (PAIRED, {"depth": 0, "tree": "chain"}, "drafter.depth is 0; it must be at least 1"),
+        (PAIRED, {"num_nodes": 0, "tree": "dynamic"}, "drafter.num_nodes is 0"),
+        (("hydra", "medusa"), {"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
+        (("hydra",), {"top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
         (
+            PAIRED,
             {"tree": "static", "static_tree": "mc_sim_7b"},
             "drafter.static_tree is 'mc_sim_7b'; did you mean 'mc_sim_7b_63'",
         ),
-        ({"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
+        (PAIRED, {"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
+        (("medusa",), {"static_tree": "vicuna_7b"}, "static_tree is 'vicuna_7b'; did you mean 'vicuna_7b_stage"),
+        (("medusa",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63, "),
+        (("hydra",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63"),
+        (("kangaroo",), {"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
+        (("kangaroo",), {"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
+        (("kangaroo",), {"min_confidence": -0.1}, "drafter.min_confidence is -0.1; it must be from 0 to 1"),
     ],
 )
-@looped("head", ["eagle", "eagle3", "mtp"])
-def test_options_that_cannot_work_are_refused(head: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        trial(head).make_engine(options)
-    assert words in str(raised.value)
+def test_options_that_cannot_work_are_refused(heads: tuple[str, ...], options: dict[str, Any], words: str) -> None:
+    for head in heads:
+        with pytest.raises(ConfigError) as raised:
+            trial(head).make_engine(options)
+        assert words in str(raised.value), head
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ from tests.support.heads import Weights, numbers, random_weights, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
-from tests.support.tiers import looped
 from tests.support.trees import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -118,25 +117,6 @@ def test_the_most_probable_combinations_are_drafted(shape: str, monkeypatch: pyt
     monkeypatch.setattr(MedusaDrafter, "propose", compared)
     engine.generate(trial().prompts[:2], 14, ignore_eos=True)
     assert num_compared > 8
-
-
-@looped(
-    ("options", "words"),
-    [
-        ({"path": None}, "give drafter.path=FOLDER"),
-        ({"path": "./nowhere"}, "there is no such folder"),
-        ({"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'"),
-        ({"static_tree": "vicuna_7b"}, "drafter.static_tree is 'vicuna_7b'; did you mean 'vicuna_7b_stage"),
-        ({"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63, "),
-        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
-        ({"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        trial().make_engine(options)
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("depth", "num_nodes"), [(None, 63), (2, 38), (9, 63)])

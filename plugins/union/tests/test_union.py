@@ -245,27 +245,6 @@ def draft_model() -> TargetModel:
     return TargetModel(tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, max_model_len=64))
 
 
-@looped("names", [[], ["llma", "llma"], ["union"], ["llma", "union"]])
-def test_no_drafters_one_of_them_twice_or_itself_is_refused(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^drafter.drafters is .*give each drafter once, and not union itself, as"):
-        assembled(UnionConfig(names))
-
-
-def test_options_of_a_drafter_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"):
-        assembled(UnionConfig(["llma"], {"llmaa": {}}))
-
-
-def test_unknown_options_are_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="drafter 'llma' has no option 'copy'; it has match_length, copy_length"):
-        assembled(UnionConfig(["llma"], {"llma": {"copy": 3}}))
-
-
-def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "):
-        assembled(UnionConfig(["lama"]))
-
-
 def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
     with pytest.raises(ConfigError, match=r"'cascade' is several drafters, which are asked in turn; name these"):
         assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
