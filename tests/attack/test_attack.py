@@ -10,9 +10,10 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
+from tests.support.backends import CONFIGS as BACKENDS
 
 from .areas import run_seeds
-from .histories import BACKENDS, PLACES, Fault, History
+from .histories import PLACES, Fault, History
 from .judge import Account
 from .moods import SHAPES
 from .oracle import Ask, Oracle

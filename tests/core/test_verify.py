@@ -1,4 +1,4 @@
-"""Verification accepts the longest right beginning of a draft, and adds one token of the target's own."""
+"""Verification accepts the longest right beginning of a draft; a sequence grows by it, up to its EOS and its limit."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from emssd.decoding.top_tokens import top_tokens
 from emssd.decoding.verify import best_tokens, greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.native import load_kernels
+from emssd.sequences import FinishReason, Request, Row
 from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
 
@@ -169,3 +170,43 @@ def test_what_is_no_number_is_never_hoped_for(kernels: None, dtype: torch.dtype,
         assert all(token % 2 for token in tokens[1])
         assert sum(map(math.exp, top_tokens(logits[1:2], 20)[1][0])) == pytest.approx(1.0)
     assert sum(map(math.exp, top_tokens(logits[3:], 40)[1][0])) == pytest.approx(1.0, abs=1e-3)
+
+
+def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Row:
+    return Row(Request("a", (7, 2, 8), max_new_tokens, eos))
+
+
+@looped(
+    ("new", "output", "reason"),
+    [
+        ([4, 5], [4, 5], None),
+        ([4, 2], [4, 2], FinishReason.EOS),
+        ([2], [2], FinishReason.EOS),
+        ([4, 2, 5, 2], [4, 2], FinishReason.EOS),
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 2], [4, 4, 4, 4, 2], FinishReason.EOS),  # both at once: EOS is the reason
+        ([4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+    ],
+)
+def test_is_cut_after_the_first_eos_and_at_the_limit(
+    new: list[int], output: list[int], reason: FinishReason | None
+) -> None:
+    row = sequence()
+    row.extend(new)
+    assert row.output_ids == output
+    assert row.tokens == [7, 2, 8, *output]
+    assert row.finish_reason is reason
+    assert row.num_remaining == 5 - len(output)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 12))
+def test_growing_in_pieces_equals_growing_at_once(pieces: list[list[int]], limit: int) -> None:
+    piecewise, whole = sequence(limit), sequence(limit)
+    for piece in pieces:
+        if piecewise.finish_reason is None:
+            piecewise.extend(piece)
+    whole.extend([token for piece in pieces for token in piece])
+    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
+    assert len(whole.output_ids) <= limit
+    assert 2 not in whole.output_ids[:-1]

@@ -28,8 +28,9 @@ from emssd.sequences import Request, Row
 from emssd.testing.drafters import PerfectDrafter
 from emssd.testing.strategies import policies
 from tests.sampling.test_engine import NUM_NEW, VOCAB, Expected, decode, requests, target
+from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.backends import runner_of
-from tests.support.every_drafter import BACKENDS, DRAFTERS, EveryDrafter
+from tests.support.every_drafter import DRAFTERS, EveryDrafter
 from tests.support.tiers import only
 
 PAGED = tuple(name for name, config in BACKENDS.items() if isinstance(config, RaggedConfig))

@@ -7,18 +7,23 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
 
+import pytest
+from emssd_padded import PaddedConfig
 from emssd_padded.backend import PaddedBackend
+from emssd_ragged import Kernels, RaggedConfig
 from emssd_ragged.backend import ragged_backend
 
 from emssd.attention import AttentionBackend, PagedBackend
+from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.drafting import BudgetPolicy, Drafter
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
+from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
+from emssd.plugins.registry import Registry
 from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
-__all__ = ["BACKENDS", "MakeBackend", "chosen", "engine_of", "runner_of"]
+__all__ = ["BACKENDS", "CONFIGS", "PADDED_CONFIGS", "MakeBackend", "chosen", "context_of", "engine_of", "runner_of"]
 
 MakeBackend = Callable[[], AttentionBackend]
 
@@ -40,6 +45,21 @@ BACKENDS: dict[str, MakeBackend] = {
     ),
     "dense": DenseBackend,
 }
+
+PADDED_CONFIGS: dict[str, Any] = {
+    "padded": PaddedConfig(),
+    "unpad_kv": PaddedConfig(pad_kv=False),
+    "unpad_inputs": PaddedConfig(pad_inputs=False),
+    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
+}
+CONFIGS: dict[str, Any] = {
+    "fused": RaggedConfig(kernels=Kernels.fused),
+    "torch": RaggedConfig(kernels=Kernels.torch),
+    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
+    "page 3": RaggedConfig(page_size=3, kernels=Kernels.torch),
+    **PADDED_CONFIGS,
+}
+"""Options of backends, as a user has them."""
 
 
 def chosen(*left_out: str) -> dict[str, MakeBackend]:
@@ -75,3 +95,17 @@ def engine_of(
     scheduler = StaticScheduler(batch_size) if static else continuous
     runner = runner_of(target, backend, batch_size, continuous=not static, **spec)
     return Engine(runner, drafter, scheduler=scheduler, budget=budget, on_drafter_error="fail")
+
+
+def context_of(target: TargetModel, backend: Any = "ragged", batch_size: int = 3, **spec: Any) -> DrafterContext:
+    """The context of a drafter that borrows from `target`, has KV caches of its own, and asks for no other drafter."""
+    return DrafterContext(
+        target.vocab_size,
+        None,
+        lambda path, trees=False: pytest.fail("asks for no model"),
+        lambda name, values: pytest.fail("asks for no other"),
+        "fail",
+        BorrowedTarget(target),
+        replace(target.kv_cache_spec(batch_size), **spec),
+        lambda own: make_backend(own, backend, Registry()),
+    )

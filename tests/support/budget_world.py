@@ -9,9 +9,28 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
 
-__all__ = ["Curve", "EndsByTurns", "World"]
+__all__ = ["Curve", "EndsByTurns", "World", "step_stats"]
 
 Curve = Callable[[int], float]
+
+
+def step_stats(budget: Seq[int], kept: Seq[int], gains: Seq[int], forward: float, draft: float = 0.0) -> StepStats:
+    """Of a step without prompts: by row what was allotted, verified and gained; and the seconds that it took."""
+    return StepStats(
+        is_prefill=False,
+        num_rows=len(kept),
+        num_waiting=0,
+        num_tokens=len(kept) + sum(kept),
+        num_kv_tokens=100 * len(kept),
+        num_new_tokens=sum(gains),
+        drafted=tuple(kept),
+        acceptance=tuple(gains),
+        input_padding=0,
+        kv_padding=0,
+        num_preempted=0,
+        seconds=dict.fromkeys(PHASES, 0.0) | {"forward": forward, "draft": draft},
+        stages=(StageStats(tuple(budget), tuple(kept), draft),),
+    )
 
 
 class World:
@@ -48,22 +67,8 @@ class World:
         accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
         for row, count in zip(self.rows, accepted, strict=True):
             row.advance([1] * (count + 1), None, num_drafted=count, num_accepted=count)
-        num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
-        stats = StepStats(
-            is_prefill=False,
-            num_rows=len(batch),
-            num_waiting=0,
-            num_tokens=num_tokens,
-            num_kv_tokens=100 * len(batch),
-            num_new_tokens=sum(accepted) + len(batch),
-            drafted=tuple(kept),
-            acceptance=tuple(count + 1 for count in accepted),
-            input_padding=0,
-            kv_padding=0,
-            num_preempted=0,
-            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "draft": draft_seconds},
-            stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
-        )
+        forward = self.seconds(len(batch) + sum(kept))
+        stats = step_stats(budget, kept, [count + 1 for count in accepted], forward, self.per_token * sum(budget))
         self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted), ()), stats)
         return budget, kept
 

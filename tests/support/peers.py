@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
 from emssd.integrations.vllm import Proposer
-from emssd.model import BorrowedTarget, TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import TargetModel
+from tests.support.backends import context_of
 
 __all__ = ["PROMPTS", "Served", "all_double", "decode", "randomize", "serve", "vllm_config"]
 
@@ -44,16 +43,7 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
 
 def decode(target: TargetModel, load: Callable[[DrafterContext], Drafter], num_new: int) -> list[tuple[int, ...]]:
     """The texts after `PROMPTS`, which three rows decode together, in order and with their prompts."""
-    context = DrafterContext(
-        target.vocab_size,
-        None,
-        lambda path: pytest.fail("asks for no model"),
-        lambda name, values: pytest.fail("asks for no other"),
-        "fail",
-        BorrowedTarget(target),
-        target.kv_cache_spec(len(PROMPTS)),
-        lambda own: make_backend(own, "ragged", Registry()),
-    )
+    context = context_of(target, batch_size=len(PROMPTS))
     options = EngineOptions(batch_size=len(PROMPTS), max_step_tokens=16, on_drafter_error=OnDrafterError.fail)
     engine = Engine.assemble(target, None, drafter=load(context), backend="ragged", budget="fixed", options=options)
     texts: Seq[Any] = engine.generate(PROMPTS, num_new, ignore_eos=True)
