@@ -21,8 +21,8 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
 from emssd.sampling import SamplingParams
 from emssd.simulate.recording import StepLog
+from tests.support.budget_world import EndsByTurns
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
-from tests.support.ending import EndsByTurns
 from tests.support.right_drafters import decode, target, trial
 from tests.support.right_drafts import PROMPTS
 

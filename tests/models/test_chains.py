@@ -29,7 +29,7 @@ from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.models import tiny_model
-from tests.support.random_heads import random_head
+from tests.support.perfect_head import random_head
 from tests.support.right_drafters import trial
 from tests.support.right_drafts import Load
 from tests.support.tiers import few
