@@ -122,9 +122,8 @@ class Program:
         """Run it level by level, on the likeliest tokens after each row, and nothing of Python between.
 
         The `inputs` are those of the first level; the last of them are ``[r]`` the last tokens of the rows. The `step`
-        is of a plan by `AttentionBackend.plan_growth`. Gives for all nodes that were computed, level by level and row
-        by row, the tokens after each ``[n, width]`` int64, and float64 the logarithms of how likely they are, ``[n, 0]``
-        if nobody asks.
+        is of a plan by `AttentionBackend.plan_growth`. Gives the tokens after each computed node, level by level and
+        row by row, ``[n, width]`` int64; and float64 the logarithms of how likely they are, ``[n, 0]`` if nobody asks.
         """
         tokens, shares = step.grow(
             self._handle, inputs, growth.depths, growth.num_nodes, growth.rooms, growth.width, growth.vocab_size,
