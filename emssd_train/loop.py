@@ -25,11 +25,7 @@ Tell = Callable[[int, int, float | None], None]
 
 
 def check_can_train() -> None:
-    """Make sure, before any work, that the loop can run.
-
-    Raises:
-        ConfigError: its library is missing, or several GPUs are visible, which it would all use.
-    """
+    """Make sure, before any work, that the loop can run; it would use all GPUs that are visible."""
     if find_spec("accelerate") is None:
         raise ConfigError("training needs the package 'accelerate': pip install 'emssd[train]'")
     if torch.cuda.device_count() > 1:
@@ -46,14 +42,8 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     25th of the steps, and then falls as a cosine.
 
     Args:
-        loss: gives the loss of a batch, see `emssd_train.recipes.Trainee`.
-        texts: to train on.
-        options: of the training.
+        loss: gives the loss of a batch, see `emssd_train.shared.Trainee`.
         folder: of checkpoints; the last one in it is begun with.
-        tell: of the progress.
-
-    Raises:
-        OutOfMemoryError: a step does not fit on the device.
     """
     from transformers import Trainer, TrainingArguments
     from transformers.trainer_callback import PrinterCallback

@@ -14,9 +14,8 @@ from torch.nn.functional import pad
 from emssd.drafters import TargetSizes
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import head_config, new_head, save_head
+from emssd_train.eagle3 import head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
-from emssd_train.unrolled import unroll
 from tests.support.heads import write_head
 
 SMALL, WIDE = TargetSizes(61, 16, 4), 24

@@ -13,9 +13,8 @@ import torch
 
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import head_config, new_head, save_head
+from emssd_train.eagle3 import head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
-from emssd_train.unrolled import unroll
 from tests.support.peers import all_double
 
 speculators = pytest.importorskip("speculators", reason="nox -s speculators installs it")
