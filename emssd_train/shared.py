@@ -1,4 +1,4 @@
-"""What all kinds of drafter share: recipes, the target as their teacher, the distance from it, and their files."""
+"""The parts that all kinds of drafter share: recipes, the target as a teacher, the distance from it, and files."""
 
 from __future__ import annotations
 

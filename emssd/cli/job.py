@@ -16,11 +16,10 @@ from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.cli.closing import print_texts, print_whole, remarks
 from emssd.cli.cluster import check_cluster, decode_on_cluster
 from emssd.cli.config import ClusterConfig, RunConfig
-from emssd.cli.engines import make_engine
 from emssd.cli.experiment import label_of, setting_of
-from emssd.cli.intake import Failures, check_options, num_samples, prompts_of, to_requests
+from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
-from emssd.cli.progress import LiveFigures, show_messages
+from emssd.cli.progress import Bar, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_model, made_with, unfinished
 from emssd.data.openai_batch import OpenAIBatchConfig
@@ -65,7 +64,6 @@ def run_job(
     """Run `config`. After an error, rows that were finished by then are in the output folder.
 
     Args:
-        config_text: the options as ``config.yaml`` will have them.
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
     """
@@ -149,8 +147,8 @@ class _Run:
         self._begin()
         self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
         live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
-        figures = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
-        if not figures.num_rows:
+        num_rows, report = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
+        if not num_rows:
             self._end_without_rows()
             return JobResult(output.read_metrics())
         metrics = {
@@ -158,19 +156,19 @@ class _Run:
             "setting": setting_of(config),
             "versions": versions(),
             "num_workers": cluster.workers,
-            "num_new_tokens": figures.num_new_tokens,
-            "seconds": {"total": figures.seconds},
-            "tokens_per_second": figures.tokens_per_second,
-            "mean_acceptance_length": figures.mean_acceptance_length,
-        } | self._counts(figures.num_rows)
+            "num_new_tokens": report.num_new_tokens,
+            "seconds": {"total": report.total_seconds},
+            "tokens_per_second": report.tokens_per_second,
+            "mean_acceptance_length": report.mean_acceptance_length,
+        } | self._counts(num_rows)
         output.write_errors(self.failures.prompts)
         output.write_metrics(metrics)
         self._write_answers()
         print_failures(self.console, self.failures.prompts)
         written = "" if output.is_stdout else f"; written to {output.path}/"
         plain_console(stderr=output.is_stdout).print(
-            f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s, "
-            f"{figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
+            f"{num_rows} rows, {report.num_new_tokens} tokens in {report.total_seconds:.1f} s, "
+            f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}, on "
             f"{cluster.workers} workers{written}",
         )
         return JobResult(metrics)
@@ -215,9 +213,9 @@ class _Run:
             tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
             write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
 
-    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> LiveFigures:
+    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> Bar:
         before = len(self.output.finished) if done is None else done
-        return LiveFigures(self.console, title, before + num_rows, done=before, show=self.config.progress)
+        return Bar(self.console, title, before + num_rows, done=before, show=self.config.progress)
 
     def _decode(
         self, title: str, engine: Engine, requests: Seq[Request], output: OutputFolder | None = None
@@ -232,7 +230,7 @@ class _Run:
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
-                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
+                live.row_done(engine.report)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
 
     def _compare_with_plain(

@@ -20,12 +20,7 @@ __all__ = ["Criteria", "limits", "of_strings", "streamed"]
 
 
 class Criteria:
-    """Stop strings and a time as `emssd.sequences.Stop`, for one row.
-
-    Args:
-        criteria: of Transformers; each judges a row by itself.
-        padding: what stands to the left of the prompt, which they see too.
-    """
+    """Stop strings and a time as `emssd.sequences.Stop`, for one row; they see the `padding` on its left, too."""
 
     def __init__(self, criteria: Seq[Any], padding: Seq[int]) -> None:
         self.time_is_over = False

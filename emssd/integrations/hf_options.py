@@ -89,9 +89,7 @@ def check_config(config: GenerationConfig) -> None:
 def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
     """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
 
-    Args:
-        processors: what `generate` has made of `config`, and of the caller's own.
-        padding: ``[B]`` tokens of padding of each row.
+    `padding` has the number ``[B]`` of each row's tokens of padding.
     """
     seen, others = set[type](), list[str]()
     for each in processors or ():

@@ -45,7 +45,7 @@ def unmet_requirement(name: str) -> str | None:
 
 
 def specs_of(result: Any, kind: str) -> list[Spec]:
-    """The records that the hook of `kind` returned. Raises PluginError: no list of the hook's own records."""
+    """The records that the hook of `kind` returned, which must be a list of its own."""
     hook, record = KINDS[kind]
     if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
         return result
@@ -57,9 +57,7 @@ def specs_of(result: Any, kind: str) -> list[Spec]:
 
 
 def check_spec(spec: Spec, kind: str) -> None:
-    """Hold one offer of `kind` to its types. Raises PluginError: a name that cannot be chosen, something that cannot be
-    called, or options that cannot be set.
-    """
+    """Hold one offer of `kind` to its types: its name can be chosen, it can be called, and its options can be set."""
     if not isinstance(spec.name, str) or not _NAME.fullmatch(spec.name):
         raise PluginError(
             f"the name of a {kind} is {spec.name!r}; give a text of letters, digits, '_', '-' and '.' that begins "
@@ -80,9 +78,7 @@ def check_spec(spec: Spec, kind: str) -> None:
 
 
 def held(made: Any, kind: str, owner: str) -> Any:
-    """The object that `owner` built, tested against its interface; prompts as a list, so that all of them were made.
-    Raises PluginError: it is something else, or a drafter that does not say how much it drafts.
-    """
+    """The object that `owner` built, tested against its interface; prompts as a list, so that all of them were made."""
     wanted, described = _wanted(kind)
     parts = made if kind == "drafter" and isinstance(made, (list, tuple)) else [made]
     if kind == "data" and isinstance(made, Iterable):

@@ -145,9 +145,7 @@ def _record(options: argparse.Namespace) -> None:
 
 
 def make_budget(name: str, options: list[str]) -> BudgetPolicy:
-    """The policy `name` with options such as ``num_tokens=2``. Raises PluginError: no such policy; or ConfigError: no
-    such option, or a value that is no number.
-    """
+    """The policy `name` with options such as ``num_tokens=2``."""
     registry = Registry()
     plugin, config = registry.resolve("budget", name)
     known = [field.name for field in dataclasses.fields(plugin.config)]
