@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -71,10 +73,10 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
 
     Returns what the drafter is worth on the held-out prompts; ``None`` without any.
     """
-    from transformers.utils import logging
-
     check_can_train()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    for library in ("transformers", "accelerate"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
@@ -174,8 +176,6 @@ def _begin(folder: Path, options: TrainOptions) -> None:
 def _record(
     folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
 ) -> None:
-    import transformers
-
     record = {
         "emssd": __version__,
         "python": platform.python_version(),

@@ -85,7 +85,7 @@ def row_of(
     replays = [said for each in engine.drafting.drafters if (said := each.drafter.replays)]
     return _job(config, job, overrides) | {
         "method": config.method,
-        "speculate": config.speculate and config.drafter.name != "none",
+        "speculate": config.drafts,
         "batch_size": config.batch_size,
         "model": Path(model.path).name,
         "random_weights": bool(model.architecture),

@@ -80,7 +80,7 @@ def run_job(
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         run = _Run(config, config_text, registry, models, output, brief)
         if not run.read_prompts():
-            return JobResult(output.read_metrics())
+            return run.end_without_rows()
         if config.cluster is not None:
             return run.on_cluster(config.cluster)
         return run.here(alone=alone)
@@ -118,7 +118,6 @@ class _Run:
                 f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
                 f"leave check= out, or decode them again with overwrite=true"
             )
-        self._end_without_rows()
         return False
 
     def here(self, *, alone: bool) -> JobResult:
@@ -126,8 +125,7 @@ class _Run:
         engine = self._load(alone=alone)
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
         if not requests:
-            self._end_without_rows()
-            return JobResult(output.read_metrics())
+            return self.end_without_rows()
         self._begin()
         done, figures = self._decode("decoding", engine, requests, output)
         metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
@@ -149,8 +147,7 @@ class _Run:
         live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
         num_rows, report = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
         if not num_rows:
-            self._end_without_rows()
-            return JobResult(output.read_metrics())
+            return self.end_without_rows()
         metrics = {
             "title": f"{config.model.path} on {cluster.workers} workers",
             "setting": setting_of(config),
@@ -196,7 +193,7 @@ class _Run:
             "num_failed_prompts": num_failed,
         }
 
-    def _end_without_rows(self) -> None:
+    def end_without_rows(self) -> JobResult:
         """Write why no prompt of this run gave a row. Raises PromptError: no earlier run left rows either."""
         failed = self.failures.prompts
         self.output.write_errors(failed)
@@ -205,6 +202,7 @@ class _Run:
         if not self.output.finished:
             raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
+        return JobResult(self.output.read_metrics())
 
     def _write_answers(self) -> None:
         """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
@@ -272,8 +270,7 @@ class _Run:
             print_texts(console, [(prompts[row.request_id], row) for row in result.generations])
         if report is not None:
             print_check(console, report, check)
-        drafts = config.speculate and config.drafter.name != "none"
-        for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
+        for remark in remarks(result.metrics, drafts=config.drafts) if has_figures else ():
             console.print(remark, style="yellow")
         print_failures(console, failed)
         files = ["generations.jsonl", "metrics.json", "config.yaml"]
@@ -312,18 +309,18 @@ def _place(request: Request) -> tuple[str, int]:
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
     """The part of the metrics that names the run, its software and its machine."""
     target = engine.target
-    cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    machine = hardware(target.device)
     made_up = " (random weights)" if config.model.architecture else ""
     setting = setting_of(config)
-    where = f"{cuda or target.device}" + (f", {target.shard.group.size} processes" if target.shard else "")
+    where = machine["device"] + (f", {target.shard.group.size} processes" if target.shard else "")
+    dtype = str(target.dtype).removeprefix("torch.")
     return {
         "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
-        f"budget={label_of(config.budget)} · "
-        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {where}",
+        f"budget={setting['budget']} · batch {config.batch_size} · {dtype} on {where}",
         "setting": setting,
         "versions": versions(),
         "plugins": plugins(registry),
-        "hardware": hardware(target.device),
+        "hardware": machine,
         "compiled": target.why_compiled,
         "batch_invariance": engine.runner.batch_invariance,
     }

@@ -39,11 +39,6 @@ class SweptRun:
     folder: Path
 
     @property
-    def is_plain(self) -> bool:
-        """Whether it decodes without drafts, so that others may be compared with it."""
-        return not self.options.speculate or self.options.drafter.name == "none"
-
-    @property
     def tokens_per_second(self) -> float | None:
         """Of steps without prompts; ``None`` of a run that was resumed with nothing left to do, and kept none."""
         speed: float | None = self.metrics.get("decode_tokens_per_second")
@@ -249,7 +244,7 @@ def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
 
 def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> float | None:
     """Over the plain run of the same other options; where there is none, over that of `check`."""
-    same = [other for other in runs if other.is_plain and _others(other) == _others(run)]
+    same = [other for other in runs if not other.options.drafts and _others(other) == _others(run)]
     speeds = [other.tokens_per_second for other in same if other.tokens_per_second]
     if run.tokens_per_second is not None and speeds:
         return run.tokens_per_second / speeds[0]

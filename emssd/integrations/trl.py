@@ -111,7 +111,7 @@ class Rollouts:
 
     @contextmanager
     def generating(self, trainer: Any) -> Iterator[None]:
-        """Within, the model of `trainer` generates with emssd, for trainers that call it, as `OnlineDPOTrainer` does."""
+        """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer`."""
         model = _model_of(trainer)
         model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
         try:

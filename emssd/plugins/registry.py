@@ -16,8 +16,7 @@ import pluggy
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.errors.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
-from emssd.plugins.hookspecs import KINDS, Spec
-from emssd.plugins.offers import check_spec, held, specs_of, unmet_requirement
+from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
