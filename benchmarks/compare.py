@@ -31,8 +31,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from rich.progress import Progress
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
-from emssd.cli.engines import make_engine
-from emssd.cli.intake import Failures, prompts_of, to_requests
+from emssd.cli.intake import Failures, make_engine, prompts_of, to_requests
 from emssd.cli.options import to_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up

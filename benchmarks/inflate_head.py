@@ -23,8 +23,8 @@ from transformers import AutoConfig
 
 from emssd.drafters import TargetSizes
 from emssd.model import BorrowedTarget, load_model
-from emssd_train.teacher import Teacher
-from emssd_train.unrolled import unroll
+from emssd_train.eagle3 import unroll
+from emssd_train.shared import Teacher
 
 Tensors = dict[str, torch.Tensor]
 TABLES = ("embed_tokens.weight", "lm_head.weight")

@@ -3,51 +3,85 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from rich.console import Console
+from rich.table import Table
 
 from emssd.cli.progress import Bar
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.errors import ConfigError, OutputError
 from emssd.errors.version import __version__
 from emssd.model import TargetModel, load_model
-from emssd_train.acceptance import Acceptance, measure
+from emssd_train import eagle3, medusa, pard
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
-from emssd_train.recipes import Recipe, make_recipe
-from emssd_train.texts import generate_texts, kept_texts, read_prompts
+from emssd_train.shared import Recipe
+from emssd_train.texts import generate_texts, kept_texts, read_prompts, requests
 
-__all__ = ["OPTIONS", "RECORD", "run"]
+__all__ = ["OPTIONS", "RECORD", "Acceptance", "run"]
 
 OPTIONS, TEXTS, CHECKPOINTS, RECORD = "options.json", "texts.jsonl", "checkpoints", "training.json"
 
+_RECIPES: dict[str, Callable[..., Recipe]] = {
+    "eagle3": eagle3.recipe,
+    "medusa": medusa.recipe,
+    "pard": pard.recipe,
+}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """The acceptance of the drafts of a run; they are chains.
+
+    Attributes:
+        drafted: ``[depth]`` drafts that were so long at least.
+        accepted: ``[depth]`` drafts of which so many tokens were accepted at least.
+        tau: mean acceptance length τ, tokens for each row and step, the target's own token included.
+    """
+
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    tau: float
+
+    @property
+    def shares(self) -> list[float]:
+        """``[depth]`` of the drafts that reach a depth, those that were accepted down to it."""
+        return [accepted / drafted for accepted, drafted in zip(self.accepted, self.drafted, strict=True)]
+
+    def table(self) -> Table:
+        """For the console."""
+        table = Table("depth", "drafted", "accepted", "share", title=f"held-out prompts: τ {self.tau:.2f}")
+        for depth, share in enumerate(self.shares, start=1):
+            table.add_row(str(depth), str(self.drafted[depth - 1]), str(self.accepted[depth - 1]), f"{share:.1%}")
+        return table
+
 
 def run(options: TrainOptions, console: Console) -> Acceptance | None:
-    """Train a drafter and measure it. Whatever is done already is not done again, if options say resume.
+    """Train a drafter. Whatever is done already is not done again, if options say resume.
 
-    Args:
-        options: what is trained, how and on what.
-        console: for progress; results are returned.
-
-    Returns:
-        What the drafter is worth on the held-out prompts; ``None`` without any.
-
-    Raises:
-        EmssdError: an option, a file or the model cannot be used.
+    Returns what the drafter is worth on the held-out prompts; ``None`` without any.
     """
-    from transformers.utils import logging
-
     check_can_train()
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
+    for library in ("transformers", "accelerate"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
-    recipe = make_recipe(options, target, tokenizer)
+    dtype = _DTYPES.get(options.dtype or "", target.dtype)
+    recipe = _RECIPES[options.kind](options, target, tokenizer, dtype)
     prompts = read_prompts(options, recipe.max_len, tokenizer)
     if options.held_out >= len(prompts):
         raise ConfigError(
@@ -59,7 +93,7 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     acceptance = None
     if held_out:
         with Bar(console, "held-out prompts", len(held_out)) as bar:
-            acceptance = measure(held_out, recipe.drafter, options, target, tokenizer, bar.tell)
+            acceptance = _measure(held_out, recipe.drafter, options, target, tokenizer, bar.tell)
     _record(folder, options, target, acceptance, time.perf_counter() - began)
     return acceptance
 
@@ -88,6 +122,34 @@ def _train(
     trainee.save(folder)
 
 
+def _measure(
+    prompts: Seq[Seq[int]],
+    drafter: Any,
+    options: TrainOptions,
+    target: TargetModel,
+    tokenizer: Any,
+    tell: Callable[[int], None],
+) -> Acceptance:
+    """Decode `prompts` with a trained drafter, which drafts chains of the trained depth in each step.
+
+    `drafter` is the options of a plugin. `tell` is told how many prompts are done.
+    """
+    engine = Engine.assemble(
+        target,
+        tokenizer,
+        drafter=drafter,
+        backend="ragged",
+        budget="fixed",
+        options=EngineOptions(batch_size=options.batch_size, on_drafter_error=OnDrafterError.fail),
+    )
+    for done, _ in enumerate(engine.run(requests(enumerate(prompts), options, target, tokenizer)), start=1):
+        tell(done)
+    report = engine.report
+    drafted = tuple(count for _, count in sorted(report.drafted_by_depth.items()))
+    accepted = tuple(report.accepted_by_depth.get(depth, 0) for depth in range(1, len(drafted) + 1))
+    return Acceptance(drafted, accepted, report.mean_acceptance_length)
+
+
 def _check_folder(folder: Path, options: TrainOptions) -> None:
     """Refuse a folder that is not new, or one that was begun with other options."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
@@ -114,8 +176,6 @@ def _begin(folder: Path, options: TrainOptions) -> None:
 def _record(
     folder: Path, options: TrainOptions, target: TargetModel, acceptance: Acceptance | None, seconds: float
 ) -> None:
-    import transformers
-
     record = {
         "emssd": __version__,
         "python": platform.python_version(),

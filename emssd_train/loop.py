@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd_train.options import TrainOptions
@@ -25,11 +24,7 @@ Tell = Callable[[int, int, float | None], None]
 
 
 def check_can_train() -> None:
-    """Make sure, before any work, that the loop can run.
-
-    Raises:
-        ConfigError: its library is missing, or several GPUs are visible, which it would all use.
-    """
+    """Make sure, before any work, that the loop can run; it would use all GPUs that are visible."""
     if find_spec("accelerate") is None:
         raise ConfigError("training needs the package 'accelerate': pip install 'emssd[train]'")
     if torch.cuda.device_count() > 1:
@@ -46,54 +41,46 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     25th of the steps, and then falls as a cosine.
 
     Args:
-        loss: gives the loss of a batch, see `emssd_train.recipes.Trainee`.
-        texts: to train on.
-        options: of the training.
+        loss: gives the loss of a batch, see `emssd_train.shared.Trainee`.
         folder: of checkpoints; the last one in it is begun with.
-        tell: of the progress.
-
-    Raises:
-        OutOfMemoryError: a step does not fit on the device.
     """
     from transformers import Trainer, TrainingArguments
-    from transformers.trainer_callback import PrinterCallback
 
     on_cpu = next(loss.parameters()).device.type == "cpu"
-    with _quiet():
-        arguments = TrainingArguments(
-            output_dir=str(folder),
-            per_device_train_batch_size=1,  # of `_Batches`
-            num_train_epochs=options.epochs,
-            learning_rate=options.lr,
-            lr_scheduler_type="cosine",
-            warmup_steps=0.04,  # of all
-            adam_beta2=0.95,
-            weight_decay=0.0,
-            max_grad_norm=0.5,
-            bf16=options.bf16,
-            seed=options.seed,
-            save_strategy="steps",
-            save_steps=options.save_every,
-            save_total_limit=2,
-            logging_steps=10,
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            label_names=[],
-            dataloader_pin_memory=not on_cpu,
-            use_cpu=on_cpu,
-        )
-        batches, told = _Batches(texts, options.rows), _told(tell)
-        collate = partial(_arguments, learn_prompts=options.learn_prompts)
-        trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
-        trainer.remove_callback(PrinterCallback)
-        try:
-            trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"{arguments.device} has no room for a training step of {options.rows} texts; lower --rows, --depth or "
-                f"--max-new-tokens"
-            ) from error
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=1,  # of `_Batches`
+        num_train_epochs=options.epochs,
+        learning_rate=options.lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.04,  # of all
+        adam_beta2=0.95,
+        weight_decay=0.0,
+        max_grad_norm=0.5,
+        bf16=options.bf16,
+        seed=options.seed,
+        save_strategy="steps",
+        save_steps=options.save_every,
+        save_total_limit=2,
+        logging_steps=10,
+        report_to="none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=[],
+        dataloader_pin_memory=not on_cpu,
+        use_cpu=on_cpu,
+    )
+    batches, told = _Batches(texts, options.rows), _Told(tell)
+    collate = partial(_arguments, learn_prompts=options.learn_prompts)
+    trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
+    trainer.remove_callback(PrinterCallback)
+    try:
+        trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{arguments.device} has no room for a training step of {options.rows} texts; lower --rows, --depth or "
+            f"--max-new-tokens"
+        ) from error
 
 
 class _Batches(torch.utils.data.Dataset[Seq[Text]]):
@@ -121,31 +108,16 @@ def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, tor
     }
 
 
-def _told(tell: Tell) -> Any:
-    from transformers import TrainerCallback
+class _Told(TrainerCallback):
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
 
-    class Told(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            losses = [entry["loss"] for entry in state.log_history[-1:] if "loss" in entry]
-            tell(state.global_step, state.max_steps, losses[0] if losses else None)
-
-    return Told()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        losses = [entry["loss"] for entry in state.log_history[-1:] if "loss" in entry]
+        self._tell(state.global_step, state.max_steps, losses[0] if losses else None)
 
 
 def _last_checkpoint(folder: Path) -> str | None:
     """The last one that is whole; ``trainer_state.json`` is written when all else is."""
     found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob("*/trainer_state.json")}
     return str(found[max(found)]) if found else None
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in ("transformers", "accelerate")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

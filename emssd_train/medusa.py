@@ -6,40 +6,44 @@ Cai et al. 2024, arXiv 2401.10774, §2.1 and §2.2.1 (Medusa-1: nothing of the t
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 
 import torch
+from emssd_medusa import MedusaConfig
 from emssd_medusa.heads import MedusaHeads
 from torch import nn
 
+from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.target import LAST_NORMED
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd_train.distance import choosable, divergence, weighted
 from emssd_train.options import MedusaOptions
-from emssd_train.saving import save_files
-from emssd_train.teacher import Teacher
+from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
+from emssd_train.texts import Text, frequent_tokens
 
-__all__ = ["MedusaLoss", "check_target", "new_heads", "save_heads"]
+__all__ = ["MedusaLoss", "new_heads", "recipe", "save_heads"]
 
 
-def check_target(target: TargetModel) -> None:
-    """Make sure that heads can read what the vocabulary projection of `target` reads.
-
-    Raises:
-        ConfigError: that is not a hidden state.
-    """
+def recipe(options: MedusaOptions, target: TargetModel, _: object, dtype: torch.dtype) -> Recipe:
+    """The recipe of heads. Raises ConfigError: the target's vocabulary projection reads no hidden states."""
     width, size = target.model.get_output_embeddings().weight.shape[1], _size(target)
     if width != size:
         raise ConfigError(f"the target's vocabulary projection reads {width} elements, and hidden states have {size}")
+    teacher = Teacher(target, (LAST_NORMED,))
+
+    def begin(texts: Seq[Text]) -> Trainee:
+        heads = new_heads(options, target, frequent_tokens(texts, target.vocab_size, options.draft_vocab_size))
+        save = partial(save_heads, heads=heads, options=options, target=target, dtype=dtype)
+        return Trainee(MedusaLoss(heads, teacher), save)
+
+    return Recipe(begin, MedusaConfig(path=options.output, tree=TreeKind.chain), target.max_model_len)
 
 
 def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | None) -> MedusaHeads:
     """Heads in float32 or wider that all begin as the target's vocabulary projection, after layers that do nothing.
 
-    Args:
-        options: how many, and of how many layers.
-        target: that they are to draft for.
-        drafted: the target's ids of the tokens that they draft; ``None`` for all.
+    They draft the tokens with the target's ids `drafted`; ``None`` for all.
     """
     rows = target.model.get_output_embeddings().weight.detach()
     rows = rows if drafted is None else rows[torch.tensor(drafted, device=rows.device)]
@@ -63,11 +67,7 @@ class MedusaLoss(nn.Module):
     The loss of a head is the mean divergence of its distribution from the target's, over the tokens that it can draft.
     The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``. It
     is asked where a draft may be: where token ``i + 1`` is a new one, up to the end of a text; and not where the
-    target's own choice is a token that it cannot draft.
-
-    Args:
-        heads: that are trained.
-        teacher: the target, with its last hidden state after the final norm.
+    target's own choice is a token that it cannot draft. The teacher gives its last hidden state after the final norm.
     """
 
     def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
@@ -78,7 +78,7 @@ class MedusaLoss(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The loss of a batch; see `emssd_train.unrolled.UnrolledLoss.forward`, with a head for each pass."""
+        """The loss of a batch; see `emssd_train.eagle3.UnrolledLoss.forward`, with a head for each pass."""
         lesson, drafted = self._teacher(input_ids), self.heads.target_ids
         hidden = lesson.hidden.to(next(self.heads.parameters()).dtype)
         known = choosable(lesson.logits, drafted)
@@ -96,18 +96,7 @@ class MedusaLoss(nn.Module):
 def save_heads(
     folder: Path, heads: MedusaHeads, options: MedusaOptions, target: TargetModel, dtype: torch.dtype
 ) -> None:
-    """Write ``config.json`` and ``model.safetensors``.
-
-    Args:
-        folder: for the files.
-        heads: whose weights are saved.
-        options: that they were made with.
-        target: that they draft for.
-        dtype: of the weights.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+    """Write ``config.json`` and ``model.safetensors``."""
     weights = {}
     for name, weight in heads.state_dict().items():
         _, head, layer, *_, kind = name.split(".")

@@ -44,9 +44,6 @@ class TrainOptions:
         model_dtype: of the target, as for `emssd.model.load_model`; float32 is the fastest on many CPUs.
         device: of the target, and of the drafter, which is trained in float32: cpu, cuda, or auto.
         resume: go on with what is in `output`, with the same options.
-
-    Raises:
-        ConfigError: a value cannot be.
     """
 
     kind: ClassVar[str]
@@ -92,11 +89,7 @@ class TrainOptions:
         return {"kind": self.kind} | values | listed
 
     def check_same(self, before: dict[str, Any]) -> None:
-        """Hold them to those that the training was begun with.
-
-        Raises:
-            ConfigError: one differs.
-        """
+        """Hold them to those that the training was begun with. Raises ConfigError: one differs."""
         for name, value in self.decisive().items():
             if before.get(name) != value:
                 what = "KIND" if name == "kind" else _option(name)

@@ -7,10 +7,13 @@ conditional drop of tokens).
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from emssd_pard import PardConfig
 from torch import nn
 
 from emssd.attention import LayerSpec
@@ -18,20 +21,29 @@ from emssd.attention.masked import additive_mask, masked_attention
 from emssd.drafters.heads.target import LAST_NORMED
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel, load_model
-from emssd_train.distance import choosable, divergence, weighted
 from emssd_train.options import PardOptions
-from emssd_train.saving import whole_files
-from emssd_train.teacher import Teacher
+from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, weighted, whole_files
+from emssd_train.texts import Text
 
-__all__ = ["Masked", "PardLoss", "load_draft", "save_model", "with_mask"]
+__all__ = ["Masked", "PardLoss", "recipe", "with_mask"]
 
 
-def load_draft(options: PardOptions, target: TargetModel, tokenizer: Any) -> tuple[TargetModel, Any]:
-    """The model to begin with, in float32 or wider, and its tokenizer.
+def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: torch.dtype) -> Recipe:
+    """The recipe of a model. Raises ConfigError: there is none to begin with, or it is none for this target."""
+    teacher = Teacher(target, ())
+    draft, own = _load_draft(options, target, tokenizer)
 
-    Raises:
-        ConfigError: there is no such model, or it is none for this target.
-    """
+    def begin(_: Seq[Text]) -> Trainee:
+        masked, mask = with_mask(draft)
+        save = partial(_save_model, draft=masked, tokenizer=own, dtype=dtype)
+        return Trainee(PardLoss(masked, teacher, mask, options.depth), save)
+
+    drafter = PardConfig(path=options.output, num_speculative_tokens=options.depth)
+    return Recipe(begin, drafter, min(draft.max_model_len, target.max_model_len))
+
+
+def _load_draft(options: PardOptions, target: TargetModel, tokenizer: Any) -> tuple[TargetModel, Any]:
+    """The model to begin with, in float32 or wider, and its tokenizer."""
     dtype = torch.promote_types(target.dtype, torch.float32)
     draft, own = load_model(options.draft, dtype=str(dtype).removeprefix("torch."), device=str(target.device))
     if own is None or tokenizer is None or own.get_vocab() != tokenizer.get_vocab():
@@ -117,13 +129,8 @@ class PardLoss(nn.Module):
     """The distance of a model that fills in masks from its target, depth by depth, as a module for a training loop.
 
     The loss of a depth is the mean divergence of the model's distribution from the target's, over the tokens that both
-    know. It is taken where a draft may be: in chains after a new token, up to the end of a text.
-
-    Args:
-        draft: the model that is trained. It runs as in drafting, without dropout.
-        teacher: the target.
-        mask: id of the mask.
-        depth: of a draft.
+    know. It is taken where a draft may be: in chains after a new token, up to the end of a text. The model runs as in
+    drafting, without dropout.
     """
 
     def __init__(self, draft: TargetModel, teacher: Teacher, mask: int, depth: int) -> None:
@@ -136,7 +143,7 @@ class PardLoss(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
     ) -> dict[str, torch.Tensor]:
-        """The loss of a batch; see `emssd_train.unrolled.UnrolledLoss.forward`, with a depth for each pass."""
+        """The loss of a batch; see `emssd_train.eagle3.UnrolledLoss.forward`, with a depth for each pass."""
         wanted = self._teacher(input_ids).logits
         masked = Masked(input_ids, int(num_prompt.min()), self._depth - 1, self._mask)
         states = masked.states(self._draft)
@@ -153,12 +160,8 @@ class PardLoss(nn.Module):
         return weighted(losses)
 
 
-def save_model(folder: Path, draft: TargetModel, tokenizer: Any, dtype: torch.dtype) -> None:
-    """Write the model, in `dtype` from now on, and its tokenizer, as Transformers does.
-
-    Raises:
-        OutputError: they cannot be written.
-    """
+def _save_model(folder: Path, draft: TargetModel, tokenizer: Any, dtype: torch.dtype) -> None:
+    """Write the model, in `dtype` from now on, and its tokenizer, as Transformers does."""
     with whole_files(folder) as unfinished:
         tokenizer.save_pretrained(unfinished)
         draft.model.to(dtype).save_pretrained(unfinished)

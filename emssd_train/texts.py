@@ -52,16 +52,7 @@ def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -
 
 
 def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tuple[int, ...]]:
-    """Token ids of the prompts of a file. Those that leave no room for new tokens are left out.
-
-    Args:
-        options: which file, and how it is read.
-        max_len: tokens of the longest text, new ones included.
-        tokenizer: of the target.
-
-    Raises:
-        PromptError: the file or one of its records cannot be read, or nothing is left.
-    """
+    """Token ids of the prompts of a file. Those that leave no room for new tokens in `max_len` are left out."""
     name, content = content_of(options.data, "--data ")
     config = RecordsConfig(field=options.field, template=options.template, limit=options.limit)
     found = []
@@ -95,19 +86,9 @@ def generate_texts(
     tokenizer: Any,
     tell: Callable[[int], None],
 ) -> list[Text]:
-    """The texts of all prompts, in their order.
+    """The texts of all prompts, in their order; those that are not `kept` are made, and added to `file`.
 
-    Args:
-        file: JSON lines; gets what is made.
-        kept: from `kept_texts`; these are not made again.
-        prompts: token ids.
-        options: how texts are decoded.
-        target: what says them.
-        tokenizer: of the target.
-        tell: is told how many are done.
-
-    Raises:
-        OutputError: `file` cannot be written.
+    `tell` is told how many are done.
     """
     texts = [*kept]
     engine = Engine.assemble(
@@ -137,11 +118,7 @@ def generate_texts(
 
 
 def kept_texts(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
-    """The texts in `file` that were written whole and together with others; what is after them is cut off.
-
-    Raises:
-        OutputError: it is damaged, or has texts of other prompts.
-    """
+    """The texts in `file` that were written whole and together with others; what is after them is cut off."""
     if not file.exists():
         return []
     lines = file.read_bytes().split(b"\n")[:-1]

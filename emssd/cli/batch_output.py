@@ -33,9 +33,7 @@ def write_batch_output(
 ) -> None:
     """Make the file of the rows in ``generations.jsonl``, in the order of `prompts`, whole or not at all.
 
-    Args:
-        failed: prompts that failed, which come last.
-        load_tokenizer: called if a row has log-probabilities.
+    Those that `failed` come last. The tokenizer is loaded if a row has log-probabilities.
     """
     origin = {"created": int(time.time()), "model": model}
     token_bytes = cache(lambda: TokenBytes(load_tokenizer()))

@@ -13,41 +13,18 @@ from contextlib import contextmanager
 from typing import Any
 
 from emssd.cli.config import ClusterConfig, OnError, RunConfig
-from emssd.cli.intake import Failures, to_requests
+from emssd.cli.intake import Failures, make_engine, to_requests
 from emssd.cli.output import OutputFolder
-from emssd.cli.progress import LiveFigures
+from emssd.cli.progress import Bar
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.integrations.installed import check_installed
 from emssd.integrations.ray import EngineActor
+from emssd.metrics.stats import RunReport
 from emssd.plugins.registry import Registry
 from emssd.sequences import Generation
 
-__all__ = ["ClusterFigures", "check_cluster", "decode_on_cluster"]
-
-
-class ClusterFigures:
-    """Sums over the rows of this run."""
-
-    def __init__(self) -> None:
-        self.num_rows = self.num_new_tokens = self.num_steps = self.num_accepted = 0
-        self.seconds = 0.0
-        self._start = time.monotonic()
-
-    def add(self, row: Generation) -> None:
-        self.num_rows += 1
-        self.num_new_tokens += len(row.token_ids)
-        self.num_steps += row.num_steps
-        self.num_accepted += row.num_accepted
-        self.seconds = time.monotonic() - self._start
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_new_tokens / max(self.seconds, 1e-9)
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        return 1.0 + self.num_accepted / max(self.num_steps, 1)
+__all__ = ["check_cluster", "decode_on_cluster"]
 
 
 def check_cluster(config: RunConfig, cluster: ClusterConfig) -> None:
@@ -73,14 +50,14 @@ def decode_on_cluster(
     left: Seq[Prompt],
     output: OutputFolder,
     failures: Failures,
-    live: LiveFigures,
-) -> ClusterFigures:
-    """Write the rows of `left` that are not finished as they come from the workers.
+    live: Bar,
+) -> tuple[int, RunReport]:
+    """Write the rows of `left` that are not finished as they come from the workers. Returns their number and sums.
 
     Ray gives the prompts of a worker that dies to another one. A row is written once, when it arrives.
     """
     by_id = {prompt.prompt_id: prompt for prompt in left}
-    figures = ClusterFigures()
+    num_rows, report, start = 0, RunReport(), time.monotonic()
     with live, _ray(cluster) as ray:
         for prompt_id, answer in _answers(ray, config, cluster, left, output.finished):
             if isinstance(answer, PromptError):
@@ -90,9 +67,13 @@ def decode_on_cluster(
             else:
                 for row in answer:
                     output.write_generation(by_id[prompt_id], row)
-                    figures.add(row)
-                    live.row_done(figures.tokens_per_second, figures.mean_acceptance_length)
-    return figures
+                    num_rows += 1
+                    report.num_new_tokens += len(row.token_ids)
+                    report.num_row_steps += row.num_steps
+                    report.num_accepted += row.num_accepted
+                    report.seconds["other"] = time.monotonic() - start
+                    live.row_done(report)
+    return num_rows, report
 
 
 def _answers(
@@ -130,7 +111,6 @@ class _Worker(EngineActor):
     def __init__(self, config: RunConfig) -> None:
         import torch
 
-        from emssd.cli.engines import make_engine
         from emssd.model.loading import ModelCache
 
         self._config, self._fault = config, None

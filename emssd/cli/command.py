@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import textwrap
 import warnings
+from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import hydra
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -17,26 +21,28 @@ from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.config import STDOUT, conf_dir, register_configs
-from emssd.cli.errors import explained
-from emssd.cli.help_text import register_help
+from emssd.cli.config import STDOUT, RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
-from emssd.cli.options import to_options
+from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
+from emssd.cli.options import explained, to_options
+from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
 from emssd.errors.version import __version__
-from emssd.plugins.registry import Registry
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["main"]
 
+_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling", "cluster")  # whose options --help tells
+_COMPARED = ("experiment", "method", "task")
+_INDENT = 32  # columns before the descriptions of options
+_WIDEST = 120
 _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
@@ -56,7 +62,7 @@ def main() -> None:
         return
     registry = Registry()
     register_configs(registry, runnable=True)
-    register_help(registry)
+    OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
     sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
     _check_flags(sys.argv[1:])
     with closing(Jobs(registry)) as jobs:
@@ -153,3 +159,60 @@ def _quoted_prompt(argument: str) -> str:
         return argument
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
     return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
+
+
+def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
+    """The middle of ``--help``: what can be chosen, and the options of what is chosen, with values and descriptions.
+
+    The main config asks for it by ``${emssd_help:}``, in the template that Hydra fills in.
+    """
+    width = min(shutil.get_terminal_size().columns, _WIDEST)
+    choices = partial(_choices, registry, _root_, width)
+    lines = ["Choose as GROUP=NAME (* is what is chosen now):", "", *map(choices, _CHOSEN)]
+    lines += ["", "  for experiments, which are sweeps of their own, see docs/experiments.md:", ""]
+    lines += [*map(choices, _COMPARED), "", "Set options as NAME=VALUE:", "", *_options(_root_, RunConfig, "", width)]
+    for group in _CHOSEN:
+        node = _root_._get_node(group)
+        if isinstance(node, DictConfig) and isinstance(kind := OmegaConf.get_type(node), type) and kind is not dict:
+            told = [*_options(node, kind, f"{group}.", width)]
+            name = f"{group}={_root_.hydra.runtime.choices.get(group)}"
+            lines += ["", f"Options of {name}:", "", *told] if told else ["", f"{name} has no options."]
+    return "\n".join(lines).replace("$", "$$")  # Hydra fills in what follows a single one
+
+
+def _choices(registry: Registry, root: DictConfig, width: int, group: str) -> str:
+    there = GlobalHydra.instance().config_loader().get_group_options(group, ObjectType.CONFIG)
+    names = sorted({*there, *(registry.names(group) if group in KINDS else ())})
+    chosen = root.hydra.runtime.choices.get(group)
+    starred = {name: f"{name}*" if name == chosen else name for name in names}
+    if group not in KINDS:
+        said = ", ".join(starred.values())
+        return textwrap.fill(said, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+    texts = {spec.name: choice_text(f"{group}={spec.name}", spec.config) for spec in registry.specs(group)}
+    texts |= {path.stem: preset_text(path) for path in (conf_dir() / group).glob("*.yaml")}
+    room = max(width - 26, 20)
+    shown = [textwrap.shorten(_first_sentence(texts.get(name, "")), room, placeholder=" …") for name in names]
+    return "\n".join(
+        [f"  {group}", *(f"    {starred[name]:<21} {text}" for name, text in zip(names, shown, strict=True))]
+    )
+
+
+def _options(node: DictConfig, kind: type, prefix: str, width: int) -> Iterator[str]:
+    engine = [option.name for option in option_texts(EngineOptions)] if not prefix else []
+    for option in sorted(option_texts(kind), key=lambda option: option.name in engine):  # first what a newcomer sets
+        if (option.name in (*_CHOSEN, *_COMPARED) and not prefix) or option.name == "name":
+            continue
+        value = OmegaConf.to_container(node, resolve=False).get(option.name)  # type: ignore[union-attr]
+        said = f"  {prefix}{option.name}={'VALUE' if value == MISSING else written(value)}"
+        text = _first_sentence(option.text) + (" (needed)" if value == MISSING else "")
+        if len(said) >= _INDENT - 1 or not text:
+            yield said
+            said = ""
+        if text:
+            indent = " " * _INDENT
+            yield textwrap.fill(text, width, initial_indent=said.ljust(_INDENT), subsequent_indent=indent)
+
+
+def _first_sentence(text: str) -> str:
+    """Enough for a list; the page of options has the whole text."""
+    return re.split(r"(?<=[\w`)])\. (?!\d)", text)[0].rstrip(".")

@@ -238,6 +238,11 @@ class RunConfig(EngineOptions):
     task: TaskConfig | None = None
     repeat: int = 1
 
+    @property
+    def drafts(self) -> bool:
+        """Whether anything drafts; else others may be compared with the run."""
+        return bool(self.speculate and self.drafter.name != "none")
+
 
 def changed_options(before: str, now: str) -> list[str]:
     """Names of the options that determine a row's tokens and differ between two ``config.yaml``.

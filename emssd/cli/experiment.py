@@ -44,11 +44,7 @@ class _Job(msgspec.Struct):
 
 
 class RowsFile:
-    """``rows.jsonl`` in the folder of an experiment; see `LinesFile.earlier`.
-
-    Attributes:
-        rows: all that are kept.
-    """
+    """``rows.jsonl`` in the folder of an experiment, with all `rows` that are kept; see `LinesFile.earlier`."""
 
     def __init__(self, folder: Path, *, resume: bool = False, overwrite: bool = False) -> None:
         self._file = LinesFile(folder / "rows.jsonl")
@@ -57,7 +53,7 @@ class RowsFile:
         self.rows: list[dict[str, Any]] = [row for row, _ in earlier]
 
     def has(self, job: int, overrides: Seq[str]) -> bool:
-        """Whether job number `job` of the sweep is done. Raises ConfigError: it was another job then."""
+        """Whether job number `job` of the sweep is done; it may have been another job then, which is an error."""
         there = next((row for row in self.rows if row["job"] == job), None)
         if there is None:
             return False
@@ -89,7 +85,7 @@ def row_of(
     replays = [said for each in engine.drafting.drafters if (said := each.drafter.replays)]
     return _job(config, job, overrides) | {
         "method": config.method,
-        "speculate": config.speculate and config.drafter.name != "none",
+        "speculate": config.drafts,
         "batch_size": config.batch_size,
         "model": Path(model.path).name,
         "random_weights": bool(model.architecture),

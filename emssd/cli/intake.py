@@ -1,23 +1,26 @@
-"""From prompts to requests: encoded, cut, with their limits; and which of them cannot be run."""
+"""From options to an engine, and from prompts to its requests: encoded, cut, with limits; and which cannot be run."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 from emssd.cli.config import OnError, RunConfig
+from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, encode_text, truncated, unescaped
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
+from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Request, StopStrings
 
-__all__ = ["Failures", "check_options", "num_samples", "prompts_of", "sampling_of", "to_requests"]
+__all__ = ["Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "to_requests"]
 
 _LONGEST_ID = 19  # digits of a token id that no model has
 
@@ -25,8 +28,7 @@ _LONGEST_ID = 19  # digits of a token id that no model has
 class Failures:
     """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
 
-    Args:
-        config: of its prompt source, by which ``auto`` is decided.
+    By `config`, that of the prompt source, ``auto`` is decided.
     """
 
     def __init__(self, on_error: OnError, config: Any = None) -> None:
@@ -100,9 +102,6 @@ def sampling_of(
 ) -> SamplingParams | None:
     """The sampling of the run, or of `prompt` in it; ``None`` is greedy. What a `prompt` itself asks for, and cannot
     be, is a PromptError.
-
-    Args:
-        vocab_size: of the model, if it is known by now.
     """
     options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
     given = {} if prompt is None or prompt.sampling is None else prompt.sampling
@@ -126,6 +125,40 @@ def sampling_of(
             raise PromptError(f"prompt {prompt.prompt_id}: {error}") from error
         raise
     return None if params.is_greedy and params.logprobs is None else params
+
+
+def make_engine(
+    config: RunConfig,
+    registry: Registry,
+    models: ModelCache,
+    *,
+    baseline: Engine | None = None,
+    num_steps: Callable[[int], int] | None = None,
+) -> Engine:
+    """The engine of `config`, or plain decoding with the target of `baseline`.
+
+    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
+    may compile the model.
+    """
+    if baseline is not None:
+        target, tokenizer = baseline.target, baseline.tokenizer
+    else:
+        target, tokenizer = models.target(**vars(config.model))
+        if num_steps is not None:
+            target.compile_if_it_pays(num_steps(target.max_model_len))
+        if config.experiment is not None:
+            machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
+    plain = baseline is not None or not config.speculate
+    return Engine.assemble(
+        target,
+        tokenizer,
+        drafter="none" if plain else config.drafter,
+        backend=config.backend,
+        budget=config.budget,
+        options=replace(config, force_tokens=False) if plain else config,
+        registry=registry,
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
+    )
 
 
 def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | FailedPrompt]:

@@ -16,11 +16,10 @@ from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.cli.closing import print_texts, print_whole, remarks
 from emssd.cli.cluster import check_cluster, decode_on_cluster
 from emssd.cli.config import ClusterConfig, RunConfig
-from emssd.cli.engines import make_engine
 from emssd.cli.experiment import label_of, setting_of
-from emssd.cli.intake import Failures, check_options, num_samples, prompts_of, to_requests
+from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
-from emssd.cli.progress import LiveFigures, show_messages
+from emssd.cli.progress import Bar, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_model, made_with, unfinished
 from emssd.data.openai_batch import OpenAIBatchConfig
@@ -65,7 +64,6 @@ def run_job(
     """Run `config`. After an error, rows that were finished by then are in the output folder.
 
     Args:
-        config_text: the options as ``config.yaml`` will have them.
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
     """
@@ -82,7 +80,7 @@ def run_job(
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         run = _Run(config, config_text, registry, models, output, brief)
         if not run.read_prompts():
-            return JobResult(output.read_metrics())
+            return run.end_without_rows()
         if config.cluster is not None:
             return run.on_cluster(config.cluster)
         return run.here(alone=alone)
@@ -120,7 +118,6 @@ class _Run:
                 f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
                 f"leave check= out, or decode them again with overwrite=true"
             )
-        self._end_without_rows()
         return False
 
     def here(self, *, alone: bool) -> JobResult:
@@ -128,8 +125,7 @@ class _Run:
         engine = self._load(alone=alone)
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
         if not requests:
-            self._end_without_rows()
-            return JobResult(output.read_metrics())
+            return self.end_without_rows()
         self._begin()
         done, figures = self._decode("decoding", engine, requests, output)
         metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
@@ -149,28 +145,27 @@ class _Run:
         self._begin()
         self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
         live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
-        figures = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
-        if not figures.num_rows:
-            self._end_without_rows()
-            return JobResult(output.read_metrics())
+        num_rows, report = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
+        if not num_rows:
+            return self.end_without_rows()
         metrics = {
             "title": f"{config.model.path} on {cluster.workers} workers",
             "setting": setting_of(config),
             "versions": versions(),
             "num_workers": cluster.workers,
-            "num_new_tokens": figures.num_new_tokens,
-            "seconds": {"total": figures.seconds},
-            "tokens_per_second": figures.tokens_per_second,
-            "mean_acceptance_length": figures.mean_acceptance_length,
-        } | self._counts(figures.num_rows)
+            "num_new_tokens": report.num_new_tokens,
+            "seconds": {"total": report.total_seconds},
+            "tokens_per_second": report.tokens_per_second,
+            "mean_acceptance_length": report.mean_acceptance_length,
+        } | self._counts(num_rows)
         output.write_errors(self.failures.prompts)
         output.write_metrics(metrics)
         self._write_answers()
         print_failures(self.console, self.failures.prompts)
         written = "" if output.is_stdout else f"; written to {output.path}/"
         plain_console(stderr=output.is_stdout).print(
-            f"{figures.num_rows} rows, {figures.num_new_tokens} tokens in {figures.seconds:.1f} s, "
-            f"{figures.tokens_per_second:.0f} tokens/s, τ {figures.mean_acceptance_length:.2f}, on "
+            f"{num_rows} rows, {report.num_new_tokens} tokens in {report.total_seconds:.1f} s, "
+            f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}, on "
             f"{cluster.workers} workers{written}",
         )
         return JobResult(metrics)
@@ -198,7 +193,7 @@ class _Run:
             "num_failed_prompts": num_failed,
         }
 
-    def _end_without_rows(self) -> None:
+    def end_without_rows(self) -> JobResult:
         """Write why no prompt of this run gave a row. Raises PromptError: no earlier run left rows either."""
         failed = self.failures.prompts
         self.output.write_errors(failed)
@@ -207,6 +202,7 @@ class _Run:
         if not self.output.finished:
             raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
+        return JobResult(self.output.read_metrics())
 
     def _write_answers(self) -> None:
         """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
@@ -215,9 +211,9 @@ class _Run:
             tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
             write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
 
-    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> LiveFigures:
+    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> Bar:
         before = len(self.output.finished) if done is None else done
-        return LiveFigures(self.console, title, before + num_rows, done=before, show=self.config.progress)
+        return Bar(self.console, title, before + num_rows, done=before, show=self.config.progress)
 
     def _decode(
         self, title: str, engine: Engine, requests: Seq[Request], output: OutputFolder | None = None
@@ -232,7 +228,7 @@ class _Run:
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
-                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
+                live.row_done(engine.report)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
 
     def _compare_with_plain(
@@ -274,8 +270,7 @@ class _Run:
             print_texts(console, [(prompts[row.request_id], row) for row in result.generations])
         if report is not None:
             print_check(console, report, check)
-        drafts = config.speculate and config.drafter.name != "none"
-        for remark in remarks(result.metrics, drafts=drafts) if has_figures else ():
+        for remark in remarks(result.metrics, drafts=config.drafts) if has_figures else ():
             console.print(remark, style="yellow")
         print_failures(console, failed)
         files = ["generations.jsonl", "metrics.json", "config.yaml"]
@@ -314,18 +309,18 @@ def _place(request: Request) -> tuple[str, int]:
 def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
     """The part of the metrics that names the run, its software and its machine."""
     target = engine.target
-    cuda = torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else None
+    machine = hardware(target.device)
     made_up = " (random weights)" if config.model.architecture else ""
     setting = setting_of(config)
-    where = f"{cuda or target.device}" + (f", {target.shard.group.size} processes" if target.shard else "")
+    where = machine["device"] + (f", {target.shard.group.size} processes" if target.shard else "")
+    dtype = str(target.dtype).removeprefix("torch.")
     return {
         "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
-        f"budget={label_of(config.budget)} · "
-        f"batch {config.batch_size} · {str(target.dtype).removeprefix('torch.')} on {where}",
+        f"budget={setting['budget']} · batch {config.batch_size} · {dtype} on {where}",
         "setting": setting,
         "versions": versions(),
         "plugins": plugins(registry),
-        "hardware": hardware(target.device),
+        "hardware": machine,
         "compiled": target.why_compiled,
         "batch_invariance": engine.runner.batch_invariance,
     }

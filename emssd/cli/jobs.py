@@ -1,20 +1,22 @@
-"""The runs of one command: a single one, those of a sweep, or those of an experiment, with what they share."""
+"""The runs of one command: a single one, those of a sweep with their table, or those of an experiment."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from emssd.cli.config import RunConfig
 from emssd.cli.progress import time_left
-from emssd.cli.sweep import SweptRun, differs, print_sweep
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console
@@ -24,7 +26,23 @@ if TYPE_CHECKING:
     from emssd.cli.experiment import RowsFile
     from emssd.model.loading import ModelCache
 
-__all__ = ["Jobs"]
+__all__ = ["Jobs", "SweptRun", "print_sweep"]
+
+
+@dataclass(frozen=True)
+class SweptRun:
+    """One run of a sweep, with its overrides, ``NAME=VALUE``."""
+
+    options: RunConfig
+    overrides: Seq[str]
+    metrics: dict[str, Any]
+    folder: Path
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of steps without prompts; ``None`` of a run that was resumed with nothing left to do, and kept none."""
+        speed: float | None = self.metrics.get("decode_tokens_per_second")
+        return speed
 
 
 class Jobs:
@@ -53,7 +71,7 @@ class Jobs:
         from emssd.cli.job import run_job
 
         result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
-        self.found_difference |= differs(result.metrics)
+        self.found_difference |= _differs(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
 
@@ -85,7 +103,7 @@ class Jobs:
             afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True, alone=False
         )
         assert result.engine is not None
-        self.found_difference |= differs(result.metrics)
+        self.found_difference |= _differs(result.metrics)
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
         self._rows.append(row)
         self._num_done += 1
@@ -197,3 +215,65 @@ def _said(row: dict[str, Any]) -> str:
         f"repeat {row['repeat']}, {what}: {metrics['decode_tokens_per_second']:.0f} tokens/s, "
         f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s{busy}"
     )
+
+
+def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
+    """Print the table of `runs`."""
+    given = [dict(override.lstrip("+").partition("=")[::2] for override in run.overrides) for run in runs]
+    names = [name for name in dict.fromkeys(name for values in given for name in values)
+             if len({values.get(name) for values in given}) > 1]  # fmt: skip
+    table = Table(title="the runs of this sweep", title_justify="left", title_style="bold")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for label in ("tokens/s", "τ", "speed-up"):
+        table.add_column(label, justify="right")
+    is_checked = any("check" in run.metrics for run in runs)
+    if is_checked:
+        table.add_column("check")
+    table.add_column("folder", overflow="fold")
+    for run, values in zip(runs, given, strict=True):
+        checked = [_checked(run)] if is_checked else []
+        figures = [_number(run.tokens_per_second, ".1f"), _number(run.metrics.get("mean_acceptance_length"), ".2f")]
+        speedup = _speedup(run, runs)
+        table.add_row(*(values.get(name, "") for name in names), *figures, _number(speedup, ".2f", "×"), *checked,
+                      str(run.folder), style="bold red" if _differs(run.metrics) else None)  # fmt: skip
+    console.print(table)
+    note = "tokens/s of steps without prompts; speed-up over plain greedy decoding with the same other options"
+    console.print(note, soft_wrap=True)
+
+
+def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> float | None:
+    """Over the plain run of the same other options; where there is none, over that of `check`."""
+    same = [other for other in runs if not other.options.drafts and _others(other) == _others(run)]
+    speeds = [other.tokens_per_second for other in same if other.tokens_per_second]
+    if run.tokens_per_second is not None and speeds:
+        return run.tokens_per_second / speeds[0]
+    speedup: float | None = run.metrics.get("speedup")
+    return speedup
+
+
+def _others(run: SweptRun) -> RunConfig:
+    """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
+    return dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
+
+
+def _checked(run: SweptRun) -> str:
+    found = run.metrics.get("check")
+    if found is None:
+        return "–"
+    parts = {"exact": found["exact"], "ties": found["ties"], "DIFFERENCES": found["differences"]}
+    counts = [f"{count} {name}" for name, count in parts.items() if count or name == "exact"]
+    if (law := found.get("law")) is not None:
+        tested = f"{'law' if law['right'] else 'ANOTHER LAW'}, p {law['p_value']:.2g}"
+        counts = [*counts, tested] if any(parts.values()) else [tested]
+    return ", ".join(counts)
+
+
+def _differs(metrics: Mapping[str, Any]) -> bool:
+    """Whether `check` has found that the rows of a run are not those of the model alone."""
+    found = metrics.get("check", {})
+    return bool(found.get("differences")) or not found.get("law", {}).get("right", True)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"

@@ -27,9 +27,6 @@ class LinesFile:
 
     Args:
         sync_seconds: how often lines are forced to the disk. It takes 0.2 ms on a local SSD and some ten on a network.
-
-    Raises:
-        OutputError: it cannot be written, or another process writes to it.
     """
 
     def __init__(self, path: Path, *, sync_seconds: float = 0.0) -> None:
@@ -59,13 +56,12 @@ class LinesFile:
     ) -> Iterator[tuple[Any, _Row]]:
         """The rows that are there, as JSON and as `kind`: with `resume` all are kept, with `overwrite` none.
 
+        It is an error if there are some and neither flag is set, or, with `resume`, if a line is no row. The file is
+        closed then.
+
         Args:
             job: what wrote the rows, for errors: ``run``.
             name: of a row, which tells it from the others: ``the id 'a'``.
-
-        Raises:
-            OutputError: rows are there, and neither flag is set; or, with `resume`, a line is no row. The file is
-                closed then.
         """
         try:
             if resume:

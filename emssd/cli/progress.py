@@ -6,13 +6,16 @@ import logging
 import sys
 import time
 from datetime import timedelta
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-__all__ = ["Bar", "LiveFigures", "show_messages", "time_left"]
+if TYPE_CHECKING:  # it brings torch, which --help does not need
+    from emssd.metrics.stats import RunReport
+
+__all__ = ["Bar", "show_messages", "time_left"]
 
 
 def show_messages(console: Console) -> None:
@@ -66,13 +69,9 @@ class Bar:
             left = time_left(now - self._start, done - self._before, self._total - done)
             self._console.print(f"{self._title} {', '.join(filter(None, (f'{done}/{self._total}', live, left)))}")
 
-
-class LiveFigures(Bar):
-    """Rows done, tokens per second, τ, and the time that is left."""
-
-    def row_done(self, tokens_per_second: float, mean_acceptance_length: float) -> None:
+    def row_done(self, report: RunReport) -> None:
         """One more row is done, with these figures by now."""
-        self.tell(self._done + 1, f"{tokens_per_second:.0f} tokens/s, τ {mean_acceptance_length:.2f}")
+        self.tell(self._done + 1, f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}")
 
 
 class _TimeLeft(ProgressColumn):

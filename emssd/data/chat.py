@@ -22,17 +22,8 @@ _MOST_CHARACTERS = 2**24
 def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins, as `Engine.generate` takes them.
 
-    The template brings all special tokens, BOS too; none is added.
-
-    Args:
-        messages: ``{"role": …, "content": …}`` each.
-        tokenizer: a Hugging Face tokenizer with a chat template.
-        name: how errors call the prompt.
-        system: goes in front, unless the conversation begins with a system message.
-
-    Raises:
-        ConfigError: the tokenizer has no chat template, or one that is no program.
-        PromptError: these are no messages, or the template refuses them, or makes nothing of them.
+    The template brings all special tokens, BOS too; none is added. `system` goes in front, unless the conversation
+    begins with a system message. Errors call the prompt `name`.
     """
     from jinja2 import TemplateSyntaxError
 

@@ -66,7 +66,7 @@ class OpenAIBatchConfig:
 def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=openai_batch`. What is wrong with a request makes that one fail, and no other.
 
-    A line that has no ``custom_id`` is named by its place. Raises PromptError: there is no such file, or it is empty.
+    A line that has no ``custom_id`` is named by its place.
     """
     name, content = content_of(config.path)
     prompts: list[Prompt | FailedPrompt] = []

@@ -50,14 +50,7 @@ class RecordsConfig(SourceConfig):
 
 
 def content_of(path: str, option: str = "data.path=") -> tuple[str, bytes]:
-    """Name of the file at `path`, as errors have it, and its content; ``-`` is standard input.
-
-    Args:
-        option: that named the file.
-
-    Raises:
-        PromptError: there is no such file, or it cannot be read.
-    """
+    """Name of the file at `path`, as errors have it, and its content; ``-`` is standard input."""
     if path == "-":
         return "stdin", sys.stdin.buffer.read()
     file = Path(path).expanduser()
@@ -70,9 +63,7 @@ def content_of(path: str, option: str = "data.path=") -> tuple[str, bytes]:
 
 
 def text_in(name: str, content: bytes) -> str:
-    """The text in the content of a file, without the byte order mark that some editors begin it with. Raises
-    PromptError: it is not UTF-8.
-    """
+    """The text in the content of a file, without the byte order mark that some editors begin it with."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -83,8 +74,7 @@ def text_in(name: str, content: bytes) -> str:
 def records_in(name: str, content: bytes, plain: str = _PLAIN) -> Iterator[Record | FailedPrompt]:
     """The records in the content of a JSONL file, or what is wrong with a line; empty lines are skipped.
 
-    Args:
-        plain: tells in an error how to read plain text.
+    In an error, `plain` tells how to read plain text.
     """
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
@@ -112,8 +102,7 @@ def to_prompts(
 ) -> list[Prompt | FailedPrompt]:
     """The prompts of `records`, which come from `origin`, and what is wrong with the others.
 
-    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out. Raises PromptError: nothing
-    is left.
+    A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out.
     """
     prompts: list[Prompt | FailedPrompt] = []
     taken: dict[str, str] = {}  # the place of each id

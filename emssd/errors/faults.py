@@ -72,9 +72,6 @@ class guarded(process_kept):  # noqa: N801
         owner: how messages call the plugin.
         where: which of its functions the body calls.
         failed: gets the error in place of the caller; the body then ends as if it had succeeded.
-
-    Raises:
-        PluginError: in the place of the plugin's own exception, or as `process_kept` does.
     """
 
     def __init__(

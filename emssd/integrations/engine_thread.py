@@ -19,8 +19,7 @@ __all__ = ["EngineThread"]
 class EngineThread:
     """Steps `engine` in a thread of its own as long as there is work, so that its batch stays full across callers.
 
-    Args:
-        engine: from now on, nobody else may use it.
+    From now on, nobody else may use it.
     """
 
     def __init__(self, engine: Engine) -> None:

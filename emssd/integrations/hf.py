@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
-from emssd.integrations.hf_criteria import Criteria, limits, of_strings, streamed
-from emssd.integrations.hf_options import check_config, check_ngrams, check_processors, sampling_of
+from emssd.integrations.hf_options import (
+    Criteria,
+    check_config,
+    check_ngrams,
+    check_processors,
+    limits,
+    of_strings,
+    sampling_of,
+)
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
@@ -29,7 +39,35 @@ _MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
 
 
-@streamed
+def _streamed(decode: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The custom function `decode`, whose new tokens, once all are there, go to the streamer; it ends on errors too."""
+
+    @wraps(decode)
+    def run(model: Any, input_ids: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        streamer = _streamer()
+        try:
+            tokens = decode(model, input_ids, *arguments, **options)
+            for column in tokens[:, input_ids.shape[1] :].cpu().T if streamer is not None else ():
+                streamer.put(column)
+            return tokens
+        finally:
+            if streamer is not None:
+                streamer.end()
+
+    return run
+
+
+def _streamer() -> Any:
+    """The streamer of the innermost `generate` of Transformers: nothing else of the call leads to it."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "generate" and frame.f_globals["__name__"] == "transformers.generation.utils":
+            return frame.f_locals.get("streamer")
+        frame = frame.f_back
+    return None
+
+
+@_streamed
 def custom_generate(
     model: PreTrainedModel,
     input_ids: torch.Tensor,

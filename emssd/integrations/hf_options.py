@@ -1,4 +1,4 @@
-"""Reads a `GenerationConfig`: as `SamplingParams`, or refused by its name. Nothing is ignored."""
+"""Reads what `generate` hands to `emssd.custom_generate`: as `SamplingParams` and ends of a row, or refused by name."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ __all__ = [
     "HONOURED",
     "NEUTRAL",
     "NEUTRAL_IF_SAMPLED",
+    "Criteria",
     "check_config",
     "check_ngrams",
     "check_processors",
+    "limits",
+    "of_strings",
     "sampling_of",
 ]
 
@@ -89,9 +92,7 @@ def check_config(config: GenerationConfig) -> None:
 def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
     """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
 
-    Args:
-        processors: what `generate` has made of `config`, and of the caller's own.
-        padding: ``[B]`` tokens of padding of each row.
+    `padding` has the number ``[B]`` of each row's tokens of padding.
     """
     seen, others = set[type](), list[str]()
     for each in processors or ():
@@ -200,3 +201,69 @@ def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
         if ([0] * len(padding) if ignored is None else _ids(ignored)) != list(padding):
             return False
     return _ids(own) == _ids(asked) if isinstance(own, torch.Tensor) else bool(own == asked)
+
+
+class Criteria:
+    """Stop strings and a time as `emssd.sequences.Stop`, for one row; they see the `padding` on its left, too."""
+
+    def __init__(self, criteria: Seq[Any], padding: Seq[int]) -> None:
+        self.time_is_over = False
+        self._criteria = criteria
+        self._padding = list(padding)
+        self._window = max(getattr(item, "maximum_token_len", 1) for item in criteria)
+
+    def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
+        """Whether the row ends here; as in Transformers, a stop string may begin in the prompt."""
+        seen = [*self._padding, *tokens] if len(tokens) < self._window else tokens
+        ids = torch.tensor([seen[-self._window :]])
+        ended = [bool(item(ids, None)[0]) for item in self._criteria]
+        self.time_is_over = any(over for item, over in zip(self._criteria, ended, strict=True) if _is_time(item))
+        return any(ended)
+
+    def text_before(self, output: Seq[int]) -> str:
+        """Nothing: `generate` gives ids, and nobody reads a text."""
+        return ""
+
+
+def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[int, list[int], list[Any]]:
+    """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria."""
+    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
+
+    lengths, eos, others = list[int](), list[int](), list[Any]()
+    for item in criteria or ():
+        # A caller's own criterion of these types replaces the one that `generate` made of the config.
+        if type(item) is MaxLengthCriteria:
+            lengths.append(int(item.max_length))
+        elif type(item) is EosTokenCriteria:
+            eos.extend(item.eos_token_id.flatten().tolist())
+        elif type(item) is StopStringCriteria or _is_time(item):
+            others.append(item)
+        else:
+            raise ConfigError(
+                f"emssd.custom_generate stops at EOS, a maximum length, stop strings and a maximum time; asked for: "
+                f"{type(item).__name__}"
+            )
+    return min(lengths, default=int(config.max_length)), eos, others
+
+
+def of_strings(strings: str | Iterable[str] | None, tokenizer: Any) -> list[Any]:
+    """The criterion of stop strings, if there are any. Raises ConfigError: no texts, or no tokenizer."""
+    from transformers.generation.stopping_criteria import StopStringCriteria
+
+    if strings is None:
+        return []
+    strings = [strings] if isinstance(strings, str) else list(strings)
+    if not strings or not all(isinstance(string, str) and string for string in strings):
+        raise ConfigError(f"stop_strings are {strings}; give texts of at least one character, or leave them out")
+    if tokenizer is None:
+        raise ConfigError(
+            "stop_strings need the model's tokenizer, and Transformers keeps tokenizer= from custom functions; pass it "
+            "as draft_tokenizer= to generate"
+        )
+    return [StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)]
+
+
+def _is_time(item: Any) -> bool:
+    from transformers.generation.stopping_criteria import MaxTimeCriteria
+
+    return type(item) is MaxTimeCriteria

@@ -47,10 +47,6 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         batch_size: rows decoded together; ``auto`` takes `max_batch_size`. Other requests are batched by `HFLM`.
         max_batch_size: as of `HFLM`.
         options: fields of `emssd.decoding.options.EngineOptions`, options of plugins, and arguments of `HFLM`.
-
-    Raises:
-        ConfigError: an option that cannot be, or a model that cannot be loaded.
-        PluginError: there is no such plugin.
     """
 
     batch_size_per_gpu: int | str  # of `HFLM`

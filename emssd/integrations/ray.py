@@ -48,10 +48,6 @@ class TextGenerator(EngineActor):
         id_column: tells rows apart where `sampling` draws: equal prompts with other ids get other texts.
         max_new_tokens, stop, ignore_eos, sampling: as in `Engine.stream`; ``sampling.n`` is 1.
         options: of `Engine.from_pretrained`, such as ``drafter="suffix"`` and ``batch_size=16``.
-
-    Raises:
-        ConfigError: options that cannot be, or a batch without the columns or with one of those that are added.
-        PromptError: a prompt that cannot be used; Ray then ends the execution.
     """
 
     def __init__(

@@ -54,10 +54,6 @@ class Rollouts:
 
     Attributes:
         report: of the last rollout; ``None`` before the first.
-
-    Raises:
-        ConfigError: an option that cannot be, or a version of TRL that this was not tested with.
-        PluginError: there is no such plugin.
     """
 
     def __init__(
@@ -88,9 +84,6 @@ class Rollouts:
         Returns:
             By prompt ``prompt_ids``, ``completion_ids`` (an EOS included), and ``logprobs``, those of the completion's
             tokens in the distribution that they were drawn from.
-
-        Raises:
-            ConfigError: something of the trainer that cannot be honoured.
         """
         model = _model_of(trainer)
         if trainer.tools:
@@ -118,9 +111,7 @@ class Rollouts:
 
     @contextmanager
     def generating(self, trainer: Any) -> Iterator[None]:
-        """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer` does.
-        Raises ConfigError: something of the trainer that cannot be honoured.
-        """
+        """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer`."""
         model = _model_of(trainer)
         model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
         try:

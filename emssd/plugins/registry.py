@@ -16,8 +16,7 @@ import pluggy
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.errors.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
-from emssd.plugins.hookspecs import KINDS, Spec
-from emssd.plugins.offers import check_spec, held, specs_of, unmet_requirement
+from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
 
 __all__ = ["KINDS", "PluginRecord", "Registry"]
 
@@ -84,13 +83,9 @@ class Registry:
         return f"{record.distribution} {record.version}"
 
     def find(self, kind: str, name: str, presets: Iterable[str] = ()) -> Spec:
-        """The offer called `name`.
+        """The offer called `name`. Raises PluginError: there is none, its plugin failed, or it cannot run here.
 
-        Args:
-            presets: names of presets that the caller knows beside the plugins, for the message.
-
-        Raises:
-            PluginError: no such name (with what there is), its plugin failed, or it cannot run here.
+        The message also has `presets`, names that the caller knows beside the plugins.
         """
         if (kind, name) not in self._offers:
             there = sorted({*self.names(kind), *presets})
@@ -104,9 +99,7 @@ class Registry:
         return spec
 
     def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        """The config of what is called `name`, with these of its options. Raises as `find`, and ConfigError: it has no
-        such option.
-        """
+        """The config of what is called `name`, with these of its options, which it must have."""
         config = self.find(kind, name).config
         known = [field.name for field in dataclasses.fields(config)]
         for option in options:
@@ -137,9 +130,7 @@ class Registry:
         )
 
     def build(self, kind: str, spec: Spec, config: Any, *arguments: Any) -> Any:
-        """Build `spec` with `config` and `arguments`, test the result, and note it as in use. Raises
-        PluginError: it raises, or builds something else. EmssdError: it says itself what is wrong.
-        """
+        """Build `spec` with `config` and `arguments`, test the result, and note it as in use."""
         owner = self.owner(kind, spec.name)
         with guarded(owner, "build"):
             made = held(spec.build(config, *arguments), kind, owner)

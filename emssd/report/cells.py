@@ -66,12 +66,7 @@ class Spread:
 
 
 class Setting(NamedTuple):
-    """The common properties of the rows of a comparison, in words.
-
-    Attributes:
-        length: tokens of all prompts; those of another template or limit have other numbers.
-        options: whatever else was set, as in a row.
-    """
+    """The common properties of the rows of a comparison, in words."""
 
     model: str
     drafter: str
@@ -80,7 +75,7 @@ class Setting(NamedTuple):
     size: str
     batching: str
     machine: str
-    length: str
+    length: str  # tokens of all prompts; those of another template or limit have other numbers
     options: tuple[str, ...]
 
     @classmethod
@@ -113,14 +108,9 @@ def setting_names(settings: Iterable[Setting]) -> dict[Setting, str]:
 
 
 class Line(NamedTuple):
-    """One of the things that a comparison compares at every batch size.
+    """One of the things that a comparison compares at every batch size. Plain greedy decoding has no budget."""
 
-    Attributes:
-        method: ``None`` where the experiment names no methods.
-        budget: ``""`` for plain greedy decoding, which has none.
-    """
-
-    method: str | None
+    method: str | None  # none where the experiment names no methods
     speculate: bool = True
     backend: str = ""
     budget: str = ""
@@ -192,11 +182,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """All cells of one setting, by batch size and line.
-
-    Attributes:
-        name: model, drafter, data and type, and whatever else tells it from the other settings.
-    """
+    """All cells of one setting, by batch size and line, with its name among those of `setting_names`."""
 
     setting: Setting
     name: str

@@ -129,14 +129,7 @@ def _describe(difference: Difference) -> str:
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> list[RenderableType]:
-    """The tables of each experiment, each below its title.
-
-    Args:
-        rows: as in ``rows.jsonl``.
-
-    Raises:
-        ConfigError: they are rows of another format.
-    """
+    """The tables of each experiment, each below its title, of rows as in ``rows.jsonl``."""
     shown: list[tuple[str, PlainTable]] = []
     for row in (parsed := [parse(value, where=f"row {number}") for number, value in enumerate(rows, 1)]):
         if isinstance(row, Simulation):

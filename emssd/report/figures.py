@@ -67,12 +67,7 @@ def curves(
     title: str, xlabel: str, ylabel: str, lines: Iterable[Curve], *, mark: str = "", log: bool = True,
     level: float | None = None,
 ) -> str:  # fmt: skip
-    """Lines over batch sizes or the like.
-
-    Args:
-        mark: what the legend says of all lines: random weights, replay.
-        log: x to the base of 2.
-    """
+    """Lines over batch sizes or the like; of all of them the legend says `mark`: random weights, replay."""
     figure, axes = _figure(title)
     drawn = [line for line in lines if line.points]
     for index, line in enumerate(drawn):

@@ -29,9 +29,7 @@ _WIDE = 32  # characters from which on a table's cell is wrapped
 
 
 def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:
-    """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file. Raises
-    OutputError: the files cannot be written.
-    """
+    """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file."""
     plots = [block for section in found for block in section.blocks if isinstance(block, Plot)]
     images = {f"{name}_{plot.name}.svg": plot.svg for plot in plots}
     parts = [f"# {escape(title)}", _INTRODUCTION, *(section.markdown(name) for section in found)]

@@ -66,11 +66,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The paper's numerical simulation (Appendix B): expected values by p and batch size.
-
-    Attributes:
-        points: each with ``p``, ``batch_size``, ``exact`` and ``simulated``, as `emssd.simulate` makes them.
-    """
+    """The paper's numerical simulation (Appendix B): expected values by p and batch size, see `appendix_points`."""
 
     source: str
     experiment: str
@@ -133,9 +129,7 @@ def per(total: str, number: str) -> Callable[[Row], float]:
 
 
 def read(paths: Iterable[Path]) -> Material:
-    """Read files and folders, which are searched; each file is read once. Raises ConfigError: there is no such path,
-    nothing to show in a folder, or a file of another kind.
-    """
+    """Read files and folders, which are searched; each file is read once."""
     material = Material([], [], [])
     for file in {file.resolve(): file for path in paths for file in _files(path)}.values():
         if file.suffix == ".jsonl":
@@ -186,7 +180,7 @@ def _read_run(file: Path) -> PlainRun:
 
 
 def read_rows(path: Path) -> list[Row | Simulation]:
-    """The rows of a ``rows.jsonl``. Raises ConfigError: it cannot be read, is empty, or holds something else."""
+    """The rows of a ``rows.jsonl``, which must have some."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
     except (OSError, UnicodeDecodeError) as error:
@@ -206,9 +200,7 @@ def read_rows(path: Path) -> list[Row | Simulation]:
 
 
 def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
-    """One row from its JSON value. Raises ConfigError: it lacks something, or has it in another form; the message says
-    what.
-    """
+    """One row from its JSON value. Raises ConfigError, which says what it lacks, or has in another form."""
     if not isinstance(row, dict) or "experiment" not in row:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
     row = row | {"source": source}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
@@ -145,21 +145,17 @@ def _record(options: argparse.Namespace) -> None:
 
 
 def make_budget(name: str, options: list[str]) -> BudgetPolicy:
-    """The policy `name` with options such as ``num_tokens=2``. Raises PluginError: no such policy; or ConfigError: no
-    such option, or a value that is no number.
-    """
-    registry = Registry()
-    plugin, config = registry.resolve("budget", name)
-    known = [field.name for field in dataclasses.fields(plugin.config)]
+    """The policy `name` with options such as ``num_tokens=2``."""
+    values: dict[str, Any] = {}
     for option in options:
         key, _, text = option.partition("=")
-        if key not in known:
-            raise ConfigError(f"budget {name!r} has no option {key!r}; it has {', '.join(known) or 'none'}")
         try:
-            setattr(config, key, json.loads(text))
+            values[key] = json.loads(text)
         except ValueError:
             raise ConfigError(f"--option {option}: {text!r} is no number; give NAME=NUMBER, or NAME=null") from None
-    policy: BudgetPolicy = registry.build("budget", plugin, config)
+    registry = Registry()
+    config = registry.configured("budget", name, values)
+    policy: BudgetPolicy = registry.build("budget", registry.find("budget", name), config)
     return policy
 
 

@@ -46,8 +46,7 @@ class Expected:
 def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
     """``[max_acceptance]`` P(τ = 1), P(τ = 2), …: geometric (Equation 6), cut off at `max_acceptance`.
 
-    `p` is the probability that a drafted token is right, given that those before it are. Raises ConfigError: no
-    probability, or no length.
+    `p` is the probability that a drafted token is right, given that those before it are.
     """
     if not 0 <= p <= 1 or max_acceptance < 1:
         raise ConfigError(f"p is {p} and max_acceptance is {max_acceptance}; give p in 0..1 and a length of at least 1")
@@ -57,9 +56,7 @@ def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
 
 
 def max_pmf(pmf: _Array, batch_size: int) -> _Array:
-    """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows that follow `pmf` (Equation 11). Raises
-    ConfigError: no rows.
-    """
+    """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows that follow `pmf` (Equation 11)."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
     at_most = np.cumsum(pmf) ** batch_size

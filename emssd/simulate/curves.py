@@ -31,22 +31,11 @@ class StepCurve(ABC):
 
     @abstractmethod
     def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """Seconds of a step without drafting.
-
-        Args:
-            num_kv_tokens: tokens of KV that its rows have after it.
-        """
+        """Seconds of a step without drafting; its rows have `num_kv_tokens` tokens of KV after it."""
 
     @abstractmethod
     def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        """Seconds of drafting.
-
-        Args:
-            stage: which drafter, where several are asked in turn.
-            depth: the most tokens that a row may draft.
-            num_tokens: that all rows together may draft.
-            num_kv_tokens: tokens of KV that the rows have.
-        """
+        """Seconds of drafting with the drafter of that stage: at most `depth` tokens a row, `num_tokens` in all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +95,7 @@ class FittedCurve(StepCurve):
 
     @classmethod
     def fit(cls, steps: Iterable[StepStats], knots: Seq[int] = (0, 16, 64, 256)) -> FittedCurve:
-        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both. Raises
-        ConfigError: fewer than ten steps.
-        """
+        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both."""
         steps = list(steps)
         if len(steps) < 10:
             raise ConfigError(f"a step-time curve is fitted to {len(steps)} steps; run at least 10")
@@ -176,7 +163,7 @@ _OVERHEAD = 0.5e-3  # s a pass: launches, the host, and what devices say to each
 # Memory bandwidth in bytes/s and dense bfloat16 arithmetic in FLOP/s, of the makers' data sheets (SXM versions).
 _DEVICES = {"h100": (3.35e12, 989e12), "h200": (4.8e12, 989e12)}
 
-# Parameters, and bytes of KV per token: layers × 2 × KV heads × head size × 2 bytes.
+# The shapes of the Llama 3 family: parameters, and bytes of KV per token: layers × 2 × KV heads × head size × 2 bytes.
 _MODELS = {
     "llama-70b": (70.6e9, 80 * 2 * 8 * 128 * 2),
     "llama-8b": (8.0e9, 32 * 2 * 8 * 128 * 2),
@@ -185,13 +172,7 @@ _MODELS = {
 
 
 def roofline(model: str, device: str, num_devices: int = 1, *, draft_model: str | None = None) -> Roofline:
-    """A model in bfloat16, divided evenly over devices.
-
-    Args:
-        model: ``llama-70b``, ``llama-8b`` or ``llama-1b``: the shapes of the Llama 3 family.
-        device: ``h100`` or ``h200``.
-        draft_model: which model drafts, on the same devices; ``None`` for drafts that cost nothing, as retrieval.
-    """
+    """A model in bfloat16, divided evenly over devices, as is `draft_model`; without one, drafts cost nothing."""
     num_params, kv_bytes = _MODELS[model]
     bandwidth, flops = _DEVICES[device]
     curve = Roofline(

@@ -22,18 +22,12 @@ class TraceRecorder(Drafter):
 
     That every position is visited is what lets any budget be replayed. It holds for drafters whose draft depends on the
     row's tokens only, and of which a smaller budget gets the beginning: retrieval, draft models.
-
-    Args:
-        drafter: what to ask; its ``num_speculative_tokens`` is the budget.
-
-    Attributes:
-        rows: by request id the sequences that were seen.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
         self._drafter = drafter
-        self.rows: dict[str, Row] = {}
+        self.rows: dict[str, Row] = {}  # that were seen, by request id
         self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:

@@ -88,9 +88,7 @@ class Simulator:
                 )
 
     def run(self, max_steps: int | None = None) -> Simulation:
-        """Take steps until all is done, or `max_steps`; a further call goes on from there. Raises ConfigError:
-        `max_steps` below one.
-        """
+        """Take steps until all is done, or `max_steps`; a further call goes on from there."""
         if max_steps is not None and max_steps < 1:
             raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")
         for row in self._waiting:

@@ -128,12 +128,7 @@ class TreeLaw:
 
 
 class TraceDrafter(Drafter):
-    """Drafts as many right tokens as the recorded drafter did, and `WRONG` after them.
-
-    Args:
-        trace: of the requests that will come.
-        stage: which of its drafters this one is.
-    """
+    """Drafts as many right tokens as the drafter of that `stage` did, and `WRONG` after them."""
 
     def __init__(self, trace: Trace, stage: int = 0) -> None:
         self.num_speculative_tokens = trace.num_speculative_tokens[stage]
@@ -150,12 +145,7 @@ class TraceDrafter(Drafter):
 
 
 class TreeDrafter(Drafter):
-    """Drafts the trees of a law for requests whose outputs a trace tells.
-
-    Args:
-        trace: of the requests that will come; what its own drafters have to offer is not asked.
-        tells: whether it says how likely its nodes are, as the law has them.
-    """
+    """Drafts the trees of a law for requests whose outputs a trace tells; see `TreeLaw.draft`."""
 
     drafts_trees = True
 

@@ -10,18 +10,17 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from emssd.data.demo.corpus import Document, digest, documents
+import torch
+import transformers
 
-from .fit import Shape, build_model, fit, token_rows, train_tokenizer
-from .texts import training_texts
-
-if TYPE_CHECKING:
-    from transformers import OPTForCausalLM, PreTrainedTokenizerFast
+from emssd.data.demo.corpus import RESTATE_LENGTH, Document, digest, documents, passage_of, restate_prompt
+from emssd_train.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
 
 __all__ = ["main"]
 
@@ -32,9 +31,6 @@ _SHAPES = {"target": Shape(192, 6, 3), "draft": Shape(192, 1, 3)}
 
 def main(argv: Seq[str] | None = None) -> None:
     """Train tokenizer, target and draft, and write them with a TRAINING.json to the folder of ``--out``."""
-    import torch
-    import transformers
-
     args = _arguments(argv)
     began = time.perf_counter()
     torch.set_num_threads(args.threads)
@@ -75,21 +71,40 @@ def _arguments(argv: Seq[str] | None) -> Any:
 
 
 def _train(
-    name: str, docs: Seq[Document], tokenizer: PreTrainedTokenizerFast, steps: int, args: Any
-) -> tuple[OPTForCausalLM, float]:
+    name: str, docs: Seq[Document], tokenizer: transformers.PreTrainedTokenizerFast, steps: int, args: Any
+) -> tuple[transformers.OPTForCausalLM, float]:
     """A trained model and its final loss; what one model draws does not depend on the other."""
-    import torch
-
     torch.manual_seed(args.seed)
     model = build_model(_SHAPES[name], tokenizer)
-    rows = token_rows(training_texts(docs, Random(f"{name} {args.seed}")), tokenizer)
+    rows = token_rows(_training_texts(docs, Random(f"{name} {args.seed}")), tokenizer)
     return model, fit(model, rows, steps=steps, rows_per_step=args.rows, label=name)
 
 
-def _save(model: OPTForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write model and tokenizer. Weights are stored in float16 to save space; the config asks for float32."""
-    import torch
+def _training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
+    """Texts without end: the rest of a document from some paragraph on, or a passage and its restatement."""
+    starts = [doc.starts for doc in docs]
+    sizes = [len(doc.paragraphs) for doc in docs]
+    prose = [found for doc in docs if len(found := doc.prose) >= 2]
+    pool = sorted({paragraph for found in prose for paragraph in found})
+    while True:
+        if rng.random() < 0.5:
+            (chosen,) = rng.choices(range(len(docs)), sizes)
+            # Beginnings would be rare otherwise: one start of a document shows them, but many show its end.
+            start = 0 if rng.random() < 0.3 else rng.choice(starts[chosen])
+            yield "\n\n".join(docs[chosen].paragraphs[start:])
+            continue
+        size = rng.choice(RESTATE_LENGTH)
+        if rng.random() < 0.7:
+            paragraphs = rng.choice(prose)
+            passage = passage_of(paragraphs, rng.randrange(len(paragraphs) - 1), size)
+        else:
+            # Paragraphs that do not belong together: what comes next has to be read off the passage.
+            passage = passage_of(rng.sample(pool, 8), 0, size)
+        yield "\n\n".join((restate_prompt(passage), *passage))
 
+
+def _save(model: transformers.OPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write model and tokenizer. Weights are stored in float16 to save space; the config asks for float32."""
     weights = {name: value.to(torch.float16) for name, value in model.state_dict().items()}
     del weights["lm_head.weight"]  # tied to the embeddings
     model.save_pretrained(folder, state_dict=weights)

@@ -21,9 +21,8 @@ from torch.nn.functional import pad
 from emssd.drafters import TargetSizes
 from emssd.model import TargetModel, probe, target
 from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import head_config, new_head, save_head
+from emssd_train.eagle3 import head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
-from emssd_train.unrolled import unroll
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.support.heads import write_head
 

@@ -13,7 +13,7 @@ import emssd
 from emssd import Engine
 from emssd.cli.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
-from emssd.plugins.offers import unmet_requirement
+from emssd.plugins.hookspecs import unmet_requirement
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped

@@ -14,8 +14,9 @@ from transformers import AutoTokenizer
 
 from emssd import Engine, demo
 from emssd.cli import progress
-from emssd.cli.progress import LiveFigures
+from emssd.cli.progress import Bar
 from emssd.data.chat import encode_chat
+from emssd.metrics.stats import RunReport
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
 
@@ -138,10 +139,10 @@ def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bo
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, get_time=lambda: now[0])
-    with LiveFigures(console, "decoding", total, done=done) as live:
+    with Bar(console, "decoding", total, done=done) as live:
         for seconds in steps:
             now[0] += seconds
-            live.row_done(0.0, 0.0)
+            live.row_done(RunReport())
         live._progress.refresh()
     return out.getvalue()
 

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
-from emssd.cli.sweep import SweptRun, print_sweep
+from emssd.cli.jobs import SweptRun, print_sweep
 from emssd.plugins.registry import Registry
 
 PLAIN, SAME = "drafter=none", "batch_size=3"
@@ -114,7 +114,7 @@ def test_a_run_that_was_finished_without_metrics_has_no_figures() -> None:
 def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
     """A field that is added to the options is compared, unless it is put among the exceptions on purpose."""
     run = SweptRun(RunConfig(), [], {}, Path())
-    from emssd.cli.sweep import _others
+    from emssd.cli.jobs import _others
 
     ignored = {"drafter", "speculate", "check", "output_dir"}
     for field in dataclasses.fields(RunConfig):

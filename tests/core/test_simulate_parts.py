@@ -152,7 +152,7 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "--curve", "nothing"], "neither a file nor a preset; presets are 70b"),
         (["run", "--trace", "nothing"], "trace nothing cannot be read"),
         (["run", "--budget", "nothing"], "unknown budget 'nothing'"),
-        (["run", "--option", "length=3"], "no option 'length'; it has num_tokens"),
+        (["run", "--option", "length=3"], "no option 'length'. It has num_tokens"),
         (["run", "--option", "num_tokens=x"], "'x' is no number"),
         (["run", "--max-steps", "0"], "max_steps is 0"),
         (["run", "--requests", "1", "--new", "1", "--json", "/nowhere/a.json"], "cannot be written"),

@@ -17,9 +17,8 @@ from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import head_config, new_head, save_head
+from emssd_train.eagle3 import head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
-from emssd_train.unrolled import unroll
 from tests.support.hidden import right_states
 from tests.support.peers import all_double, decode, randomize
 

@@ -30,11 +30,10 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd_train.distance import choosable, divergence
 from emssd_train.medusa import MedusaLoss, new_heads, save_heads
 from emssd_train.options import MedusaOptions
 from emssd_train.pard import Masked, PardLoss, with_mask
-from emssd_train.teacher import Teacher
+from emssd_train.shared import Teacher, choosable, divergence
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
 from tests.support.perfect_head import VOCAB

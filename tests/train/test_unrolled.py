@@ -23,11 +23,10 @@ from emssd.drafters.heads.target import TargetSizes
 from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from emssd_train.eagle3 import default_layers, head_config, new_head, save_head
+from emssd_train.eagle3 import UnrolledLoss, default_layers, head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
-from emssd_train.teacher import Teacher
+from emssd_train.shared import Teacher
 from emssd_train.texts import Text, frequent_tokens
-from emssd_train.unrolled import UnrolledLoss, unroll
 from tests.support.perfect_head import SIZE, VOCAB, perfect_target, write_perfect_eagle3
 from tests.support.tiers import looped
 

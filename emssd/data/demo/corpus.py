@@ -72,8 +72,7 @@ class Document:
 def documents() -> list[Document]:
     """The sections of some of the running Python's `pydoc_data.topics`, in the order of the topics' names.
 
-    Topics repeat each other's sections; a section most of whose paragraphs came before is left out. Raises PromptError:
-    this Python has no `pydoc_data`.
+    Topics repeat each other's sections; a section most of whose paragraphs came before is left out.
     """
     try:
         from pydoc_data.topics import topics

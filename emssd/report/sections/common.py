@@ -22,13 +22,7 @@ class Plot(NamedTuple):
 
 
 class Section:
-    """A section, written from its beginning to its end.
-
-    Attributes:
-        name: of its plots, which are numbered.
-        title: of the section.
-        blocks: paragraphs in Markdown, tables and plots.
-    """
+    """A section, written from its beginning to its end; `name` is that of its plots, which are numbered."""
 
     def __init__(self, name: str, title: str, *paragraphs: str) -> None:
         self.name, self.title = name, title

@@ -67,9 +67,7 @@ def _chart(grid: Grid, more: Seq[Curve] = ()) -> str:
 def speed_table(grid: Grid, theirs: _Theirs | None = None, called: str = "", *, padding: bool = False) -> Table:
     """Tokens/s, speed-up and padding of all cells, and the paper's speed-up where it has one.
 
-    Args:
-        called: whose speed-ups the paper's are.
-        padding: tell the padding of the inputs from that of the KV cache.
+    With `padding`, the padding of the inputs stands beside that of the KV cache.
     """
     lines = []
     for cell in grid.cells:
