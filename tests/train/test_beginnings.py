@@ -1,4 +1,4 @@
-"""What training begins with: heads, a mask, the hidden layers that are read, and the tokens that are drafted."""
+"""Beginnings of training: heads, a mask, the hidden layers that are read, and the tokens that are drafted."""
 
 from __future__ import annotations
 
