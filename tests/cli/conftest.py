@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
@@ -34,9 +36,24 @@ from emssd.cli.config import register_configs
 from emssd.decoding import engine
 from emssd.model import cache, load_model
 from emssd.plugins.registry import KINDS, Registry
+from emssd.testing import authoring
 from emssd.testing.models import tiny_model
 
+RESUME = ("overwrite=false", "resume=true")
+"""Arguments of `decode` that go on with the job in ``out``."""
+
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
+
+
+def jsonl(path: Path) -> list[Any]:
+    """The values of the lines of a file."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The blocks of code in a language on a page of docs."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -55,13 +72,33 @@ class Result:
         assert "Traceback" not in self.err + self.out
         *before, line = self.err.splitlines()
         assert not any("error: " in said for said in before), self
-        assert line.startswith("emssd: error: ")
-        return line.removeprefix("emssd: error: ")
+        program, _, said = line.partition(": error: ")
+        assert program in ("emssd", "emssd-plugins")
+        return said
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``generations.jsonl``."""
-        return [json.loads(line) for line in (self.folder / "generations.jsonl").read_text().split("\n")[:-1]]
+        return jsonl(self.folder / "generations.jsonl")
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        """The tokens of each row, none of which may be there twice."""
+        rows = self.rows
+        assert set(Counter(row["id"] for row in rows).values()) <= {1}
+        return {row["id"]: row["token_ids"] for row in rows}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The sentences of ``errors.jsonl``, by id."""
+        rows = jsonl(self.folder / "errors.jsonl")
+        assert len({row["id"] for row in rows}) == len(rows)
+        return {row["id"]: row["error"] for row in rows}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The content of each file of the folder."""
+        return {path.name: path.read_text() for path in self.folder.iterdir()}
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -247,18 +284,27 @@ def emssd(
     def run(*arguments: object) -> Result:
         in_order = sorted(map(str, arguments), key=lambda argument: argument != "-m")  # Hydra wants it first
         monkeypatch.setattr(sys, "argv", ["emssd", *in_order])
-        capsys.readouterr()
-        status: Any = 0
         with warnings.catch_warnings():  # main() sets how its process shows them
             warnings.simplefilter("default")
-            try:
-                __main__.main()
-            except SystemExit as stop:
-                status = stop.code or 0
-        captured = capsys.readouterr()
-        return Result(int(status), captured.out, captured.err, work / "out")
+            return _result(__main__.main, capsys, work / "out")
 
     return run
+
+
+def _result(command: Callable[[], None], capsys: pytest.CaptureFixture[str], folder: Path) -> Result:
+    capsys.readouterr()
+    status: Any = 0
+    try:
+        command()
+    except SystemExit as stop:
+        status = stop.code or 0
+    return Result(int(status), *capsys.readouterr(), folder)
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """``plugins(*arguments)`` runs ``emssd-plugins`` in this process."""
+    return lambda *arguments: _result(lambda: authoring.main([*arguments]), capsys, tmp_path)
 
 
 @pytest.fixture
@@ -270,6 +316,19 @@ def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[
             f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=24", "batch_size=3",
             "output_dir=out", "overwrite=true", "progress=false", *arguments,
         )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def decode_records(emssd: Callable[..., Result], model: str, work: Path) -> Callable[..., Result]:
+    """``decode_records(records, *arguments)`` decodes those of ``f.jsonl``; a text is a line as it stands."""
+
+    def run(records: list[Any], *arguments: object) -> Result:
+        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
+        (work / "f.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        data = ("data=jsonl", "data.path=f.jsonl", "output_dir=out", "progress=false")
+        return emssd(f"model.path={model}", *data, *arguments)
 
     return run
 

@@ -1,0 +1,80 @@
+"""The drafters on the pages about trees and about hidden states draft as the pages say, and change no token."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emssd import Engine
+from emssd.attention import PagedBackend
+from emssd.drafting import Draft, HiddenStates, Outcome
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.sequences import Batch, Request, Row
+from emssd.testing.models import tiny_model
+from emssd.testing.oracle import greedy_reference
+from tests.support.reference_kernels import ReferenceKernels
+
+pytestmark = pytest.mark.docs
+EXAMPLES = Path(__file__).parents[2] / "examples"
+PROMPTS = [[1, 5, 6, 5, 7, 5], [9], [3] * 20, [8, 2, 8, 4, 8]]
+
+
+def two_ways() -> Any:
+    return runpy.run_path(str(EXAMPLES / "two_ways.py"))["TwoWays"]()
+
+
+def similar_places() -> Any:
+    return runpy.run_path(str(EXAMPLES / "similar_places.py"))["SimilarPlaces"]()
+
+
+def assert_greedy(engine: Engine, model: Any) -> None:
+    outputs = engine.generate(PROMPTS, 30, ignore_eos=True)
+    assert [list(output.token_ids) for output in outputs] == [greedy_reference(model, prompt, 30) for prompt in PROMPTS]
+
+
+def test_two_ways_drafts_what_the_page_says() -> None:
+    row = Row(Request("a", (1, 5, 6, 5, 7, 5), 9))
+    draft = two_ways().propose(Batch((row,)), [3])
+    assert (draft.token_ids.tolist(), draft.parents) == ([7, 6, 5], (-1, -1, 0))
+
+
+def test_with_two_ways_tokens_are_those_of_greedy_decoding_and_trees_are_accepted() -> None:
+    model = tiny_model(max_model_len=64)
+    target, backend, drafter = TargetModel(model), PagedBackend(ReferenceKernels()), two_ways()
+    backend.allocate(target.kv_cache_spec(3))
+    drafts, ways = list[Draft](), list[list[int]]()
+
+    def observe(outcome: Outcome) -> None:
+        drafts.append(outcome.draft)
+        ways.extend(list(nodes) for nodes in outcome.accepted)
+
+    drafter.observe = observe
+    assert_greedy(Engine(CausalLMRunner(target, backend), drafter, batch_size=3, on_drafter_error="fail"), model)
+    assert any(not draft.is_chain for draft in drafts)
+    assert any(ways)
+
+
+def heard(start: int, *states: tuple[float, float]) -> Outcome:
+    hidden = HiddenStates(("a",), (start,), (0, len(states)), (-1,), (torch.tensor(states),))
+    return Outcome(Batch(()), Draft.empty(0), (), (), hidden=hidden)
+
+
+def test_similar_places_drafts_what_followed_the_most_similar_place() -> None:
+    drafter, row = similar_places(), Row(Request("a", (1, 2, 3, 4, 5), 9))
+    drafter.observe(heard(0, (1.0, 0.0), (0.0, 1.0)))
+    drafter.observe(heard(2, (0.0, -1.0), (0.9, 0.1)))
+    assert drafter.propose(Batch((row,)), [3]).token_ids.tolist() == [3, 4, 5]
+    assert drafter.propose(Batch((row,)), [1]).token_ids.tolist() == [3]
+    drafter.release(["a"])
+    assert drafter.propose(Batch((row,)), [3]).token_ids.tolist() == []
+
+
+def test_with_similar_places_tokens_are_those_of_greedy_decoding_and_drafts_are_accepted() -> None:
+    model = tiny_model(max_model_len=64, std=0.12)  # repeats itself before long
+    engine = Engine.from_model(model, drafter=similar_places(), batch_size=3, on_drafter_error="fail")
+    assert_greedy(engine, model)
+    assert 0 < engine.report.num_accepted < engine.report.num_drafted
