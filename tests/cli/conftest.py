@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -48,6 +49,11 @@ _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' 
 def jsonl(path: Path) -> list[Any]:
     """The values of the lines of a file."""
     return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def files(folder: Path) -> dict[str, str]:
+    """The content of each."""
+    return {path.name: path.read_text() for path in folder.iterdir()}
 
 
 def fenced(page: str, language: str) -> list[str]:
@@ -98,7 +104,7 @@ class Result:
     @property
     def files(self) -> dict[str, str]:
         """The content of each file of the folder."""
-        return {path.name: path.read_text() for path in self.folder.iterdir()}
+        return files(self.folder)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -322,11 +328,12 @@ def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[
 
 @pytest.fixture
 def decode_records(emssd: Callable[..., Result], model: str, work: Path) -> Callable[..., Result]:
-    """``decode_records(records, *arguments)`` decodes those of ``f.jsonl``; a text is a line as it stands."""
+    """``decode_records(records, *arguments)`` decodes those of ``f.jsonl``; text and bytes are lines as they stand."""
 
     def run(records: list[Any], *arguments: object) -> Result:
-        lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-        (work / "f.jsonl").write_text("".join(f"{line}\n" for line in lines))
+        lines = [each if isinstance(each, (str, bytes)) else json.dumps(each) for each in records]
+        lines = [line.encode() if isinstance(line, str) else line for line in lines]
+        (work / "f.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
         data = ("data=jsonl", "data.path=f.jsonl", "output_dir=out", "progress=false")
         return emssd(f"model.path={model}", *data, *arguments)
 
@@ -388,6 +395,15 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()  # nothing happens to one that has ended
         process.wait()
+
+
+def wait_for_rows(path: Path, number: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has written so many."""
+    end = time.monotonic() + 240
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "no rows came"
+        time.sleep(0.01)
 
 
 _DRAFTER = """
