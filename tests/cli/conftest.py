@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from emssd.cli.config import register_configs
 from emssd.decoding import engine
 from emssd.model import cache, load_model
 from emssd.plugins.registry import KINDS, Registry
+from emssd.sequences import Row
 from emssd.testing import authoring
 from emssd.testing.models import tiny_model
 
@@ -117,8 +119,8 @@ class Result:
 
 
 def assert_said(sentence: str, expected: str) -> None:
-    """The sentence is the expected one, or begins with it if that ends with an ellipsis."""
-    assert sentence.startswith(expected[:-1]) if expected.endswith("…") else sentence == expected, sentence
+    """The sentence is the expected one, in which an ellipsis stands for any text."""
+    assert re.fullmatch(".*".join(map(re.escape, expected.split("…"))), sentence, re.DOTALL), sentence
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -354,6 +356,23 @@ def draft_wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             return verified
 
         monkeypatch.setattr(engine, "verify", wrong)
+
+    return start
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], None]:
+    """``fail_at(number, error)`` lets the engine end with an error in that step."""
+
+    def start(number: int, error: BaseException) -> None:
+        step, steps = engine.Engine.step, count(1)
+
+        def fails(self: engine.Engine) -> list[Row]:
+            if next(steps) == number:
+                raise error
+            return step(self)
+
+        monkeypatch.setattr(engine.Engine, "step", fails)
 
     return start
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiers import looped
+
+from .conftest import assert_said
 
 OFFERED = {
     "drafter": ["draft_model", "llma", "llma_original", "none"],
@@ -28,21 +26,26 @@ def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Call
     assert set(OFFERED[kind]) <= set(sentence.partition("choose one of ")[2].split(", "))
 
 
-def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(decode: Callable) -> None:
-    result = decode("-m", "drafter=none,lama")
+@looped("arguments", ["drafter=none,lama", "drafter=lama,none"])
+def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(arguments: str, decode: Callable) -> None:
+    result = decode("-m", arguments)
     assert result.sentence.startswith("unknown drafter 'lama'; did you mean 'llma'? ")
-    assert [path.name for path in result.folder.iterdir()] == ["multirun.yaml"]  # Hydra's own; no run
+    assert result.files.keys() == {"multirun.yaml"}  # Hydra's own; no run
 
 
 @looped("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
 def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
     (work / "notes.txt").write_text("not a model")
-    sentence = decode(f"model.path={path}").sentence
-    assert sentence.startswith(f"cannot load the model {path!r}: ")
-    assert sentence.endswith(
-        "Give a local folder with config.json and weights, a model id of the Hugging Face hub, "
-        "or 'demo' for the embedded model."
-    )
+    said = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a model id of the "
+    said += "Hugging Face hub, or 'demo' for the embedded model."
+    assert_said(decode(f"model.path={path}").sentence, said)
+
+
+def test_a_length_or_a_folder_that_cannot_be(decode: Callable, work: Path) -> None:
+    assert decode("model.max_model_len=97").sentence == "max_model_len is 97; this model takes 2 to 96 tokens"
+    (work / "taken").write_text("")
+    sentence = decode("output_dir=taken/out").sentence
+    assert sentence == "cannot write to output_dir=taken/out: Not a directory; set output_dir to a writable folder"
 
 
 @looped("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])
@@ -55,16 +58,6 @@ def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, deco
     assert result.sentence.startswith("backend 'flashinfer' is not available: it needs an NVIDIA GPU, and ")
     assert result.sentence.endswith("; use backend=ragged, which runs on any device.")
     assert not list(result.folder.glob("*/"))  # no run
-
-
-def test_a_length_that_the_model_does_not_take(decode: Callable) -> None:
-    assert decode("model.max_model_len=97").sentence == "max_model_len is 97; this model takes 2 to 96 tokens"
-
-
-def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> None:
-    (work / "taken").write_text("")
-    sentence = decode("output_dir=taken/out").sentence
-    assert sentence == "cannot write to output_dir=taken/out: Not a directory; set output_dir to a writable folder"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
@@ -80,31 +73,20 @@ def test_a_full_disk(name: str, decode: Callable, work: Path) -> None:
     assert name != "metrics.json" or len(result.rows) == 5
 
 
-@pytest.mark.nightly
-def test_ctrl_c_keeps_the_finished_rows(start: Callable[..., subprocess.Popen[str]], model: str, work: Path) -> None:
-    (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(5000)))
-    process = start(
-        f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=8", "batch_size=2", "output_dir=out"
-    )
-    path = work / "out" / "generations.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None and not (path.exists() and path.stat().st_size):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.endswith(
+def test_ctrl_c_keeps_the_finished_rows(decode: Callable, fail_at: Callable) -> None:
+    fail_at(35, KeyboardInterrupt())
+    result = decode("batch_size=1", "drafter=none")
+    assert result.status == 130
+    assert result.err.endswith(
         "emssd: interrupted; the rows that were finished are in out/, "
         "and resume=true output_dir=out goes on from there\n"
     )
-    lines = path.read_text().splitlines()
-    assert 1 <= len(lines) < 5000
-    assert {json.loads(line)["id"] for line in lines} <= {f"many.txt:{i}" for i in range(1, 5001)}
-    assert not (work / "out" / "metrics.json").exists()
+    assert 1 <= len(result.rows) < 5
+    assert "metrics.json" not in result.files
 
 
-@pytest.mark.parametrize("argument", ["batch_size={}", "drafter={}", "model.path={}"])
+@looped("argument", ["batch_size", "drafter", "model.path"])
 def test_of_a_long_value_the_beginning_is_repeated(argument: str, emssd: Callable) -> None:
-    sentence = emssd(argument.format(3000 * "x"), "output_dir=out").sentence
+    sentence = emssd(f"{argument}={3000 * 'x'}", "output_dir=out").sentence
     assert "xxxx" in sentence or "File name too long" in sentence
     assert len(sentence) < 1000

@@ -250,15 +250,6 @@ def test_rows_are_not_overwritten_unless_asked(decode: Callable) -> None:
     assert len(decode("data.limit=2").rows) == 2
 
 
-def test_options_that_contradict_each_other(decode: Callable, emssd: Callable) -> None:
-    assert decode("resume=true").sentence == (
-        "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one"
-    )
-    assert emssd("resume=true").sentence == (
-        "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER"
-    )
-
-
 @pytest.mark.nightly
 def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
     sweep = ["-m", "drafter=none,llma", "overwrite=false"]

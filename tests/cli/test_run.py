@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,8 @@ from omegaconf import OmegaConf
 from emssd.cli.config import RunConfig
 from emssd.cli.job import _most_steps
 from emssd.data.prompts import Prompt
+from emssd.errors import OutOfMemoryError
 from emssd.metrics.stats import PHASES
-from emssd.sequences import Row
 
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
@@ -38,7 +37,7 @@ def test_a_run_writes_a_line_per_prompt_metrics_and_the_config(decode: Callable)
     assert metrics["num_new_tokens"] == sum(len(row["token_ids"]) for row in result.rows)
     config = OmegaConf.load(result.folder / "config.yaml")
     assert (config.drafter.name, config.batch_size, config.max_new_tokens) == ("suffix", 3, 24)
-    assert sorted(path.name for path in result.folder.iterdir()) == ["config.yaml", "generations.jsonl", "metrics.json"]
+    assert result.files.keys() == {"config.yaml", "generations.jsonl", "metrics.json"}
 
 
 def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> None:
@@ -49,9 +48,10 @@ def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> No
         if line.startswith("│"):
             label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             table[label] = cells
-    speed = ("decode_tokens_per_second", "tokens_per_second")
-    for label, key in zip(("tokens/s of steps without prompts", "tokens/s, end to end"), speed, strict=True):
-        ratio = {"decode_tokens_per_second": "speedup", "tokens_per_second": "speedup_end_to_end"}[key]
+    for label, key, ratio in [
+        ("tokens/s of steps without prompts", "decode_tokens_per_second", "speedup"),
+        ("tokens/s, end to end", "tokens_per_second", "speedup_end_to_end"),
+    ]:
         assert table[label] == [f"{metrics[key]:.1f}", f"{greedy[key]:.1f}", f"{metrics[ratio]:.2f}×"]
     for label, key, form in [
         ("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f"),
@@ -125,51 +125,34 @@ def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
     assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
 
 
-def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine run out of memory in step `number`, as a device does."""
-    from emssd.decoding.engine import Engine
-    from emssd.errors import OutOfMemoryError
-
-    step, steps = Engine.step, count(1)
-
-    def fails(engine: Engine) -> list[Row]:
-        if next(steps) == number:
-            raise OutOfMemoryError("out of memory")
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", fails)
-
-
-def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, fail_at: Callable) -> None:
     assert decode().metrics
-    failing_at(35, monkeypatch)
+    fail_at(35, OutOfMemoryError("out of memory"))
     result = decode("batch_size=1", "drafter=none")
     assert result.sentence == "out of memory"
-    assert not (result.folder / "metrics.json").exists()
+    assert "metrics.json" not in result.files
     assert 0 < len(result.rows) < 5
 
 
-def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(
-    decode: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = decode()
-    before = {path.name: path.read_text() for path in first.folder.iterdir()}
+def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(decode: Callable, fail_at: Callable) -> None:
+    before = decode().files
     assert decode("data.path=missing.txt").status == 2
-    failing_at(3, monkeypatch)
-    assert decode("max_new_tokens=20").sentence == "out of memory"
-    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+    fail_at(3, OutOfMemoryError("out of memory"))
+    result = decode("max_new_tokens=20")
+    assert result.sentence == "out of memory"
+    assert result.files == before
 
 
 @pytest.mark.parametrize("there", [[], ["deep"], ["deep", "deep/er"]], ids=len)
 def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
-    there: list[str], decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch
+    there: list[str], decode: Callable, work: Path, fail_at: Callable
 ) -> None:
     for folder in there:
         (work / folder).mkdir()
     before = sorted(work.rglob("*"))
     assert decode("data.path=missing.txt", "output_dir=deep/er").status == 2
     assert sorted(work.rglob("*")) == before
-    failing_at(3, monkeypatch)
+    fail_at(3, OutOfMemoryError("out of memory"))
     assert decode("output_dir=deep/er").sentence == "out of memory"
     assert sorted(work.rglob("*")) == before
 

@@ -51,6 +51,10 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
 SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
     "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
+    "stop=['']": "stop holds ''; every stop string is a text of at least one character",
+    "resume=true overwrite=true output_dir=out":
+        "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one",
+    "resume=true": "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
     "repeat=0": "repeat is 0; it must be at least 1",
     "max_step_tokens=-1": "max_step_tokens is -1; it must be at least 1",
@@ -173,8 +177,7 @@ def test_a_value_with_signs_of_its_own_is_given_back_in_quotes(emssd: Callable) 
 
 
 def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: Callable) -> None:
-    options = ("drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "data.limit=1", "max_new_tokens=2")
-    sentence = emssd("-m", *options, "output_dir=out", "progress=false").sentence
+    sentence = emssd("-m", "drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "output_dir=out").sentence
     assert sentence.startswith(
         "drafter 'llma' has no option 'num_speculative_tokens', which belongs to drafter=anpd, dflash, draft_model, "
     )
