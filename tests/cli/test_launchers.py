@@ -12,8 +12,6 @@ import pytest
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "sweeps.md"
-
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -31,7 +29,8 @@ def launcher(monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_an_experiment_with_another_launcher_ends_before_anything_runs(launcher: str, emssd: Callable) -> None:
     result = emssd("-m", "experiment=fig1", "size=toy", "output_dir=out", launcher)
-    (said,) = re.findall(r"With another launcher nothing runs: `([^`]*)`", PAGE.read_text(encoding="utf-8"))
+    page = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "sweeps.md"
+    (said,) = re.findall(r"With another launcher nothing runs: `([^`]*)`", page.read_text(encoding="utf-8"))
     assert result.sentence == " ".join(said.split())
     assert not (result.folder / "rows.jsonl").exists()
 
