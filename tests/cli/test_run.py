@@ -1,21 +1,31 @@
-"""A run of the command line: what it writes, what it prints, and that every way to decode gives the same tokens."""
+"""A run of the command line: what it writes, measures and imports, and that each way to decode gives the same."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from emssd import __version__
+from emssd.__main__ import _spin_briefly
+from emssd.cli import job, provenance
 from emssd.cli.config import RunConfig
 from emssd.cli.job import _most_steps
 from emssd.data.prompts import Prompt
 from emssd.errors import OutOfMemoryError
 from emssd.metrics.stats import PHASES
+from emssd.model.checkpoint import _MadeEmpty
+
+from .conftest import drafter
 
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
@@ -186,3 +196,115 @@ def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_g
     assert "without model.compile" not in result.err
     config = OmegaConf.load(result.folder / "config.yaml")
     assert (config.model.compile, config.backend.kernels) == (True, "fused")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The events, in order: a measurement is quick here, and takes as many seconds as there are threads."""
+    happened: list[str] = []
+    assemble = job.Engine.assemble
+
+    def best_seconds(*_: Any) -> float:
+        happened.append("measured")
+        return float(torch.get_num_threads())
+
+    def assembled(*arguments: Any, **options: Any) -> Any:
+        happened.append("engine")
+        return assemble(*arguments, **options)
+
+    monkeypatch.setattr(provenance, "_best_seconds", best_seconds)
+    monkeypatch.setattr(job.Engine, "assemble", assembled)
+    provenance._measured_rates.cache_clear()
+    yield happened
+    provenance._measured_rates.cache_clear()
+
+
+def test_rates_are_measured_once_for_each_number_of_threads(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(threads: int) -> tuple[float, float]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return provenance.machine_rates(torch.device("cpu"), torch.float32)
+
+    one, two = rates(1), rates(2)
+    assert two == (one[0] / 2, one[1] / 2)
+    assert rates(1) == one
+    assert len(measured) == 4  # a bandwidth and a rate of arithmetic for each
+
+
+def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], emssd: Callable) -> None:
+    result = emssd("-m", "experiment=fig1", "size=toy", "method=greedy,vanilla", "output_dir=out", "progress=false")
+    assert result.status == 0, result.err
+    assert measured == ["measured", "measured", "engine", "engine"]
+
+
+def test_a_run_of_no_experiment_measures_nothing(measured: list[str], decode: Callable) -> None:
+    assert decode().metrics["hardware"] == provenance.hardware(torch.device("cpu"))
+    assert measured == ["engine"]
+
+
+def test_metrics_say_which_plugins_of_which_versions_ran(install: Callable, decode: Callable) -> None:
+    install("good", drafter())
+    metrics = decode("drafter=third", "check=greedy").metrics
+    ours = {"distribution": "emssd", "version": __version__}
+    beside = [{"kind": "backend", "name": "ragged"} | ours, {"kind": "budget", "name": "adaptive"} | ours,
+              {"kind": "data", "name": "text"} | ours]  # fmt: skip
+    third = {"kind": "drafter", "name": "third", "distribution": "third-party-good", "version": "1.2"}
+    assert metrics["plugins"] == [third, *beside]
+
+
+def test_drafters_that_another_combines_are_among_them_and_those_of_earlier_runs_are_not(decode: Callable) -> None:
+    result = decode("-m", "drafter=cascade", "drafter.drafters=[llma,pld],[pld,none]", "max_new_tokens=2")
+    assert result.status == 0, result.err
+    kept = [json.loads((result.folder / number / "metrics.json").read_text())["plugins"] for number in "01"]
+    names = [{each["name"] for each in found if each["kind"] == "drafter"} for found in kept]
+    assert names == [{"cascade", "llma", "pld"}, {"cascade", "pld", "none"}]
+
+
+# What only training, data frames and plots need. Not Dynamo and `accelerate`: Transformers imports them.
+HEAVY = (
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "sklearn",
+    "torchvision",
+    "transformers.trainer",
+    "emssd_train",
+)
+PROGRAM = """
+import json, os, sys
+from emssd.__main__ import main
+
+assert "torch" not in sys.modules  # libgomp reads the environment when torch is imported
+main()
+assert {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
+with open("modules.json", "w") as file:
+    json.dump(sorted(sys.modules), file)
+"""
+
+
+@pytest.mark.costly("a process of its own")
+def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, "data.limit=1", "max_new_tokens=2", "progress=false"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    assert "emssd.decoding.engine" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "then"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_spin_briefly_unless_the_environment_says_how(
+    mine: dict[str, str], then: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(mine))
+    _spin_briefly()
+    assert os.environ.get("GOMP_SPINCOUNT") == then
+
+
+def test_numbers_for_tensors_without_memory_are_left_out() -> None:
+    with _MadeEmpty():
+        there, absent = torch.nn.Embedding(2, 3), torch.nn.Embedding(2, 3, device="meta")
+    assert absent.weight.is_meta
+    assert there.weight.std() > 0
