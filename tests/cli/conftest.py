@@ -61,7 +61,7 @@ def files(folder: Path) -> dict[str, str]:
 def fenced(page: str, language: str) -> list[str]:
     """The blocks of code in a language on a page of docs."""
     text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)

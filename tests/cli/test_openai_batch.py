@@ -280,7 +280,7 @@ def test_another_job_in_the_folder_takes_the_answers_away(batch: Callable, emssd
 def test_the_commands_of_the_page(emssd: Callable, chat_model: str, work: Path) -> None:
     requests, failed = fenced(PAGE, "json")
     (command,) = fenced(PAGE, "sh")
-    (work / "requests.jsonl").write_text(requests)
+    (work / "requests.jsonl").write_text(f"{requests}\n")
     words = [word.replace("=DIR", f"={chat_model}") for word in shlex.split(command)]
     assert emssd(*words[3:], "progress=false").status == 0
     lines = answers(work / "answers")

@@ -183,7 +183,7 @@ LONG_JOBS = "long_jobs.md"
 @pytest.mark.docs
 def test_the_commands_of_the_page_on_long_jobs(emssd: Callable, work: Path) -> None:
     (records,) = fenced(LONG_JOBS, "json")
-    (work / "questions.jsonl").write_text(records)
+    (work / "questions.jsonl").write_text(f"{records}\n")
     commands = [shlex.split(line) for block in fenced(LONG_JOBS, "sh") for line in block.splitlines()]
     assert [command[:3] for command in commands] == [["python", "-m", "emssd"]] * 3
     first, second, third = (command[3:] for command in commands)
