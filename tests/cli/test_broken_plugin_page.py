@@ -83,18 +83,9 @@ ENDS = {
     "build exits": ("drafter", GOOD.replace("context: Third()", "context: __import__('sys').exit(0)")),
     "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
     "policy raises": other("budget", "allot(self, step): raise KeyError('lost')"),
-    "policy overruns": (
-        "budget",
-        other("budget", "BudgetPolicy", "allot(self, step): return [limit + 1 for limit in step.limits]"),
-    ),
-    "backend cannot": (
-        "backend",
-        other("backend", "DenseBackend", "unsupported(self, spec): return ['it has no sliding windows']"),
-    ),
-    "backend raises": (
-        "backend",
-        other("backend", "DenseBackend", "plan(self, packed): raise RuntimeError('no kernel')"),
-    ),
+    "policy overruns": other("budget", "allot(self, step): return [limit + 1 for limit in step.limits]"),
+    "backend cannot": other("backend", "unsupported(self, spec): return ['it has no sliding windows']"),
+    "backend raises": other("backend", "plan(self, packed): raise RuntimeError('no kernel')"),
 }
 
 
