@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,20 +189,13 @@ def prompts(work: Path) -> Path:
     return path
 
 
-@dataclass
-class Kept:
-    """State that the commands of all tests share."""
+_OPTIONS: dict[object, DictConfig] = {}
+"""The options of plugins as OmegaConf holds them, for all tests; Hydra's store keeps them and hands out copies."""
 
-    options: dict[object, DictConfig] = field(default_factory=dict)
-    """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""
-    stores: dict[object, dict[str, Any]] = field(default_factory=dict)
-    """The content of Hydra's store with the plugins of emssd alone."""
-    models: dict[object, Any] = field(default_factory=dict)
+_STORES: dict[object, dict[str, Any]] = {}
+"""The content of Hydra's store with the plugins of emssd alone."""
 
-
-@pytest.fixture(scope="session")
-def of_all_tests() -> Kept:
-    return Kept()
+_MODELS: dict[object, Any] = {}
 
 
 def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
@@ -211,23 +204,23 @@ def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
 
     def load(path: str, **options: Any) -> Any:
         if (made := tmp_path / path).is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
             return load_model(path, **options)
         key = (path, *sorted((name, repr(value)) for name, value in options.items()))
-        if key not in of_all_tests.models:
-            of_all_tests.models[key] = load_model(path, **options)
-        return of_all_tests.models[key]
+        if key not in _MODELS:
+            _MODELS[key] = load_model(path, **options)
+        return _MODELS[key]
 
     monkeypatch.setattr(cache, "load_model", load)
     monkeypatch.setattr(cache, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
 
 
 @pytest.fixture
-def composed_once(of_all_tests: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands share what each would compute anew, or twice. Tests that start `python -m emssd` go the whole way."""
     get_mode, load, structured = Hydra.get_mode, ConfigLoaderImpl.load_sweep_config, config.structured
     validated: dict[object, tuple[Any, Any]] = {}
@@ -251,20 +244,20 @@ def composed_once(of_all_tests: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def structured_once(options: type) -> DictConfig:
         """A plugin's options get a class of their own in each command, with the plugin's name as a field."""
         key = (options.__bases__, vars(options)["name"]) if "name" in vars(options) else options
-        if key not in of_all_tests.options:
-            of_all_tests.options[key] = structured(options)
-        return of_all_tests.options[key]
+        if key not in _OPTIONS:
+            _OPTIONS[key] = structured(options)
+        return _OPTIONS[key]
 
     def registered_once(registry: Registry, *, runnable: bool = False) -> None:
         """The store of emssd's own plugins is always the same; with a stranger's it is made anew."""
         store, key = ConfigStore.instance(), tuple((each.name, each.state) for each in registry.records)
         if any(each.distribution != "emssd" for each in registry.records):
             register_configs(registry, runnable=runnable)
-        elif key in of_all_tests.stores:
-            store.repo = without_copies(of_all_tests.stores[key])
+        elif key in _STORES:
+            store.repo = without_copies(_STORES[key])
         else:
             register_configs(registry, runnable=runnable)
-            of_all_tests.stores[key] = without_copies(store.repo)
+            _STORES[key] = without_copies(store.repo)
 
     monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", launched_as_validated)

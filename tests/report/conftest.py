@@ -41,31 +41,16 @@ def value(experiment: str = "fig1", method: str | None = "vanilla", **changes: A
         "decode_seconds": dict.fromkeys(PHASES, 0.01),
         "median_decode_step_seconds": 0.006,
     }
+    backend = "ragged" if method and method.startswith("ragged") else "padded"
+    hardware = {"processor": "made up | for tests", "cores": 2, "threads": 2, "device": "cpu"}
     row = {
-        "experiment": experiment,
-        "size": "small",
-        "job": 0,
-        "repeat": 1,
+        "experiment": experiment, "size": "small", "job": 0, "repeat": 1,
         "overrides": ["model=demo", f"experiment={experiment}", "repeat=1", f"batch_size={size}", "drafter=llma"],
-        "method": method,
-        "speculate": speculate,
-        "batch_size": size,
-        "model": "demo",
-        "random_weights": False,
-        "replay": None,
-        "drafter": "llma",
-        "drafter_options": "llma",
-        "backend": "ragged" if method and method.startswith("ragged") else "padded",
-        "backend_options": "ragged" if method and method.startswith("ragged") else "padded",
-        "budget": "fixed",
-        "budget_options": "fixed",
-        "data": "demo",
-        "data_label": "demo",
-        "dtype": "float32",
-        "compiled": False,
-        "max_new_tokens": 64,
-        "batching": "static",
-        "options": [],
+        "method": method, "speculate": speculate, "batch_size": size, "batching": "static", "max_new_tokens": 64,
+        "model": "demo", "random_weights": False, "dtype": "float32", "compiled": False, "options": [],
+        "drafter": "llma", "drafter_options": "llma", "replay": None,
+        "backend": backend, "backend_options": backend, "budget": "fixed", "budget_options": "fixed",
+        "data": "demo", "data_label": "demo",
         "metrics": metrics,
         "samples": {
             "acceptance_length": [1.5, 2.5, 2.0, 3.0, 1.0, 2.0],
@@ -73,27 +58,15 @@ def value(experiment: str = "fig1", method: str | None = "vanilla", **changes: A
             "num_new_tokens": [64, 64, 64, 64, 30, 64],
         },
         "costs": {
-            "weight_bytes": 4_000_000,
-            "kv_bytes_per_token": 2_000,
-            "matmul_parameters": 1_000_000,
+            "weight_bytes": 4_000_000, "kv_bytes_per_token": 2_000, "matmul_parameters": 1_000_000,
             "attention_flops_per_kv_token": 500,
         },
         "provenance": {
-            "command": f"python -m emssd -m experiment={experiment}",
-            "commit": "abc1234",
-            "date": "2026-11-21",
+            "command": f"python -m emssd -m experiment={experiment}", "commit": "abc1234", "date": "2026-11-21",
             "versions": {"emssd": "0.1.0", "torch": "2.13.0"},
-            "hardware": {
-                "processor": "made up | for tests",
-                "cores": 2,
-                "threads": 2,
-                "device": "cpu",
-                "bytes_per_second": 1e10,
-                "flops_per_second": 1e11,
-            },
-            "seed": {"data": 0},
+            "hardware": hardware | {"bytes_per_second": 1e10, "flops_per_second": 1e11}, "seed": {"data": 0},
         },
-    }
+    }  # fmt: skip
     for name, new in changes.items():
         if name.startswith("metrics_"):
             metrics[name.removeprefix("metrics_")] = new
