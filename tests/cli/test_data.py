@@ -28,13 +28,8 @@ RECORDS: list[dict[str, Any]] = [
 @pytest.fixture
 def read(emssd: Callable, model: str) -> Callable[..., Any]:
     """``read(*arguments)`` decodes two tokens of each prompt of a source."""
-
-    def run(*arguments: object) -> Any:
-        return emssd(
-            f"model.path={model}", "max_new_tokens=2", "output_dir=out", "overwrite=true", "progress=false", *arguments
-        )
-
-    return run
+    options = (f"model.path={model}", "max_new_tokens=2", "output_dir=out", "overwrite=true", "progress=false")
+    return lambda *arguments: emssd(*options, *arguments)
 
 
 @pytest.fixture

@@ -58,14 +58,6 @@ def test_prompts_go_through_the_chat_template(
     assert row["prompt"] == ("Q: hi" if "Q" in text else prompt)
 
 
-def test_a_tokenizer_without_a_chat_template(chat: Callable, model: str) -> None:
-    assert chat("x", f"model.path={model}").sentence == (
-        "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-        "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
-        "/v1/completions"
-    )
-
-
 def test_a_conversation_for_the_library_has_one_bos() -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.model_path("target"))  # it adds BOS to texts by itself
     assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id

@@ -78,6 +78,18 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
     return drafts
 
 
+def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """Collect what a method returns."""
+    found, method = list[Any](), getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        found.append(method(*arguments))
+        return found[-1]
+
+    patch.setattr(owner, name, noted)
+    return found
+
+
 def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
     """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
 
@@ -159,20 +171,14 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
 ) -> None:
     model = deep_model(architecture)
     head = eagle3_head(model, tmp_path / "head", **options)
-    given, run_to_logits = list[torch.Tensor](), HeadLane.run_to_logits
-
-    def noted(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden, logits = run_to_logits(*arguments)
-        given.append(logits)
-        return hidden, logits
 
     def levels(lengths: list[int]) -> list[list[torch.Tensor]]:
-        left = [iter(logits) for logits in given]  # of each pass the rows whose drafts are that long
+        left = [iter(logits) for _, logits in given]  # of each pass the rows whose drafts are that long
         given.clear()
         return [[next(left[depth]) for depth in range(length)] for length in lengths]
 
     with monkeypatch.context() as patch:
-        patch.setattr(HeadLane, "run_to_logits", noted)
+        given = returned(patch, HeadLane, "run_to_logits")
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
@@ -187,14 +193,8 @@ def test_medusa_heads_are_trained_on_what_they_draft_with(
 ) -> None:
     model = TargetModel(tiny_model(architecture))
     heads = medusa_heads(model, tmp_path / "heads", **options)
-    given, forward = list[torch.Tensor](), MedusaHeads.forward
-
-    def noted(*arguments: Any) -> torch.Tensor:
-        given.append(forward(*arguments))
-        return given[-1]
-
     with monkeypatch.context() as patch:
-        patch.setattr(MedusaHeads, "forward", noted)
+        given = returned(patch, MedusaHeads, "forward")
         drafts = watch(
             patch,
             MedusaDrafter,
