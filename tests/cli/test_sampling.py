@@ -182,6 +182,7 @@ def test_prompts_have_options_of_their_own(own: Callable) -> None:
 HUGE = (2**64, 10**400, -(10**400), 1e308)
 OPTIONS = ("temperature", "top_k", "repetition_penalty", "presence_penalty", "n", "seed", "logprobs")
 REFUSED: list[tuple[Any, str]] = [
+    ({"n": 0}, "sampling.n is 0; it must be a whole number of at least 1"),
     ({"n": "many"}, "sampling.n is 'many'; it must be a whole number of at least 1"),
     ({"temperature": 0}, "sampling.n is 2 at temperature 0, which would give 2 equal texts"),
     ({"logprobs": 999}, "sampling.logprobs is 999, but the model's vocabulary has 260 tokens"),
@@ -211,10 +212,6 @@ def test_what_a_prompt_cannot_have_is_a_fault_of_that_one(own: Callable) -> None
     done = {row["id"] for row in result.rows}
     assert f"f.jsonl:{len(asked)}" in done
     assert len(done) + len(errors) == len(asked)
-
-
-def test_a_prompt_that_cannot_be_ends_the_run(own: Callable) -> None:
-    assert own([{"n": 0}]).sentence.startswith("prompt f.jsonl:1: sampling.n is 0; it must be")
 
 
 def test_a_huge_limit_is_a_fault_of_that_prompt(decode_records: Callable) -> None:
