@@ -16,6 +16,8 @@ from emssd.errors import OutputError
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
 from tests.support.tiers import looped
 
+from .conftest import RESUME
+
 METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
 METRICS |= {"num_row_steps": 100, "num_allotted_tokens": 10}
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
@@ -24,11 +26,9 @@ RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_le
 def test_results_go_to_stdout_and_what_is_said_on_the_way_to_stderr(decode: Callable) -> None:
     result = decode("check=greedy", "progress=true")
     for said in ("loading ", "decoding ", "plain greedy ━", "5/5"):
-        assert said in result.err
-        assert said not in result.out
+        assert (said in result.err, said in result.out) == (True, False)
     for shown in ("│ new tokens", "check=greedy: 5 exact", "written to out/", "prompts.txt:1\n"):
-        assert shown in result.out
-        assert shown not in result.err
+        assert (shown in result.err, shown in result.out) == (False, True)
 
 
 def test_the_first_two_texts_are_shown(decode: Callable) -> None:
@@ -90,27 +90,24 @@ def test_a_run_says_that_nothing_was_gained(decode: Callable) -> None:
     assert "nothing was gained (acceptance length" not in decode(*RETRIEVE).out
 
 
-@looped("shares, said", [((0.25, None), "25%"), ((0.0, 0.5), "50%"), ((0.1, 0.1), None),
-                                              ((None, None), None)])  # fmt: skip
-def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | None) -> None:
-    run, greedy = shares
+@looped("run, greedy, said", [(0.25, None, "25%"), (0.0, 0.5, "50%"), (0.1, 0.1, None), (None, None, None)])
+def test_a_busy_machine(run: float | None, greedy: float | None, said: str | None) -> None:
     found = remarks(METRICS | {"other_cpu_share": run, "greedy": {"other_cpu_share": greedy}}, drafts=True)
     sentence = f"the machine was busy: other processes used {said} of its cores, so its times may mislead"
     assert found == ([sentence] if said else [])
 
 
 def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted(4.0, 10.0, 0.0)))
     result = decode("check=greedy")
     assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
     assert "the machine was busy: other processes used 20% of its cores" in result.out
 
 
-def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float = 10.0) -> Callable[[], CPUTimes]:
-    """Readings between which so many seconds pass: others' and our own CPU time is `passed`, idle time its second."""
-    busy, idle, own = passed
-    then = CPUTimes(100.0 + seconds, cores, 7.0 + busy, 9.0 + idle, 3.0 + own)
-    readings = iter([CPUTimes(100.0, cores, 7.0, 9.0, 3.0), then])
+def counted(busy: float, idle: float, own: float, seconds: float = 10.0) -> Callable[[], CPUTimes]:
+    """Readings of two cores between which so many seconds pass, and that CPU time of all, of none and of ourselves."""
+    then = CPUTimes(100.0 + seconds, 2, 7.0 + busy, 9.0 + idle, 3.0 + own)
+    readings = iter([CPUTimes(100.0, 2, 7.0, 9.0, 3.0), then])
     return lambda: next(readings)
 
 
@@ -126,7 +123,7 @@ def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float =
     ],
 )
 def test_the_share_of_others(busy: float, idle: float, own: float, seconds: float, share: float | None) -> None:
-    with OtherProcesses(counted((busy, idle, own), seconds=seconds)) as others:
+    with OtherProcesses(counted(busy, idle, own, seconds)) as others:
         pass
     assert others.share == (None if share is None else pytest.approx(share))
 
@@ -144,7 +141,7 @@ def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypa
 
 
 def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:
-    expected = {row["id"]: row["token_ids"] for row in decode().rows}
+    expected = decode().tokens
     before = sorted(work.rglob("*"))
     result = decode("output_dir=-", "overwrite=false", "check=plain", "drafter=llma")
     assert result.status == 0
@@ -199,11 +196,10 @@ def test_figures_can_be_left_out(decode: Callable) -> None:
 
 
 def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:
-    few, resume = ("drafter=none", "data.limit=1"), ("data.limit=1", "overwrite=false", "resume=true", "check=plain")
-    decode(*few, "check=plain")
-    assert decode(*resume).status == 0  # its metrics hold what was found
-    decode(*few)
-    assert decode(*resume).sentence == (
+    decode("data.limit=1", "check=plain")
+    assert decode(*RESUME, "data.limit=1", "check=plain").status == 0  # its metrics hold what was found
+    decode("data.limit=1")
+    assert decode(*RESUME, "data.limit=1", "check=plain").sentence == (
         "check=plain compares the rows that a run decodes, and out holds all; leave check= out, or decode them again "
         "with overwrite=true"
     )
