@@ -125,7 +125,7 @@ def oldest(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def pages(session: nox.Session) -> None:
     """Tests what the documentation shows: its commands, its code, and what its examples print."""
-    shown = ["tests/docs", "tests/cli/test_docs.py", "tests/test_readme.py"]
+    shown = ["tests/docs", "tests/cli/test_resume.py", "tests/test_readme.py"]
     session.run(*PYTEST, "-m", "docs", *shown, *session.posargs)
 
 

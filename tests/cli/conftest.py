@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +38,30 @@ from emssd.cli.config import register_configs
 from emssd.decoding import engine
 from emssd.model import load_model, loading
 from emssd.plugins.registry import KINDS, Registry
+from emssd.sequences import Row
+from emssd.testing import authoring
 from emssd.testing.models import tiny_model
 
+RESUME = ("overwrite=false", "resume=true")
+"""Arguments of `decode` that go on with the job in ``out``."""
+
 _SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]  # ids 0 to 3, as the tiny models' configs say
+
+
+def jsonl(path: Path) -> list[Any]:
+    """The values of the lines of a file."""
+    return [json.loads(line) for line in path.read_text().split("\n") if line]
+
+
+def files(folder: Path) -> dict[str, str]:
+    """The content of each."""
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def fenced(page: str, language: str) -> list[str]:
+    """The blocks of code in a language on a page of docs."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / page).read_text(encoding="utf-8")
+    return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -55,13 +80,33 @@ class Result:
         assert "Traceback" not in self.err + self.out
         *before, line = self.err.splitlines()
         assert not any("error: " in said for said in before), self
-        assert line.startswith("emssd: error: ")
-        return line.removeprefix("emssd: error: ")
+        program, _, said = line.partition(": error: ")
+        assert program in ("emssd", "emssd-plugins")
+        return said
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """The rows of ``generations.jsonl``."""
-        return [json.loads(line) for line in (self.folder / "generations.jsonl").read_text().split("\n")[:-1]]
+        return jsonl(self.folder / "generations.jsonl")
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        """The tokens of each row, none of which may be there twice."""
+        rows = self.rows
+        assert set(Counter(row["id"] for row in rows).values()) <= {1}
+        return {row["id"]: row["token_ids"] for row in rows}
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """The sentences of ``errors.jsonl``, by id."""
+        rows = jsonl(self.folder / "errors.jsonl")
+        assert len({row["id"] for row in rows}) == len(rows)
+        return {row["id"]: row["error"] for row in rows}
+
+    @property
+    def files(self) -> dict[str, str]:
+        """The content of each file of the folder."""
+        return files(self.folder)
 
     @property
     def metrics(self) -> dict[str, Any]:
@@ -74,8 +119,8 @@ class Result:
 
 
 def assert_said(sentence: str, expected: str) -> None:
-    """The sentence is the expected one, or begins with it if that ends with an ellipsis."""
-    assert sentence.startswith(expected[:-1]) if expected.endswith("…") else sentence == expected, sentence
+    """The sentence is the expected one, in which an ellipsis stands for any text."""
+    assert re.fullmatch(".*".join(map(re.escape, expected.split("…"))), sentence, re.DOTALL), sentence
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -144,20 +189,13 @@ def prompts(work: Path) -> Path:
     return path
 
 
-@dataclass
-class Kept:
-    """State that the commands of all tests share."""
+_OPTIONS: dict[object, DictConfig] = {}
+"""The options of plugins as OmegaConf holds them, for all tests; Hydra's store keeps them and hands out copies."""
 
-    options: dict[object, DictConfig] = field(default_factory=dict)
-    """The options of plugins as OmegaConf holds them; Hydra's store keeps them and hands out copies."""
-    stores: dict[object, dict[str, Any]] = field(default_factory=dict)
-    """The content of Hydra's store with the plugins of emssd alone."""
-    models: dict[object, Any] = field(default_factory=dict)
+_STORES: dict[object, dict[str, Any]] = {}
+"""The content of Hydra's store with the plugins of emssd alone."""
 
-
-@pytest.fixture(scope="session")
-def of_all_tests() -> Kept:
-    return Kept()
+_MODELS: dict[object, Any] = {}
 
 
 def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
@@ -166,23 +204,23 @@ def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
 
     def load(path: str, **options: Any) -> Any:
         if (made := tmp_path / path).is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
             return load_model(path, **options)
         key = (path, *sorted((name, repr(value)) for name, value in options.items()))
-        if key not in of_all_tests.models:
-            of_all_tests.models[key] = load_model(path, **options)
-        return of_all_tests.models[key]
+        if key not in _MODELS:
+            _MODELS[key] = load_model(path, **options)
+        return _MODELS[key]
 
     monkeypatch.setattr(loading, "load_model", load)
     monkeypatch.setattr(loading, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
 
 
 @pytest.fixture
-def composed_once(of_all_tests: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands share what each would compute anew, or twice. Tests that start `python -m emssd` go the whole way."""
     get_mode, load, structured = Hydra.get_mode, ConfigLoaderImpl.load_sweep_config, config.structured
     validated: dict[object, tuple[Any, Any]] = {}
@@ -206,20 +244,20 @@ def composed_once(of_all_tests: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     def structured_once(options: type) -> DictConfig:
         """A plugin's options get a class of their own in each command, with the plugin's name as a field."""
         key = (options.__bases__, vars(options)["name"]) if "name" in vars(options) else options
-        if key not in of_all_tests.options:
-            of_all_tests.options[key] = structured(options)
-        return of_all_tests.options[key]
+        if key not in _OPTIONS:
+            _OPTIONS[key] = structured(options)
+        return _OPTIONS[key]
 
     def registered_once(registry: Registry, *, runnable: bool = False) -> None:
         """The store of emssd's own plugins is always the same; with a stranger's it is made anew."""
         store, key = ConfigStore.instance(), tuple((each.name, each.state) for each in registry.records)
         if any(each.distribution != "emssd" for each in registry.records):
             register_configs(registry, runnable=runnable)
-        elif key in of_all_tests.stores:
-            store.repo = without_copies(of_all_tests.stores[key])
+        elif key in _STORES:
+            store.repo = without_copies(_STORES[key])
         else:
             register_configs(registry, runnable=runnable)
-            of_all_tests.stores[key] = without_copies(store.repo)
+            _STORES[key] = without_copies(store.repo)
 
     monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
     monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", launched_as_validated)
@@ -247,18 +285,27 @@ def emssd(
     def run(*arguments: object) -> Result:
         in_order = sorted(map(str, arguments), key=lambda argument: argument != "-m")  # Hydra wants it first
         monkeypatch.setattr(sys, "argv", ["emssd", *in_order])
-        capsys.readouterr()
-        status: Any = 0
         with warnings.catch_warnings():  # main() sets how its process shows them
             warnings.simplefilter("default")
-            try:
-                __main__.main()
-            except SystemExit as stop:
-                status = stop.code or 0
-        captured = capsys.readouterr()
-        return Result(int(status), captured.out, captured.err, work / "out")
+            return _result(__main__.main, capsys, work / "out")
 
     return run
+
+
+def _result(command: Callable[[], None], capsys: pytest.CaptureFixture[str], folder: Path) -> Result:
+    capsys.readouterr()
+    status: Any = 0
+    try:
+        command()
+    except SystemExit as stop:
+        status = stop.code or 0
+    return Result(int(status), *capsys.readouterr(), folder)
+
+
+@pytest.fixture
+def plugins(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """``plugins(*arguments)`` runs ``emssd-plugins`` in this process."""
+    return lambda *arguments: _result(lambda: authoring.main([*arguments]), capsys, tmp_path)
 
 
 @pytest.fixture
@@ -270,6 +317,20 @@ def decode(emssd: Callable[..., Result], model: str, prompts: Path) -> Callable[
             f"model.path={model}", "data=text", f"data.path={prompts}", "max_new_tokens=24", "batch_size=3",
             "output_dir=out", "overwrite=true", "progress=false", *arguments,
         )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture
+def decode_records(emssd: Callable[..., Result], model: str, work: Path) -> Callable[..., Result]:
+    """``decode_records(records, *arguments)`` decodes those of ``f.jsonl``; text and bytes are lines as they stand."""
+
+    def run(records: list[Any], *arguments: object) -> Result:
+        lines = [each if isinstance(each, (str, bytes)) else json.dumps(each) for each in records]
+        lines = [line.encode() if isinstance(line, str) else line for line in lines]
+        (work / "f.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
+        data = ("data=jsonl", "data.path=f.jsonl", "output_dir=out", "progress=false")
+        return emssd(f"model.path={model}", *data, *arguments)
 
     return run
 
@@ -288,6 +349,23 @@ def draft_wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
             return verified
 
         monkeypatch.setattr(engine, "verify", wrong)
+
+    return start
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, BaseException], None]:
+    """``fail_at(number, error)`` lets the engine end with an error in that step."""
+
+    def start(number: int, error: BaseException) -> None:
+        step, steps = engine.Engine.step, count(1)
+
+        def fails(self: engine.Engine) -> list[Row]:
+            if next(steps) == number:
+                raise error
+            return step(self)
+
+        monkeypatch.setattr(engine.Engine, "step", fails)
 
     return start
 
@@ -329,6 +407,15 @@ def start(work: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.kill()  # nothing happens to one that has ended
         process.wait()
+
+
+def wait_for_rows(path: Path, number: int, process: subprocess.Popen[str]) -> None:
+    """Wait until the process has written so many."""
+    end = time.monotonic() + 240
+    while not path.exists() or path.read_bytes().count(b"\n") < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "no rows came"
+        time.sleep(0.01)
 
 
 _DRAFTER = """

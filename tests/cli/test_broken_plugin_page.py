@@ -14,50 +14,40 @@ from emssd import Engine
 from emssd.cli.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
 from emssd.plugins.hookspecs import unmet_requirement
-from emssd.plugins.registry import Registry
+from emssd.plugins.registry import KINDS, Registry
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
-from .conftest import drafter
+from .conftest import drafter, fenced
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "broken_plugin.md"
-
+PAGE = fenced("how_to/broken_plugin.md", "text")
 GOOD = drafter(name="mine", options="length: int = 2")
 
-POLICY = """
+
+def other(kind: str, method: str) -> tuple[str, str]:
+    """A kind, and the source of a plugin of it, whose class has one method."""
+    (hook, record), base = KINDS[kind], {"budget": "BudgetPolicy", "backend": "DenseBackend"}[kind]
+    return (
+        kind,
+        f"""
 from dataclasses import dataclass
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import BudgetSpec, hookimpl
-
-@dataclass
-class Config:
-    length: int = 2
-
-class Mine(BudgetPolicy):
-    def allot(self, step):
-        {}
-
-@hookimpl
-def emssd_budget_policies():
-    return [BudgetSpec("mine", Config, lambda config: Mine())]
-"""
-
-BACKEND = """
-from dataclasses import dataclass
-from emssd.plugins import BackendSpec, hookimpl
+from emssd.plugins import {record.__name__}, hookimpl
 from emssd.testing import DenseBackend
 
 @dataclass
 class Config:
     length: int = 2
 
-class Mine(DenseBackend):
-    def {}
+class Mine({base}):
+    def {method}
 
 @hookimpl
-def emssd_attention_backends():
-    return [BackendSpec("mine", Config, lambda config: Mine())]
-"""
+def {hook}():
+    return [{record.__name__}("mine", Config, lambda config: Mine())]
+""",
+    )
+
 
 LOADED = {
     "import": "import fast_lookup",
@@ -92,16 +82,11 @@ ENDS = {
     "builds nothing": ("drafter", GOOD.replace("context: Third()", "context: None")),
     "build exits": ("drafter", GOOD.replace("context: Third()", "context: __import__('sys').exit(0)")),
     "length": ("drafter", GOOD.replace("num_speculative_tokens = 2", "num_speculative_tokens = 2.5")),
-    "policy raises": ("budget", POLICY.format("raise KeyError('lost')")),
-    "policy overruns": ("budget", POLICY.format("return [limit + 1 for limit in step.limits]")),
-    "backend cannot": ("backend", BACKEND.format("unsupported(self, spec): return ['it has no sliding windows']")),
-    "backend raises": ("backend", BACKEND.format("plan(self, packed): raise RuntimeError('no kernel')")),
+    "policy raises": other("budget", "allot(self, step): raise KeyError('lost')"),
+    "policy overruns": other("budget", "allot(self, step): return [limit + 1 for limit in step.limits]"),
+    "backend cannot": other("backend", "unsupported(self, spec): return ['it has no sliding windows']"),
+    "backend raises": other("backend", "plan(self, packed): raise RuntimeError('no kernel')"),
 }
-
-
-def page() -> list[str]:
-    """The messages of the page."""
-    return re.findall(r"^```text\n(.*?)\n```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
 def load() -> tuple[Registry, list[str]]:
@@ -129,9 +114,8 @@ def run(**chosen: str) -> str:
 @looped("fault", LOADED)
 def test_a_plugin_that_cannot_be_loaded(fault: str, install: Callable) -> None:
     install("mine", LOADED[fault])
-    registry, messages = load()
-    (message,) = messages
-    assert message in page()
+    registry, (message,) = load()
+    assert message in PAGE
     assert {"llma", "none"} <= set(registry.names("drafter")), "the others work"
 
 
@@ -140,36 +124,29 @@ def test_an_entry_point_that_names_nothing(install: Callable, tmp_path: Path) ->
     (tmp_path / "site_mine" / "third_party_mine-1.2.dist-info" / "entry_points.txt").write_text(
         "[emssd]\nmine = third_party_mine:plugin\n"
     )
-    assert load()[1][0] in page()
+    assert load()[1][0] in PAGE
 
 
-def test_one_that_is_chosen_and_failed(install: Callable) -> None:
-    install("mine", LOADED["raise"])
+@looped("source", [LOADED["raise"], GOOD.replace("Third())]", "Third(), lambda: 'it needs a licence')]")])
+def test_one_that_is_chosen_and_failed_or_cannot_run_here(source: str, install: Callable) -> None:
+    install("mine", source)
     registry, _ = load()
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "mine")
-    assert str(caught.value).replace(", ".join(registry.names("drafter")), "NAMES") in page()
-
-
-def test_one_that_cannot_run_here(install: Callable) -> None:
-    install("mine", GOOD.replace("Third())]", "Third(), lambda: 'it needs a licence')]"))
-    registry, _ = load()
-    with pytest.raises(PluginError) as caught:
-        registry.find("drafter", "mine")
-    assert str(caught.value) in page()
+    assert str(caught.value).replace(", ".join(registry.names("drafter")), "NAMES") in PAGE
 
 
 @looped("fault", RUNS, at_a_time=5)
 def test_one_that_fails_while_it_runs(fault: str, install: Callable) -> None:
     install("mine", GOOD.replace("return Draft.empty(len(batch))", RUNS[fault]))
-    assert run(drafter="mine") in page()
+    assert run(drafter="mine") in PAGE
 
 
 @looped("fault", ENDS)
 def test_what_ends_the_run(fault: str, install: Callable) -> None:
     kind, source = ENDS[fault]
     install("mine", source)
-    assert run(**{kind: "mine"}) in page()
+    assert run(**{kind: "mine"}) in PAGE
 
 
 def test_options_that_the_command_line_cannot_hold(install: Callable) -> None:
@@ -178,7 +155,7 @@ def test_options_that_the_command_line_cannot_hold(install: Callable) -> None:
     with pytest.warns(PluginWarning) as caught:
         register_configs(registry)
     (message,) = [str(warning.message) for warning in caught]
-    assert message in page()
+    assert message in PAGE
 
 
 @looped(
@@ -192,12 +169,9 @@ def test_one_that_was_made_for_another_emssd(line: str, met: bool, install: Call
     metadata.write_text(metadata.read_text() + f"Requires-Dist: {line}\n")
     reason = unmet_requirement("third-party-mine")
     assert (reason is None) == met
-    assert met or reason.replace(emssd.__version__, "VERSION") in page()  # type: ignore[union-attr]
+    assert met or reason.replace(emssd.__version__, "VERSION") in PAGE  # type: ignore[union-attr]
 
 
 def test_no_message_of_the_page_is_untested() -> None:
-    assert (
-        len(set(page()))
-        == len(page())
-        == len(LOADED) + len(RUNS) + len(ENDS) + len(["entry point", "options", "chosen", "not available", "version"])
-    )
+    others = ["entry point", "options", "chosen", "not available", "version"]
+    assert len(set(PAGE)) == len(PAGE) == len(LOADED) + len(RUNS) + len(ENDS) + len(others)

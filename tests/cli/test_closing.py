@@ -1,15 +1,22 @@
-"""Messages at the end of a run: first texts, no gain, a busy machine, missing parts."""
+"""The output of a run: rows or a text on stdout, first texts and remarks at the end, all else on stderr."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from emssd.cli.closing import remarks, short_end, short_start
+from emssd.cli.output import OutputFolder
+from emssd.errors import OutputError
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
 from tests.support.tiers import looped
+
+from .conftest import RESUME
 
 METRICS: dict[str, Any] = {"mean_acceptance_length": 2.0, "other_cpu_share": 0.05}
 METRICS |= {"num_row_steps": 100, "num_allotted_tokens": 10}
@@ -19,11 +26,9 @@ RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_le
 def test_results_go_to_stdout_and_what_is_said_on_the_way_to_stderr(decode: Callable) -> None:
     result = decode("check=greedy", "progress=true")
     for said in ("loading ", "decoding ", "plain greedy ━", "5/5"):
-        assert said in result.err
-        assert said not in result.out
+        assert (said in result.err, said in result.out) == (True, False)
     for shown in ("│ new tokens", "check=greedy: 5 exact", "written to out/", "prompts.txt:1\n"):
-        assert shown in result.out
-        assert shown not in result.err
+        assert (shown in result.err, shown in result.out) == (False, True)
 
 
 def test_the_first_two_texts_are_shown(decode: Callable) -> None:
@@ -85,27 +90,24 @@ def test_a_run_says_that_nothing_was_gained(decode: Callable) -> None:
     assert "nothing was gained (acceptance length" not in decode(*RETRIEVE).out
 
 
-@looped("shares, said", [((0.25, None), "25%"), ((0.0, 0.5), "50%"), ((0.1, 0.1), None),
-                                              ((None, None), None)])  # fmt: skip
-def test_a_busy_machine(shares: tuple[float | None, float | None], said: str | None) -> None:
-    run, greedy = shares
+@looped("run, greedy, said", [(0.25, None, "25%"), (0.0, 0.5, "50%"), (0.1, 0.1, None), (None, None, None)])
+def test_a_busy_machine(run: float | None, greedy: float | None, said: str | None) -> None:
     found = remarks(METRICS | {"other_cpu_share": run, "greedy": {"other_cpu_share": greedy}}, drafts=True)
     sentence = f"the machine was busy: other processes used {said} of its cores, so its times may mislead"
     assert found == ([sentence] if said else [])
 
 
 def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted((4.0, 10.0, 0.0))))
+    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted(4.0, 10.0, 0.0)))
     result = decode("check=greedy")
     assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
     assert "the machine was busy: other processes used 20% of its cores" in result.out
 
 
-def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float = 10.0) -> Callable[[], CPUTimes]:
-    """Readings between which so many seconds pass: others' and our own CPU time is `passed`, idle time its second."""
-    busy, idle, own = passed
-    then = CPUTimes(100.0 + seconds, cores, 7.0 + busy, 9.0 + idle, 3.0 + own)
-    readings = iter([CPUTimes(100.0, cores, 7.0, 9.0, 3.0), then])
+def counted(busy: float, idle: float, own: float, seconds: float = 10.0) -> Callable[[], CPUTimes]:
+    """Readings of two cores between which so many seconds pass, and that CPU time of all, of none and of ourselves."""
+    then = CPUTimes(100.0 + seconds, 2, 7.0 + busy, 9.0 + idle, 3.0 + own)
+    readings = iter([CPUTimes(100.0, 2, 7.0, 9.0, 3.0), then])
     return lambda: next(readings)
 
 
@@ -121,7 +123,7 @@ def counted(passed: tuple[float, float, float], cores: int = 2, seconds: float =
     ],
 )
 def test_the_share_of_others(busy: float, idle: float, own: float, seconds: float, share: float | None) -> None:
-    with OtherProcesses(counted((busy, idle, own), seconds=seconds)) as others:
+    with OtherProcesses(counted(busy, idle, own, seconds)) as others:
         pass
     assert others.share == (None if share is None else pytest.approx(share))
 
@@ -136,3 +138,68 @@ def test_times_of_this_machine() -> None:
 def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("emssd.cli.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
     assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
+
+
+def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:
+    expected = decode().tokens
+    before = sorted(work.rglob("*"))
+    result = decode("output_dir=-", "overwrite=false", "check=plain", "drafter=llma")
+    assert result.status == 0
+    assert {row["id"]: row["token_ids"] for row in map(json.loads, result.out.splitlines())} == expected
+    for shown in ("loading ", "│ new tokens", "check=plain: 5 exact", "  prompt: hello hello hello"):
+        assert shown in result.err
+    assert "written to" not in result.err
+    assert sorted(work.rglob("*")) == before
+
+
+def test_failures_are_told_where_no_file_could(decode: Callable, prompts: Path, work: Path) -> None:
+    prompts.write_text("\n".join(["good", "x" * 200]))
+    options = ("output_dir=-", "overwrite=false", "on_error=skip")
+    result = decode(*options)
+    assert [json.loads(line)["id"] for line in result.out.splitlines()] == ["prompts.txt:1"]
+    assert "prompt prompts.txt:2 has 200 tokens" in " ".join(result.err.split())
+    prompts.write_text("x" * 200)
+    assert decode(*options).sentence == "none of the 1 prompts can be used; what is above says why"
+    assert not (work / "-").exists()
+
+
+def test_a_stdout_that_takes_no_more_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Closed:
+        error = BrokenPipeError(32, "Broken pipe")
+        write = flush = lambda *_: None
+
+    rows = OutputFolder(Path("-"))._rows
+    for out, why in ((Closed(), "Broken pipe"), (None, "it is closed")):
+        monkeypatch.setattr(sys, "stdout", out)
+        with pytest.raises(OutputError, match=f"takes no more rows: {why}"):
+            rows.append(b"{}\n")
+
+
+def test_the_text_of_a_prompt_comes_first_and_figures_if_asked(emssd: Callable, model: str) -> None:
+    options = [f"model.path={model}", "prompt=abc", "max_new_tokens=5", "progress=false", "overwrite=true"]
+    options += ["output_dir=out"]
+    result = emssd(*options, "check=plain")
+    text = result.rows[0]["text"]
+    assert result.out.startswith(f"{text}\ncheck=plain: 1 exact")
+    assert result.out.count("\n") == text.count("\n") + 2
+    assert "written to out/: " in result.err
+    asked = emssd(*options, "figures=true")
+    assert asked.out.startswith(f"{text}\n{model} · ")
+    assert "│ new tokens" in asked.out
+    assert "written to out/: " in asked.out
+
+
+def test_figures_can_be_left_out(decode: Callable) -> None:
+    result = decode("figures=false", "drafter=none")
+    assert "│ new tokens" not in result.out
+    assert "  prompt: hello hello hello" in result.out
+
+
+def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:
+    decode("data.limit=1", "check=plain")
+    assert decode(*RESUME, "data.limit=1", "check=plain").status == 0  # its metrics hold what was found
+    decode("data.limit=1")
+    assert decode(*RESUME, "data.limit=1", "check=plain").sentence == (
+        "check=plain compares the rows that a run decodes, and out holds all; leave check= out, or decode them again "
+        "with overwrite=true"
+    )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,13 +28,8 @@ RECORDS: list[dict[str, Any]] = [
 @pytest.fixture
 def read(emssd: Callable, model: str) -> Callable[..., Any]:
     """``read(*arguments)`` decodes two tokens of each prompt of a source."""
-
-    def run(*arguments: object) -> Any:
-        return emssd(
-            f"model.path={model}", "max_new_tokens=2", "output_dir=out", "overwrite=true", "progress=false", *arguments
-        )
-
-    return run
+    options = (f"model.path={model}", "max_new_tokens=2", "output_dir=out", "overwrite=true", "progress=false")
+    return lambda *arguments: emssd(*options, *arguments)
 
 
 @pytest.fixture
@@ -80,12 +77,6 @@ def test_records(source: str, options: dict[str, Any], expected: dict[str, str],
     assert {prompt.prompt_id: prompt.text for prompt in prompts} == expected
 
 
-def test_records_are_chosen_by_options(read: Callable, records: Path) -> None:
-    options = ("data.where.kind=math", "data.where.level=2", "data.id_field=id")
-    options += ("data.template='Q: {turns[0]}\\n{level}'",)
-    assert taken(read("data=jsonl", f"data.path={records}", *options)) == {"z": "Q: d?\n2"}
-
-
 def test_gsm8k_from_its_real_file(read: Callable, shared: Path) -> None:
     path = shared / "data" / "gsm8k_test_first600.jsonl"
     first = json.loads(path.read_text().splitlines()[0])["question"]
@@ -105,12 +96,11 @@ def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
 
 def test_speed_bench_from_a_local_copy(read: Callable, work: Path) -> None:
     record = {"sub_category": "", "source": "s", "src_id": "1", "difficulty": "", "multiturn": True}
-    records = [record | {"question_id": name, "category": "qa", "turns": [name, "more"]} for name in ("a", "b")]
-    records += [record | {"question_id": "c", "category": "coding", "turns": ["for i"]}]
-    (work / "speed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    records = [("a", "qa", ["a", "more"]), ("b", "qa", ["b", "more"]), ("c", "coding", ["for i"])]
+    lines = [record | {"question_id": name, "category": kind, "turns": turns} for name, kind, turns in records]
+    (work / "speed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
     assert taken(read("data=speed_bench", "data.path=speed.jsonl")) == {"a": "a", "b": "b", "c": "for i"}
-    result = read("data=speed_bench", "data.path=speed.jsonl", "data.where.category=coding")
-    assert taken(result) == {"c": "for i"}
+    assert taken(read("data=speed_bench", "data.path=speed.jsonl", "data.where.category=coding")) == {"c": "for i"}
 
 
 def test_presets_of_articles_and_turns(read: Callable, work: Path) -> None:
@@ -136,11 +126,8 @@ def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work
     cut, whole = sorted(result.rows, key=lambda row: row["id"])
     assert (cut["num_prompt_tokens"], whole["num_prompt_tokens"]) == (5, 5)
     assert cut["token_ids"] == whole["token_ids"]
-
-
-def test_truncation_leaves_room_for_the_new_tokens(read: Callable, work: Path) -> None:
     (work / "t.txt").write_text("x" * 300)
-    result = read("data=text", "data.path=t.txt", "data.truncate=left", "max_new_tokens=10")
+    result = read("data=text", "data.path=t.txt", f"data.truncate={truncate}", "max_new_tokens=10")
     assert result.rows[0]["num_prompt_tokens"] == 86  # of the model's 96
 
 
@@ -181,7 +168,7 @@ def test_a_bad_file_is_named_with_the_place(case: tuple[str | bytes, str], read:
 
 
 def test_the_hub_needs_its_client(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     assert read("data=gsm8k").sentence == (
         "reading 'openai/gsm8k' from the hub needs the package 'datasets': pip install 'emssd[datasets]', "
         "or give a local copy with data.path=FILE.jsonl"
@@ -192,17 +179,15 @@ def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -
     """The hub's client stands in for itself: what it is asked for, and what becomes of its rows and its errors."""
     asked = []
 
-    class Hub:
-        @staticmethod
-        def load_dataset(name: str, subset: str | None, split: str) -> Iterable[dict[str, str]]:
-            asked.append((name, subset, split))
-            if name == "nobody/nothing":
-                raise ConnectionError("no route")
-            if name == "torn":
-                return ({"question": "1+1?"} if i == 0 else {}[i] for i in range(2))
-            return [{"question": "1+1?"}, {"question": "2+2?"}]
+    def load_dataset(name: str, subset: str | None, split: str) -> Iterable[dict[str, str]]:
+        asked.append((name, subset, split))
+        if name == "nobody/nothing":
+            raise ConnectionError("no route")
+        if name == "torn":
+            return ({"question": "1+1?"} if i == 0 else {}[i] for i in range(2))
+        return [{"question": "1+1?"}, {"question": "2+2?"}]
 
-    monkeypatch.setitem(__import__("sys").modules, "datasets", Hub)
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert taken(read("data=gsm8k", "data.limit=1")) == {"openai/gsm8k[0]": "Question: 1+1?\nAnswer:"}
     assert asked == [("openai/gsm8k", "main", "test")]
     assert read("data=hf", "data.hub=nobody/nothing").sentence == (

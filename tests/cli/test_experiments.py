@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from emssd.report.cells import grids
 from emssd.report.rows import Row, read_rows
 from tests.support.tiers import few, looped, only
 
-from .conftest import drafter
+from .conftest import drafter, jsonl
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
@@ -28,12 +27,13 @@ TOYS = {  # how many jobs the sweep of each has
 DECODING = sorted(TOYS.keys() - {"appendix"})
 
 
-def rows_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+def rows_of(result: Any) -> list[dict[str, Any]]:
+    assert result.status == 0, result.err
+    return jsonl(result.folder / "rows.jsonl")
 
 
 def toy(emssd: Callable, name: str, *more: str) -> Any:
-    few = ("data.limit=4", "max_new_tokens=8") if name == "crossover" else ()
+    few = ("data.limit=4", "max_new_tokens=8") if name in ("crossover", "trees") else ()
     return emssd("-m", f"experiment={name}", "size=toy", "output_dir=out", "progress=false", *few, *more)
 
 
@@ -48,9 +48,7 @@ def test_the_list_above_is_complete() -> None:
 @pytest.mark.parametrize("name", only(DECODING, ci=("crossover", "fig1", "trees")))
 @pytest.mark.costly("all jobs of an experiment")
 def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd: Callable) -> None:
-    result = toy(emssd, name)
-    assert result.status == 0, result.err
-    rows = rows_of(result.folder)
+    rows = rows_of(result := toy(emssd, name))
     assert [row["job"] for row in rows] == list(range(TOYS[name]))
     texts: dict[tuple[object, ...], set[str]] = {}
     for row in rows:
@@ -65,7 +63,7 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
         assert set(origin["versions"]) == {"emssd", "torch", "transformers", "python"}
         assert origin["hardware"]["bytes_per_second"] > 0 < origin["hardware"]["flops_per_second"]
         assert bool(row["replay"]) == (row["drafter"] == "replay" and row["speculate"])
-        done = [json.loads(line) for line in (result.folder / str(row["job"]) / "generations.jsonl").open()]
+        done = jsonl(result.folder / str(row["job"]) / "generations.jsonl")
         text = json.dumps(sorted((item["id"], item["token_ids"]) for item in done))
         same = row["model"], row["data_label"], row["batch_size"] if name == "step_time" else None
         texts.setdefault(same, set()).add(text)
@@ -77,8 +75,7 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
 
 
 def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
-    result = toy(emssd, "appendix")
-    (row,) = rows_of(result.folder)
+    (row,) = rows_of(toy(emssd, "appendix"))
     assert [(point["p"], point["batch_size"]) for point in row["points"]] == [(0.5, 2), (0.8, 2), (0.5, 8), (0.8, 8)]
     for point in row["points"]:
         for name, estimate in point["simulated"].items():
@@ -87,7 +84,7 @@ def test_the_simulation_has_one_row_with_all_points(emssd: Callable) -> None:
 
 @pytest.mark.nightly
 def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
-    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24").folder)
+    rows = rows_of(toy(emssd, "ablation", "batch_size=4", "max_new_tokens=24"))
     counted = ("input_padding_tokens", "kv_padding_slots")
     padded = {row["method"]: tuple(row["metrics"][name] for name in counted) for row in rows}
     inputs, slots = padded["vanilla"]
@@ -99,10 +96,8 @@ def test_the_cells_of_the_ablation_pad_what_they_say(emssd: Callable) -> None:
 
 @pytest.mark.nightly
 def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> None:
-    result = toy(
-        emssd, "fig1", "batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3"
-    )
-    rows = rows_of(result.folder)
+    options = ("batch_size=1,3", "repeat=1,2", "method=greedy,ragged", "drafter=llma", "drafter.copy_length=3")
+    rows = rows_of(toy(emssd, "fig1", *options))
     cells = [(row["repeat"], row["batch_size"], row["method"]) for row in rows]
     assert cells == [(r, b, m) for r in (1, 2) for b in (1, 3) for m in ("greedy", "ragged")]
     assert {row["drafter_options"] for row in rows} == {"llma(copy_length=3)"}
@@ -111,26 +106,24 @@ def test_an_experiment_compares_whatever_a_sweep_can_vary(emssd: Callable) -> No
 def test_other_data_than_the_task_has_is_not_called_by_its_name(emssd: Callable, work: Path) -> None:
     (work / "prompts.txt").write_text("The for statement is\nThe assert statement is\n")
     own = ("data=text", "data.path=prompts.txt", "data.limit=1", "method=greedy", "max_new_tokens=4")
-    (row,) = rows_of(toy(emssd, "fig1", *own).folder)
+    (row,) = rows_of(toy(emssd, "fig1", *own))
     assert (row["data"], row["data_label"]) == ("text", None)
 
 
 @pytest.mark.nightly
 def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None:
-    folder = toy(emssd, "fig1").folder
-    whole = rows_of(folder)
-    lines = (folder / "rows.jsonl").read_text().splitlines()
-    (folder / "rows.jsonl").write_text(f"{lines[0]}\n{lines[1][:40]}")  # killed while it wrote its second row
+    first = toy(emssd, "fig1")
+    whole, path = rows_of(first), first.folder / "rows.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text(f"{lines[0]}\n{lines[1][:40]}")  # killed while it wrote its second row
     assert toy(emssd, "fig1").sentence.startswith("output_dir=out holds the rows of an earlier experiment")
-    assert toy(emssd, "fig1", "resume=true").status == 0
-    again = rows_of(folder)
+    again = rows_of(toy(emssd, "fig1", "resume=true"))
     assert [(row["job"], row["method"]) for row in again] == [(row["job"], row["method"]) for row in whole]
     assert again[0] == whole[0]
     other = toy(emssd, "fig1", "resume=true", "method=greedy,ragged,vanilla").sentence
     assert other.startswith("resume=true: job 1 of out/rows.jsonl was ")
     assert "go on with the same command" in other
-    assert toy(emssd, "fig1", "overwrite=true", "method=greedy").status == 0
-    assert len(rows_of(folder)) == 1
+    assert len(rows_of(toy(emssd, "fig1", "overwrite=true", "method=greedy"))) == 1
 
 
 @looped("name", sorted(TOYS), at_a_time=2)
@@ -155,26 +148,14 @@ def cells_of(folder: Path) -> list[tuple[str, str, int]]:
     return [(grid.title, cell.line.label, len(cell.rows)) for grid in grids(rows) for cell in grid.cells]
 
 
-@pytest.mark.costly("loads two models")
-def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, model: str, work: Path) -> None:
-    for name in ("a", "b"):
-        shutil.copytree(model, work / name / "final")
-    (work / "prompts.txt").write_text("hello hello hello\nround and round\n")
-    own = ("model=hf", "model.path=a/final,b/final", "data=text", "data.path=prompts.txt", "max_new_tokens=4")
-    result = toy(emssd, "fig1", *own, "data.limit=2", "method=ragged")
-    assert result.status == 0, result.err
-    title = "final · llma · text, 2 prompts, 4 new tokens · float64 · model.path={}/final"
-    cells = [(title.format(name), "ragged", 1) for name in ("a", "b")]
-    assert cells_of(result.folder) == cells
-    assert all(title.format(name) in result.out for name in ("a", "b"))
-
-
 @pytest.mark.parametrize(
     "swept",
     few(
         [
             ["data.path=a.txt,b.txt", "data=text"],
             ["budget=fixed,adaptive"],
+            pytest.param(["model.path=a/final,b/final", "data=text", "data.path=a.txt", "model=hf"],
+                         marks=pytest.mark.costly("loads two models")),
             ["max_step_tokens=64,128", "batching=continuous"],
             ["admission=preempt,worst_case", "batching=continuous"],
             ["kv_memory=null,1GiB"],
@@ -183,16 +164,21 @@ def test_models_of_the_same_name_are_not_repeats_of_each_other(emssd: Callable, 
             ["backend.kernels=auto,torch"],
             ["backend.page_size=16,32"],
         ],
-        ci=2,
+        ci=3,
     ),
     ids=lambda swept: swept[0].partition("=")[0],
-)
-def test_runs_of_other_options_are_not_repeats_of_each_other(swept: list[str], emssd: Callable, work: Path) -> None:
-    for name in ("a.txt", "b.txt"):
-        (work / name).write_text("The for statement is\n")
+)  # fmt: skip
+def test_runs_of_other_options_are_not_repeats_of_each_other(
+    swept: list[str], emssd: Callable, model: str, work: Path
+) -> None:
+    for name in ("a", "b"):
+        (work / f"{name}.txt").write_text("The for statement is\n")
+        (work / name).mkdir()
+        (work / name / "final").symlink_to(model)  # models of one name
     result = toy(emssd, "fig1", "method=ragged_greedy,ragged", "max_new_tokens=2", *swept)
     assert result.status == 0, result.err
     cells = cells_of(result.folder)
+    assert all(title in result.out for title, _, _ in cells)
     assert [(label, count) for _, label, count in cells] == [("greedy on ragged", 1), ("ragged", 1)] * 2
     assert len({title for title, _, _ in cells}) == 2
     name, _, values = swept[0].lower().partition("=")
@@ -213,7 +199,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
     short = ("data.limit=1", "max_new_tokens=12", "task=toy")
     result = toy(emssd, "drafters", "drafter=llma,mortal", *short)
     assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it d")
-    assert [row["drafter"] for row in rows_of(result.folder)] == ["llma"]
+    assert [row["drafter"] for row in jsonl(result.folder / "rows.jsonl")] == ["llma"]
     again = toy(emssd, "drafters", "drafter=llma,mortal", *short, "resume=true", "on_drafter_error=disable")
     assert again.sentence == (
         "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment ends "
@@ -229,7 +215,7 @@ def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) ->
     assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
     draft_wrongly()
     result = toy(emssd, "fig1", *checked, "overwrite=true")
-    _, row = rows_of(result.folder)
+    _, row = jsonl(result.folder / "rows.jsonl")
     found = row["metrics"]["check"]
     assert found["differences"] > 0
     assert result.out.count("DIFFERENCE in ") == found["differences"]
@@ -240,16 +226,16 @@ def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) ->
 
 
 def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Callable) -> None:
-    folder = little(emssd, "fig1", "method=greedy").folder
-    row = rows_of(folder)[0]
+    first = little(emssd, "fig1", "method=greedy")
+    (row,) = rows_of(first)
     del row["metrics"]["decode_steps"]
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (first.folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
     result = little(emssd, "fig1", "method=greedy,ragged", "resume=true")
     assert result.sentence.startswith(
         "resume=true: out/rows.jsonl:1 is of another format: it has no metrics.decode_steps"
     )
     assert "With overwrite=true all of its jobs run again" in result.sentence
-    assert not (folder / "1").exists()
+    assert not (first.folder / "1").exists()
 
 
 @looped(

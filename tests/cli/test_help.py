@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
 
 import pytest
+import torch
+import transformers
 from emssd_rest.cli import main as rest_main
 
 import emssd as package
@@ -71,8 +74,11 @@ def test_help_says_a_few_words_on_every_plugin_and_preset(
     assert all(len(text) > 10 for text in words.values()), words
     assert words["cascade"] == "several drafters in turn, each for the rows that …"
     assert words["llma_original"] == "LLMA as first published (Yang et al. 2023): the …"
+    assert "\ndrafter=none has no options.\n" in emssd("drafter=none", "--help").out
     install("third", drafter(options="width: int = 4"))
-    assert "\n    third\n" in re.sub(" +\n", "\n", emssd("--help").out)
+    stranger = emssd("drafter=third", "--help").out
+    assert "\n    third*\n" in re.sub(" +\n", "\n", stranger)
+    assert told(stranger)["drafter.width"] == ("4", "")
 
 
 def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
@@ -92,15 +98,7 @@ def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
     assert max(map(len, result.out.splitlines())) <= 120
 
 
-def test_help_of_a_drafter_without_options_and_of_a_strangers(emssd: Callable, install: Callable) -> None:
-    assert "\ndrafter=none has no options.\n" in emssd("drafter=none", "--help").out
-    install("third", drafter(options="width: int = 4"))
-    assert told(emssd("drafter=third", "--help").out)["drafter.width"] == ("4", "")
-
-
 def test_the_examples_of_the_help_come_first_and_compose(emssd: Callable) -> None:
-    import shlex
-
     lines = emssd("--help").out.split("Choose as")[0].splitlines()
     examples = [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("  python -m emssd")]
     assert len(examples) == 3
@@ -115,9 +113,6 @@ def test_every_option_has_a_description_in_one_place() -> None:
 
 
 def test_version_is_that_of_emssd(emssd: Callable) -> None:
-    import torch
-    import transformers
-
     build = version("torch")  # PyPI's 2.11.0 calls itself 2.11.0+cu130 once it is imported
     assert build in (torch.__version__, torch.__version__.partition("+")[0])
     assert emssd("--version").out == (

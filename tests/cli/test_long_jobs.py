@@ -6,8 +6,6 @@ import json
 import re
 import signal
 import subprocess
-import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,7 @@ from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
 from tests.support.tiers import looped
 
-
-def rows_by_id(path: Path) -> dict[str, list[int]]:
-    """Tokens of each row of ``generations.jsonl``, none of which may be there twice."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert set(Counter(row["id"] for row in rows).values()) == {1}
-    return {row["id"]: row["token_ids"] for row in rows}
+from .conftest import RESUME, files, jsonl, wait_for_rows
 
 
 def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
@@ -41,20 +34,16 @@ def cut_down(folder: Path, num_rows: int, rest: str = "") -> None:
 def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
     start: Callable[..., subprocess.Popen[str]], emssd: Callable, model: str, work: Path
 ) -> None:
-    num_prompts = 80
+    num_prompts, path = 80, work / "out" / "generations.jsonl"
     (work / "many.txt").write_text("".join(f"prompt number {i}\n" for i in range(num_prompts)))
     options = [f"model.path={model}", "data=text", "data.path=many.txt", "max_new_tokens=24", "batch_size=4"]
-
-    path = work / "killed" / "generations.jsonl"
+    options += ["output_dir=out"]
 
     def killed_at(num_rows: int, *arguments: str) -> int:
         """Rows that are there at the end of a run that is killed as soon as it has written `num_rows`."""
-        process = start(*options, "output_dir=killed", *arguments)
-        deadline = time.monotonic() + 200
-        while process.poll() is None and time.monotonic() < deadline:
-            if path.exists() and path.read_bytes().count(b"\n") >= num_rows:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(0.01)
+        process = start(*options, *arguments)
+        wait_for_rows(path, num_rows, process)
+        process.send_signal(signal.SIGKILL)
         _, err = process.communicate(timeout=200)
         assert process.returncode == -signal.SIGKILL, err
         return path.read_bytes().count(b"\n")
@@ -65,24 +54,21 @@ def test_killed_twice_and_resumed_nothing_is_lost_or_decoded_twice(
     assert 8 <= first < before < num_prompts
     with path.open("ab") as file:
         file.write(b'{"id": "many.txt:300", "prompt": "pro')  # what a kill within a write leaves
-    assert emssd(*options, "output_dir=killed", "resume=true").status == 0
-    assert emssd(*options, "output_dir=whole").status == 0
-    whole = rows_by_id(work / "whole" / "generations.jsonl")
-    assert len(whole) == num_prompts
-    assert rows_by_id(path) == whole
-    metrics = json.loads((work / "killed" / "metrics.json").read_text())
+    result = emssd(*options, "resume=true")
+    metrics, tokens = result.metrics, result.tokens
     assert (metrics["num_prompts"], metrics["num_resumed_prompts"]) == (num_prompts, before)
-    written = path.read_text().splitlines()[before:]
-    assert metrics["num_new_tokens"] == sum(len(json.loads(line)["token_ids"]) for line in written)
+    assert metrics["num_new_tokens"] == sum(len(row["token_ids"]) for row in result.rows[before:])
+    assert len(tokens) == num_prompts
+    assert emssd(*options, "overwrite=true").tokens == tokens
 
 
 def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
-    folder = decode().folder
-    whole = rows_by_id(folder / "generations.jsonl")
-    cut_down(folder, 2, '{"id": "prompts.txt:6", "pro')
-    result = decode("overwrite=false", "resume=true", "check=greedy", "progress=true")
-    assert rows_by_id(result.folder / "generations.jsonl") == whole
-    assert [row["id"] for row in result.rows][:2] == list(whole)[:2]
+    first = decode()
+    whole = first.tokens
+    cut_down(first.folder, 2, '{"id": "prompts.txt:6", "pro')
+    result = decode(*RESUME, "check=greedy", "progress=true")
+    assert result.tokens == whole
+    assert list(result.tokens)[:2] == list(whole)[:2]
     assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (5, 2)
     assert result.metrics["check"]["exact"] == 3
     assert "resume=true: out/ holds 2 of 5 rows" in result.err
@@ -91,12 +77,11 @@ def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
 
 
 def test_a_finished_job_is_left_as_it_is(decode: Callable) -> None:
-    first = decode()
-    before = {path.name: path.read_text() for path in first.folder.iterdir()}
-    result = decode("overwrite=false", "resume=true")
+    before = decode().files
+    result = decode(*RESUME)
     assert result.metrics
     assert "resume=true: out/ holds 5 of 5 rows\nnothing is left to do\n" in result.err
-    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+    assert result.files == before
 
 
 @looped("metrics", [None, "{oops"])
@@ -105,7 +90,7 @@ def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(metrics:
     cut_down(folder, 5)
     if metrics is not None:
         (folder / "metrics.json").write_text(metrics)
-    result = decode("overwrite=false", "resume=true")
+    result = decode(*RESUME)
     assert result.status == 0
     assert len(result.rows) == 5
     assert "nothing is left to do" in result.err
@@ -116,16 +101,16 @@ def test_nothing_to_go_on_with_is_a_fresh_start(left: str | None, decode: Callab
     if left is not None:
         (work / "out").mkdir()
         (work / "out" / "generations.jsonl").write_text(left)
-    result = decode("overwrite=false", "resume=true")
+    result = decode(*RESUME)
     assert result.metrics["num_resumed_prompts"] == 0
-    assert len(rows_by_id(result.folder / "generations.jsonl")) == 5
+    assert len(result.tokens) == 5
     assert "resume=true: out/ holds no rows, so this is a fresh start" in result.err
 
 
 def test_what_does_not_determine_the_output_may_change(decode: Callable) -> None:
     cut_down(decode("data.limit=3").folder, 2)
     other = ["drafter=none", "backend=padded", "batch_size=1", "on_error=skip", "data.limit=4", "num_threads=1"]
-    result = decode("overwrite=false", "resume=true", *other)
+    result = decode(*RESUME, *other)
     assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (4, 2)
     assert OmegaConf.load(result.folder / "config.yaml").drafter.name == "none"
 
@@ -145,12 +130,12 @@ def test_what_determines_the_output_may_not_change(
     folder = work / "out"
     if not folder.exists():
         cut_down(decode().folder, 2)
-    before = {path.name: path.read_text() for path in folder.iterdir()}
-    assert decode("overwrite=false", "resume=true", *arguments).sentence == (
+    before = files(folder)
+    assert decode(*RESUME, *arguments).sentence == (
         f"resume=true: the rows in out were made with another value of {names}; go on as out/config.yaml says, "
         f"or start again with overwrite=true or another output_dir"
     )
-    assert {path.name: path.read_text() for path in folder.iterdir()} == before
+    assert files(folder) == before
 
 
 @looped("change", [("abc abcd abc", "abc abcd abd"), ("hello hello hello\n", "\n")])
@@ -160,7 +145,7 @@ def test_rows_whose_prompts_have_changed_are_not_kept_silently(
     cut_down(decode("batch_size=1").folder, 2)
     prompts.write_text(prompts.read_text().replace(*change))
     number = {"abc abcd abc": 2, "hello hello hello\n": 1}[change[0]]
-    assert decode("overwrite=false", "resume=true").sentence == (
+    assert decode(*RESUME).sentence == (
         f"resume=true: the row 'prompts.txt:{number}' in out has a prompt that the data no longer holds; bring the old "
         f"data back, or start again with overwrite=true or another output_dir"
     )
@@ -222,7 +207,7 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
     path = folder / "generations.jsonl"
     path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
     before = path.read_text()
-    assert decode("overwrite=false", "resume=true").sentence == (
+    assert decode(*RESUME).sentence == (
         "resume=true: out/generations.jsonl:3 is a second row with the id 'prompts.txt:1', after line 1; take one of "
         "the two out, or start again with overwrite=true"
     )
@@ -247,7 +232,7 @@ def test_rows_whose_config_is_broken(config: bytes | None, why: str, decode: Cal
     (folder / "config.yaml").unlink(missing_ok=True)
     if config is not None:
         (folder / "config.yaml").write_bytes(config)
-    assert decode("overwrite=false", "resume=true").sentence == (
+    assert decode(*RESUME).sentence == (
         f"resume=true: out holds rows, but its config.yaml cannot be read ({why}), which tells how they were made; "
         f"overwrite=true starts again"
     )
@@ -265,15 +250,6 @@ def test_rows_are_not_overwritten_unless_asked(decode: Callable) -> None:
     assert len(decode("data.limit=2").rows) == 2
 
 
-def test_options_that_contradict_each_other(decode: Callable, emssd: Callable) -> None:
-    assert decode("resume=true").sentence == (
-        "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one"
-    )
-    assert emssd("resume=true").sentence == (
-        "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER"
-    )
-
-
 @pytest.mark.nightly
 def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
     sweep = ["-m", "drafter=none,llma", "overwrite=false"]
@@ -281,7 +257,9 @@ def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
     cut_down(folder / "1", 3)
     assert decode(*sweep).status == 2
     assert decode(*sweep, "resume=true").status == 0
-    assert rows_by_id(folder / "0" / "generations.jsonl") == rows_by_id(folder / "1" / "generations.jsonl")
+    texts = [{row["id"]: row["token_ids"] for row in jsonl(folder / job / "generations.jsonl")} for job in "01"]
+    assert texts[0] == texts[1]
+    assert len(jsonl(folder / "1" / "generations.jsonl")) == len(texts[0]) == 5
     assert json.loads((folder / "1" / "metrics.json").read_text())["num_resumed_prompts"] == 3
 
 
@@ -319,34 +297,32 @@ BAD: list[tuple[str, str, str]] = [
 ]  # fmt: skip
 
 
+OWN = ("data.id_field=id", "data.max_new_tokens_field=n")
+
+
 @pytest.fixture
-def records(decode: Callable, work: Path) -> Callable[..., Any]:
+def records(decode_records: Callable) -> Callable[..., Any]:
     """``records(second, *arguments)`` decodes three records, of which the second is this line."""
 
     def run(second: str, *arguments: object) -> Any:
         lines = ['{"id": "first", "n": 3, "prompt": "hello"}', second, '{"id": "3", "n": null, "prompt": "x"}']
-        (work / "f.jsonl").write_text("\n".join(lines))
-        fields = ["data.id_field=id", "data.max_new_tokens_field=n"]
-        return decode("data=jsonl", "data.path=f.jsonl", "ignore_eos=true", *fields, *arguments)
+        return decode_records(lines, *OWN, "ignore_eos=true", *arguments)
 
     return run
 
 
-def test_each_bad_prompt_is_skipped_for_its_own_reason(decode: Callable, work: Path) -> None:
-    lines, wanted = [b'{"id": "first", "n": 3, "prompt": "hello"}'], []
+def test_each_bad_prompt_is_skipped_for_its_own_reason(decode_records: Callable) -> None:
+    lines, wanted = list[Any](['{"id": "first", "n": 3, "prompt": "hello"}']), dict[str, str]()
     for number, case in enumerate(BAD, start=2):
-        line, *named = (re.sub(r"\bbad\b", f"bad{number}", text) for text in case)
-        lines.append(b'{"prompt": "\xff"}' if line == "\ufffe" else line.encode())
-        wanted.append([text.replace("f.jsonl:2", f"f.jsonl:{number}") for text in named])
-    (work / "f.jsonl").write_bytes(b"\n".join(lines))
-    fields = ["data.id_field=id", "data.max_new_tokens_field=n"]
-    result = decode("data=jsonl", "data.path=f.jsonl", *fields, "on_error=skip")
+        line, name, reason = (re.sub(r"\bbad\b", f"bad{number}", text) for text in case)
+        lines.append(b'{"prompt": "\xff"}' if line == "\ufffe" else line)
+        wanted[name.replace("f.jsonl:2", f"f.jsonl:{number}")] = reason.replace("f.jsonl:2", f"f.jsonl:{number}")
+    result = decode_records(lines, *OWN, "on_error=skip", "max_new_tokens=3")
     assert [row["id"] for row in result.rows] == ["first"]
-    errors = [json.loads(text) for text in (result.folder / "errors.jsonl").read_text().splitlines()]
-    by_name = {error["id"]: error["error"] for error in errors}
-    assert len(by_name) == len(errors) == len(BAD) == result.metrics["num_failed_prompts"]
-    for name, reason in wanted:
-        assert by_name[name].startswith(reason), (name, by_name[name])
+    assert result.errors.keys() == wanted.keys()
+    assert len(wanted) == len(BAD) == result.metrics["num_failed_prompts"]
+    for name, reason in wanted.items():
+        assert result.errors[name].startswith(reason), (name, result.errors[name])
 
 
 def test_a_bad_prompt_fails_the_run_or_is_skipped(records: Callable) -> None:
@@ -354,10 +330,9 @@ def test_a_bad_prompt_fails_the_run_or_is_skipped(records: Callable) -> None:
     failed = records(line)
     assert failed.sentence.startswith(reason)
     assert not failed.folder.exists()
-    result = records(line, "on_error=skip", "check=greedy")
+    result = records(line, "on_error=skip", "check=greedy", "max_new_tokens=24")
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "3": 24}
-    (error,) = [json.loads(text) for text in (result.folder / "errors.jsonl").read_text().splitlines()]
-    assert error == {"id": name, "error": failed.sentence}
+    assert result.errors == {name: failed.sentence}
     assert result.metrics["check"]["exact"] == 2
     assert (result.metrics["num_prompts"], result.metrics["num_failed_prompts"]) == (2, 1)
     assert "1 prompts were skipped, see errors.jsonl:" in result.out
@@ -376,7 +351,8 @@ def test_two_prompts_of_one_id_from_any_source() -> None:
 
 def test_a_limit_beyond_all_models_and_what_no_option_reads_are_fine(records: Callable) -> None:
     assert len(records('{"id": "2", "n": 5.0, "prompt": "a"}').rows[1]["token_ids"]) == 5
-    result = records('{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}')
+    huge = '{"id": "\\ud800", "n": 1' + "0" * 40 + ', "prompt": "a", "score": NaN}'
+    result = records(huge, "overwrite=true", "max_new_tokens=24")
     assert {row["id"]: len(row["token_ids"]) for row in result.rows} == {"first": 3, "\ud800": 95, "3": 24}
     assert "96 steps at most are too few to pay for it" in result.err  # no row is longer than the model takes
 
@@ -385,35 +361,30 @@ def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path)
     prompts.write_text(prompts.read_text() + "x" * 70 + "\n")
     result = decode("kv_memory=64KiB", "backend.kernels=torch", "on_error=skip")
     assert len(result.rows) == 5
-    (error,) = [json.loads(line) for line in (result.folder / "errors.jsonl").read_text().splitlines()]
-    assert error["id"] == "prompts.txt:7"
-    assert "raise kv_memory, or lower max_new_tokens" in error["error"]
+    assert result.errors.keys() == {"prompts.txt:7"}
+    assert "raise kv_memory, or lower max_new_tokens" in result.errors["prompts.txt:7"]
 
 
 def test_without_a_failure_there_is_no_file_of_errors(records: Callable) -> None:
-    assert (records("[]", "on_error=skip").folder / "errors.jsonl").exists()
-    result = records('{"id": "2", "n": 3, "prompt": "a"}', "on_error=skip")
+    assert records("[]", "on_error=skip").errors
+    result = records('{"id": "2", "n": 3, "prompt": "a"}', "on_error=skip", "overwrite=true")
     assert result.metrics["num_failed_prompts"] == 0
-    assert not (result.folder / "errors.jsonl").exists()
+    assert "errors.jsonl" not in result.files
 
 
-def test_if_all_prompts_fail_the_run_fails(decode: Callable, work: Path) -> None:
-    (work / "f.jsonl").write_text('{"text": "a"}\n{oops\n{"prompt": ""}\n[]\n')
-    result = decode("data=jsonl", "data.path=f.jsonl", "on_error=skip")
+def test_if_all_prompts_fail_the_run_fails(decode_records: Callable) -> None:
+    result = decode_records(['{"text": "a"}', "{oops", '{"prompt": ""}', "[]"], "on_error=skip")
     assert result.sentence == "none of the 4 prompts can be used; out/errors.jsonl says why"
-    assert len((result.folder / "errors.jsonl").read_text().splitlines()) == 4
+    assert len(result.errors) == 4
     assert "… and 1 more" in result.err
 
 
 def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
     line = '{"id": "bad", "n": 3, "prompt": "%s"}' % ("x" * 99)
-    folder = records(line, "on_error=skip").folder
-    errors, metrics = ((folder / name).read_text() for name in ("errors.jsonl", "metrics.json"))
-    result = records(line, "on_error=skip", "overwrite=false", "resume=true")
+    before = records(line, "on_error=skip").files
+    result = records(line, "on_error=skip", "resume=true")
     assert "nothing else is left to do" in result.err
-    assert ((folder / "errors.jsonl").read_text(), (folder / "metrics.json").read_text()) == (errors, metrics)
-    (folder / "generations.jsonl").write_text((folder / "generations.jsonl").read_text().splitlines(keepends=True)[0])
-    result = records(line, "on_error=skip", "overwrite=false", "resume=true")
-    assert {key: result.metrics[key] for key in ("num_prompts", "num_resumed_prompts", "num_failed_prompts")} == {
-        "num_prompts": 2, "num_resumed_prompts": 1, "num_failed_prompts": 1,
-    }  # fmt: skip
+    assert result.files == before
+    (result.folder / "generations.jsonl").write_text(before["generations.jsonl"].splitlines(keepends=True)[0])
+    metrics = records(line, "on_error=skip", "resume=true").metrics
+    assert [metrics[f"num_{kind}prompts"] for kind in ("", "resumed_", "failed_")] == [2, 1, 1]

@@ -17,8 +17,10 @@ from emssd import Engine, SamplingParams
 from emssd.sequences import Request, StopStrings
 from tests.support.tiers import looped
 
+from .conftest import fenced, jsonl
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "openai_batch.md"
+PAGE = "how_to/openai_batch.md"
 ASK = [{"role": "user", "content": "hi"}]
 
 
@@ -33,23 +35,15 @@ def completion(name: Any, **body: Any) -> dict[str, Any]:
 
 
 @pytest.fixture
-def batch(emssd: Callable, chat_model: str, work: Path) -> Callable[..., Any]:
+def batch(decode_records: Callable, chat_model: str) -> Callable[..., Any]:
     """``batch(requests, *arguments)`` answers them; a text stands for a line as it is."""
-
-    def run(requests: list[Any], *arguments: object) -> Any:
-        lines = [line if isinstance(line, str) else json.dumps(line) for line in requests]
-        (work / "r.jsonl").write_text("".join(f"{line}\n" for line in lines))
-        return emssd(
-            f"model.path={chat_model}", "data=openai_batch", "data.path=r.jsonl", "max_new_tokens=6",
-            "output_dir=out", "progress=false", *arguments,
-        )  # fmt: skip
-
-    return run
+    options = (f"model.path={chat_model}", "data=openai_batch", "max_new_tokens=6")
+    return lambda requests, *arguments: decode_records(requests, *options, *arguments)
 
 
 def answers(folder: Path) -> dict[str, dict[str, Any]]:
     """By custom_id the lines of the output, each of which has all fields of the format and no other."""
-    lines = [json.loads(line) for line in (folder / "batch_output.jsonl").read_text().splitlines()]
+    lines = jsonl(folder / "batch_output.jsonl")
     for line in lines:
         assert set(line) == {"id", "custom_id", "response", "error"}
         assert set(line["response"]) == {"status_code", "request_id", "body"}
@@ -157,10 +151,7 @@ def near(numbers: list[float]) -> Any:
     return pytest.approx(numbers, rel=1e-12)
 
 
-GOOD = completion("good")
-
-
-NAME = "a"
+GOOD, NAME = completion("good"), "a"
 REFUSED: list[tuple[Any, str]] = [
     (chat(NAME, tools=[{"type": "function"}]), "{place}: emssd cannot honour tools=[{'type': 'function'}]; leave"),
     (chat(NAME, response_format={"type": "json_schema"}), "{place}: response_format is "),
@@ -183,10 +174,8 @@ REFUSED: list[tuple[Any, str]] = [
     (completion(NAME, prompt="x" * 200), "prompt {name} has 200 tokens, and the model takes 96"),
     (completion(NAME, prompt=[10**6]), "prompt {name} has token ids outside the model's vocabulary"),
     (completion(NAME, echo=True), "{place}: emssd cannot honour echo=True; leave it out"),
-    (completion(NAME, temperature=-1), "prompt {name}: sampling.temperature is -1"),
     (completion(NAME, n=2), "prompt {name}: sampling.n is 2 at temperature 0, which would give 2 equal texts"),
     (completion(NAME, logit_bias={"x": 1}), "prompt {name}: sampling.logit_bias has a token id 'x'"),
-    (completion(NAME, logprobs=True), "prompt {name}: sampling.logprobs is True"),
     (GOOD | {"custom_id": NAME, "method": "GET"}, "{place}: method is 'GET'; it must be 'POST'"),
     (GOOD | {"custom_id": NAME, "url": "/v1/embeddings"}, "{place}: url is '/v1/embeddings'; emssd answers"),
     (GOOD | {"custom_id": NAME, "body": []}, "{place}: body is of type list; it must be an object"),
@@ -199,7 +188,7 @@ REFUSED: list[tuple[Any, str]] = [
 def test_a_request_that_cannot_be_honoured_fails_alone(batch: Callable) -> None:
     asked, wanted = list[Any](), dict[str, str]()
     for number, (request, sentence) in enumerate(REFUSED, start=1):
-        place, name = f"r.jsonl:{number}", f"a{number}"
+        place, name = f"f.jsonl:{number}", f"a{number}"
         has_name = isinstance(request, dict) and request["custom_id"] == NAME
         asked.append(request | {"custom_id": name} if has_name else request)
         wanted[name if has_name else place] = sentence.replace("{place}", place).replace("{name}", name)
@@ -215,7 +204,7 @@ def test_a_request_that_cannot_be_honoured_fails_alone(batch: Callable) -> None:
 def test_two_requests_of_one_name(batch: Callable) -> None:
     lines = answers(batch([GOOD, chat("good")]).folder)
     assert lines["good"]["response"]["body"]["object"] == "text_completion"
-    assert error(lines["r.jsonl:2"]).startswith("r.jsonl:2 has the custom_id 'good' of r.jsonl:1; give it one")
+    assert error(lines["f.jsonl:2"]).startswith("f.jsonl:2 has the custom_id 'good' of f.jsonl:1; give it one")
 
 
 def test_harmless_fields_change_nothing(batch: Callable) -> None:
@@ -229,12 +218,12 @@ def test_harmless_fields_change_nothing(batch: Callable) -> None:
 @looped(
     "requests, arguments, sentence",
     [
-        ([GOOD, chat("a", tools=[1])], ["on_error=fail"], "r.jsonl:2: emssd cannot honour tools=[1]; leave it out"),
+        ([GOOD, chat("a", tools=[1])], ["on_error=fail"], "f.jsonl:2: emssd cannot honour tools=[1]; leave it out"),
         ([GOOD], ["sampling.temperature=0.5"], "sampling.temperature is 0.5; with data=openai_batch each request "
          "names its own, and data.temperature is that of the others"),
         ([GOOD], ["data.temperature=-1"], "data.temperature is -1.0; it must be 0 or at least 1e-06"),
         ([GOOD], ["data.limit=0"], "data.limit is 0; it must be at least 1"),
-        ([], [], "r.jsonl holds no requests: it is empty"),
+        ([], [], "f.jsonl holds no requests: it is empty"),
     ],
 )  # fmt: skip
 def test_what_ends_the_run_before_it_begins(
@@ -246,14 +235,18 @@ def test_what_ends_the_run_before_it_begins(
 
 
 def test_a_model_without_a_chat_template_takes_completions(batch: Callable, model: str) -> None:
-    assert batch([chat("a")], f"model.path={model}").sentence.startswith("a conversation needs a tokenizer with a")
+    assert batch([chat("a")], f"model.path={model}").sentence == (
+        "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
+        "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
+        "/v1/completions"
+    )
     assert answers(batch([GOOD], f"model.path={model}").folder)["good"]["response"]["status_code"] == 200
 
 
 def test_a_batch_whose_requests_all_fail_is_answered(batch: Callable) -> None:
     result = batch([chat("a", tools=[1]), completion("b", prompt="x" * 200)])
     assert "none of the 2 prompts can be used" in result.sentence
-    assert [error(line)[:8] for line in answers(result.folder).values()] == ["r.jsonl:", "prompt b"]
+    assert [error(line)[:8] for line in answers(result.folder).values()] == ["f.jsonl:", "prompt b"]
 
 
 def test_an_interrupted_batch_goes_on(batch: Callable) -> None:
@@ -282,18 +275,16 @@ def _settled(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_another_job_in_the_folder_takes_the_answers_away(batch: Callable, emssd: Callable, model: str) -> None:
-    folder = batch([GOOD]).folder
+    assert answers(batch([GOOD]).folder)
     other = ("data=random", "data.vocab_size=50", "data.num_tokens=3", "data.limit=1", "max_new_tokens=1")
-    assert emssd(f"model.path={model}", *other, "output_dir=out", "overwrite=true", "progress=false").status == 0
-    assert (folder / "generations.jsonl").exists()
-    assert not (folder / "batch_output.jsonl").exists()
+    result = emssd(f"model.path={model}", *other, "output_dir=out", "overwrite=true", "progress=false")
+    assert result.files.keys() == {"config.yaml", "generations.jsonl", "metrics.json"}
 
 
 def test_the_commands_of_the_page(emssd: Callable, chat_model: str, work: Path) -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    requests, failed = re.findall(r"^```json\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^```sh\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    (work / "requests.jsonl").write_text(requests)
+    requests, failed = fenced(PAGE, "json")
+    (command,) = fenced(PAGE, "sh")
+    (work / "requests.jsonl").write_text(f"{requests}\n")
     words = [word.replace("=DIR", f"={chat_model}") for word in shlex.split(command)]
     assert emssd(*words[3:], "progress=false").status == 0
     lines = answers(work / "answers")

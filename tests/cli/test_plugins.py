@@ -15,11 +15,16 @@ from emssd.errors import PluginError, PluginWarning
 from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.console import print_check, print_report
-from emssd.testing import authoring
 from tests.support.tiers import looped
 
 from .conftest import drafter
 
+
+def changed(old: str, new: str) -> str:
+    return drafter().replace(old, new)
+
+
+RETURNS, ENDS = "return [DrafterSpec(", "Third())]"
 BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_plugin_page.py has
     "syntax": ("def (", "SyntaxError: invalid syntax"),
     "base": ("class Odd(BaseException): pass\nraise Odd('own')", "Odd: own"),
@@ -33,33 +38,21 @@ BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_pl
         "import torch; torch.set_default_device('meta')\n" + drafter(),
         "it left the default device changed for the whole process; it must set that back",
     ),
-    "hook_exits": (drafter().replace("return [DrafterSpec", "raise SystemExit(0) # "), "SystemExit: 0"),
+    "hook_exits": (changed(RETURNS, "raise SystemExit(0) # "), "SystemExit: 0"),
     "hook_yields": (
-        drafter().replace("return [DrafterSpec(", "yield 1 / 0; [DrafterSpec("),
-        "hook emssd_drafters returned <generator object emssd_drafters at",
+        changed(RETURNS, "yield 1 / 0; [DrafterSpec("),
+        "hook emssd_drafters returned <generator object em",
     ),
     "odd_name": (drafter(name="a b"), "the name of a drafter is 'a b'; give a text of letters, digits, "),
-    "no_build": (
-        drafter().replace("lambda config, context: Third()", "None"),
-        "the build of drafter 'third' is None, which cannot be called",
-    ),
-    "no_question": (
-        drafter().replace("Third())]", "Third(), 'no')]"),
-        "unavailable of drafter 'third' is 'no', which cannot be called",
-    ),
+    "no_build": (changed("lambda config, context: Third()", "None"), "the build of drafter 'third' is None, which can"),
+    "no_question": (changed(ENDS, "Third(), 'no')]"), "unavailable of drafter 'third' is 'no', which cannot be called"),
     "no_reason": (
-        drafter().replace("Third())]", "Third(), lambda: True)]"),
+        changed(ENDS, "Third(), lambda: True)]"),
         "unavailable of drafter 'third' returned True; give a reason or None",
     ),
-    "twice": (
-        drafter().replace("return [DrafterSpec(", "return 2 * [DrafterSpec("),
-        "drafter 'third' is already offered by third-party-twice",
-    ),
-    "unavailable": (
-        drafter().replace("Third())]", "Third(), lambda: 1 / 0)]"),
-        "ZeroDivisionError: division by zero",
-    ),
-}  # fmt: skip
+    "twice": (changed(RETURNS, "return 2 * [DrafterSpec("), "drafter 'third' is already offered by third-party-twice"),
+    "unavailable": (changed(ENDS, "Third(), lambda: 1 / 0)]"), "ZeroDivisionError: division by zero"),
+}
 
 
 @looped("name", BROKEN)
@@ -92,7 +85,7 @@ BUILDS = {  # as above
 def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) -> None:
     made, complaint = BUILDS[fault]
     helper = "\ndef third(most):\n    made = Third()\n    made.num_speculative_tokens = most\n    return made\n"
-    install("odd", drafter().replace("config, context: Third()", f"config, context: {made}") + helper)
+    install("odd", changed("config, context: Third()", f"config, context: {made}") + helper)
     registry = Registry()
     spec, config = registry.resolve("drafter", "third")
     with pytest.raises(PluginError) as caught:
@@ -111,23 +104,12 @@ def test_a_drafter_that_cannot_be_built_is_named(fault: str, install: Callable) 
 )
 def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str, install: Callable) -> None:
     hook, record = KINDS[kind]
-    source = drafter().replace("emssd_drafters", hook).replace("DrafterSpec", record.__name__)
+    source = changed("emssd_drafters", hook).replace("DrafterSpec", record.__name__)
     install("odd", source.replace("config, context: Third()", "config: 5"))
     registry = Registry()
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
     assert str(caught.value) == f"{kind} 'third' (third-party-odd 1.2) built int; its build must return {wanted}"
-
-
-def test_options_that_exit_take_nobody_else_down(install: Callable, decode: Callable) -> None:
-    install("odd", drafter(options="value: int = field(default_factory=lambda: __import__('sys').exit(0))"))
-    reason = "drafter 'third' of third-party-odd 1.2 is not loaded: Config cannot be an options class: SystemExit: 0"
-    result = decode("max_new_tokens=2")
-    assert len(result.rows) == 5
-    assert result.err.startswith(f"emssd: warning: {reason}\n")
-    sentence = decode("drafter=third").sentence
-    assert sentence.startswith("unknown drafter 'third'; choose one of anpd, ")
-    assert sentence.endswith(reason)
 
 
 WAITS = "import threading\n[each.join() for each in threading.enumerate() if each.name == 'emssd-slow-plugin']\n"
@@ -157,50 +139,63 @@ def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
             registry.find("drafter", "third")
 
 
+@looped(
+    "source, reason",
+    [
+        ("raise RuntimeError('no licence')",
+         "plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence"),
+        (drafter(options="value: int = field(default_factory=lambda: __import__('sys').exit(0))"),
+         "drafter 'third' of third-party-broken 1.2 is not loaded: Config cannot be an options class: SystemExit: 0"),
+    ],
+)  # fmt: skip
 def test_the_command_line_warns_of_a_broken_plugin_and_runs_unless_it_is_strict(
-    install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
+    source: str, reason: str, install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("broken", "raise RuntimeError('no licence')")
-    reason = "plugin 'broken' of third-party-broken 1.2 is not loaded: RuntimeError: no licence"
+    monkeypatch.delenv("EMSSD_STRICT", raising=False)
+    install("broken", source)
     result = decode("max_new_tokens=2")
     assert result.err.startswith(f"emssd: warning: {reason}\n")
     assert len(result.rows) == 5
+    sentence = decode("drafter=third").sentence
+    assert sentence.startswith("unknown drafter 'third'; choose one of anpd, ")
+    assert sentence.endswith(reason)
     monkeypatch.setenv("EMSSD_STRICT", "1")
     assert decode().sentence == reason
 
 
 def test_a_good_plugin_is_listed_and_takes_options(
-    install: Callable, decode: Callable, emssd: Callable, capsys: pytest.CaptureFixture[str]
+    install: Callable, decode: Callable, emssd: Callable, plugins: Callable
 ) -> None:
     install("good", drafter(options="depth: int = 4\n    names: dict = field(default_factory=dict)"))
-    drafters = emssd("--help").out.partition("  drafter\n")[2].partition("  backend\n")[0].splitlines()
-    assert drafters[0].split()[0] == "anpd"
-    assert "third" in [line.strip() for line in drafters]
     composed = emssd("drafter=third", "drafter.depth=5", "drafter.names.any=7", "--cfg", "job", "-p", "drafter").out
     assert "depth: 5" in composed
     assert "any: 7" in composed
     assert decode("drafter=third", "check=greedy").metrics["check"]["exact"] == 5
-    authoring.main([])
-    (line,) = [line.split() for line in capsys.readouterr().out.splitlines() if " third " in line]
+    (line,) = [line.split() for line in plugins().out.splitlines() if " third " in line]
     assert line == ["drafter", "third", "ready", "third-party-good", "1.2", "–"]
 
 
+def words(text: str) -> list[str]:
+    """The lines of a text, whose words are one space apart."""
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
 def test_the_list_of_plugins_shows_every_state_and_reasons_as_they_stand(
-    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    install: Callable, plugins: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     reason = "pip install 'emssd[cuda]' brings it, and no [/opt/x.so] and no :smile:"
-    install("absent", drafter().replace("Third())]", f"Third(), lambda: {reason!r})]"))
-    authoring.main(["list"])
+    install("absent", changed(ENDS, f"Third(), lambda: {reason!r})]"))
+    absent = f"drafter third unavailable third-party-absent 1.2 {reason}"
+    assert absent in words(plugins("list").out)
     install("broken", "raise RuntimeError('no licence')")
     install("later", drafter())
     with (tmp_path / "site_later" / "third_party_later-1.2.dist-info" / "METADATA").open("a") as metadata:
         metadata.write("Requires-Dist: emssd>=99\n")
-    with pytest.raises(SystemExit) as stop:
-        authoring.main([])
-    assert stop.value.code == 1
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines.count(f"drafter third unavailable third-party-absent 1.2 {reason}") == 2
+    result = plugins()
+    assert result.status == 1
+    lines = words(result.out)
+    assert lines.count(absent) == 1
     assert lines.count("plugin broken failed third-party-broken 1.2 RuntimeError: no licence") == 1
     later = "plugin later failed third-party-later 1.2 it needs emssd>=99, and this is emssd"
     assert any(line.startswith(later) for line in lines)
@@ -257,10 +252,7 @@ def test_the_tables_of_a_run_show_names_as_they_stand(capsys: pytest.CaptureFixt
     assert capsys.readouterr().out.startswith(f"{name}\n")
 
 
-def test_a_plugin_without_metadata_is_listed(
-    install: Callable, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_plugin_without_metadata_is_listed(install: Callable, plugins: Callable, tmp_path: Path) -> None:
     install("bare", drafter())
     (tmp_path / "site_bare" / "third_party_bare-1.2.dist-info" / "METADATA").unlink()
-    authoring.main([])
-    assert any(line.split()[:3] == ["drafter", "third", "ready"] for line in capsys.readouterr().out.splitlines())
+    assert any(line.startswith("drafter third ready") for line in words(plugins().out))

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import runpy
 import signal
-import time
-from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -17,6 +15,8 @@ import pytest
 
 from emssd.integrations import installed
 from tests.support.tiers import looped
+
+from .conftest import jsonl, wait_for_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY = "Ray is not installed: nox -s ray, or pip install 'emssd[ray]'"
@@ -37,21 +37,6 @@ def many(work: Path, model: str) -> list[str]:
     return [f"model.path={model}", *data, "max_new_tokens=60", "ignore_eos=true", "batch_size=2", "progress=false"]
 
 
-def rows(folder: Path) -> dict[str, list[int]]:
-    """The tokens by id; each row is there once."""
-    found = [json.loads(line) for line in (folder / "generations.jsonl").read_text().splitlines()]
-    assert set(Counter(row["id"] for row in found).values()) <= {1}
-    return {row["id"]: row["token_ids"] for row in found}
-
-
-def wait_for_rows(folder: Path, number: int, process: Any) -> None:
-    path, end = folder / "generations.jsonl", time.monotonic() + 240
-    while not path.exists() or path.read_bytes().count(b"\n") < number:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < end, "no rows came"
-        time.sleep(0.02)
-
-
 def workers_of(process: Any) -> list[psutil.Process]:
     found = psutil.Process(process.pid).children(recursive=True)
     return [each for each in found if any("ray::" in word and "_Worker" in word for word in each.cmdline())]
@@ -61,37 +46,35 @@ def workers_of(process: Any) -> list[psutil.Process]:
 def test_every_row_is_there_once_whatever_dies(
     ray: Any, emssd: Callable, start: Callable, many: list[str], work: Path
 ) -> None:
-    on_ray = [*many, "cluster=ray", "cluster.workers=2", "cluster.prompts_per_task=2", "output_dir=job", "resume=true"]
+    on_ray = [*many, "cluster=ray", "cluster.workers=2", "cluster.prompts_per_task=2", "output_dir=out", "resume=true"]
+    path = work / "out" / "generations.jsonl"
     first = start(*on_ray)
-    wait_for_rows(work / "job", 2, first)
+    wait_for_rows(path, 2, first)
     first.send_signal(signal.SIGINT)
     _, err = first.communicate(timeout=120)
     assert first.returncode == 130, err
-    assert "resume=true output_dir=job goes on from there" in err
-    kept = rows(work / "job")
-    assert 2 <= len(kept) < NUM_PROMPTS
+    assert "resume=true output_dir=out goes on from there" in err
+    kept = len(jsonl(path))
+    assert 2 <= kept < NUM_PROMPTS
 
     second = start(*on_ray)
-    wait_for_rows(work / "job", len(kept) + 2, second)
+    wait_for_rows(path, kept + 2, second)
     pair = workers_of(second)
     assert len(pair) == 2
     pair[0].kill()
-    assert len(rows(work / "job")) < NUM_PROMPTS
+    assert len(jsonl(path)) < NUM_PROMPTS
     out, err = second.communicate(timeout=300)
     assert second.returncode == 0, err
     assert not pair[0].is_running()
     assert "on 2 workers" in out
-    assert f"{len(kept)} of {NUM_PROMPTS} rows" in err
+    assert f"{kept} of {NUM_PROMPTS} rows" in err
 
-    there = rows(work / "job")
-    assert len(there) == NUM_PROMPTS
-    metrics = json.loads((work / "job" / "metrics.json").read_text())
-    assert metrics["num_prompts"] == NUM_PROMPTS
-    assert metrics["num_resumed_prompts"] == len(kept)
-    assert emssd(*many, "drafter=none", "output_dir=out").status == 0
-    assert rows(work / "out") == there
-    again = emssd(*many, "output_dir=job", "resume=true")
+    again = emssd(*many, "output_dir=out", "resume=true")
     assert "nothing is left to do" in again.err
+    assert (again.metrics["num_prompts"], again.metrics["num_resumed_prompts"]) == (NUM_PROMPTS, kept)
+    there = again.tokens
+    assert len(there) == NUM_PROMPTS
+    assert emssd(*many, "drafter=none", "output_dir=out", "overwrite=true").tokens == there
 
 
 @pytest.mark.nightly
@@ -103,7 +86,7 @@ def test_a_batch_file_is_answered_with_its_errors(ray: Any, emssd: Callable, mod
     options = [f"model.path={model}", "data=openai_batch", "data.path=r.jsonl", "progress=false"]
 
     def answers(folder: str) -> dict[str, Any]:
-        found = [json.loads(line) for line in (work / folder / "batch_output.jsonl").read_text().splitlines()]
+        found = jsonl(work / folder / "batch_output.jsonl")
         for each in found:
             each["response"]["body"].pop("created", None)
         return {each["custom_id"]: each for each in found}
@@ -152,10 +135,10 @@ def test_options_that_cannot_be(option: str, sentence: str, decode: Callable, mo
 
 
 def test_where_no_prompt_can_be_read_a_file_says_why(
-    decode: Callable, prompts: Path, work: Path, monkeypatch: pytest.MonkeyPatch
+    decode: Callable, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(installed, "version", lambda name: "2.60.0")  # nothing is left for Ray to do
     prompts.write_text("{oops\n")
     result = decode("cluster=ray", "data=jsonl", "on_error=skip")
     assert result.sentence == "none of the 1 prompts can be used; out/errors.jsonl says why"
-    assert "prompts.txt:1 is not JSON" in (work / "out" / "errors.jsonl").read_text()
+    assert "prompts.txt:1 is not JSON" in result.errors["prompts.txt:1"]

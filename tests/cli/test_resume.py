@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
 from emssd.sequences import Generation
+
+from .conftest import RESUME, fenced, jsonl
 
 
 @pytest.fixture
@@ -35,7 +38,6 @@ def half(decode: Callable, own_model: Path) -> Callable[..., Any]:
     return run
 
 
-RESUME = ("overwrite=false", "resume=true")
 OTHER_FILES = (
     "resume=true: the rows in out were made when the files of model.path={} held something else; bring the old ones "
     "back, or start again with overwrite=true or another output_dir"
@@ -67,14 +69,12 @@ def test_rows_of_another_chat_template_are_not_mixed(half: Callable, own_model: 
     [{"n": 9}, {"how": {"temperature": 0.5}}, {"how": {"temperature": 1.0, "seed": 4, "logit_bias": {"9": 1}}}],
     ids=str,
 )
-def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any], emssd: Callable, model: str) -> None:
+def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any], decode_records: Callable) -> None:
     first = {"id": "a", "prompt": "abc", "n": 8, "how": {"temperature": 1, "seed": 4}}
-    options = [f"model.path={model}", "data=jsonl", "data.path=p.jsonl", "data.id_field=id", "output_dir=out"]
-    options += ["data.max_new_tokens_field=n", "data.sampling_field=how", "drafter=none", "progress=false"]
+    options = ("data.id_field=id", "data.max_new_tokens_field=n", "data.sampling_field=how", "drafter=none")
 
     def run(record: dict[str, Any], *arguments: str) -> Any:
-        Path("p.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(record | {'id': 'b'})}\n")
-        return emssd(*options, *arguments)
+        return decode_records([record, record | {"id": "b"}], *options, *arguments)
 
     assert run(first, "data.limit=1").status == 0
     assert run(first | change, "resume=true").sentence == (
@@ -87,14 +87,10 @@ def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any]
 
 def test_rows_of_an_earlier_version_are_kept(half: Callable, work: Path) -> None:
     path = work / "out" / "generations.jsonl"
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = jsonl(path)
     assert all(row.pop("made_with").keys() == {"model", "request"} for row in rows)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert len(half(*RESUME).rows) == 5
-
-
-def _grown(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b"of somebody else\n")
 
 
 def _replaced(path: Path) -> None:
@@ -107,7 +103,7 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
     "removed": (Path.unlink, "is no longer there"),
     "folder removed": (lambda path: shutil.rmtree(path.parent), "is no longer there"),
     "cut": (lambda path: os.truncate(path, path.stat().st_size - 9), "was cut short"),
-    "grown": (_grown, "has grown"),
+    "grown": (lambda path: os.truncate(path, path.stat().st_size + 9), "has grown"),
     "replaced": (_replaced, "is no longer there"),
 }
 
@@ -162,23 +158,49 @@ def test_a_file_of_many_parts_is_known_by_all_of_it(tmp_path: Path, monkeypatch:
     assert len(digests) == 7
 
 
-@pytest.mark.parametrize("name", ["errors.jsonl", "metrics.json", "config.yaml"])
-def test_a_folder_in_the_place_of_a_file(name: str, half: Callable, work: Path) -> None:
-    shutil.rmtree(work / "out")
-    (work / "out" / name).mkdir(parents=True)
-    assert f"out/{name}: Is a directory" in half().sentence
-
-
-def test_a_pipe_in_the_place_of_rows(half: Callable, work: Path) -> None:
+@pytest.mark.parametrize("name", ["errors.jsonl", "metrics.json", "config.yaml", "generations.jsonl"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file(name: str, half: Callable, work: Path) -> None:
     shutil.rmtree(work / "out")
     (work / "out").mkdir()
-    os.mkfifo(work / "out" / "generations.jsonl")
-    said = "out/generations.jsonl is a pipe, and rows go to a file; take it away, or set output_dir to another"
-    assert half().sentence.startswith(said)
-    assert half(*RESUME).sentence.startswith(said)
+    if name != "generations.jsonl":
+        (work / "out" / name).mkdir()
+        assert f"out/{name}: Is a directory" in half().sentence
+        return
+    os.mkfifo(work / "out" / name)
+    said = f"out/{name} is a pipe, and rows go to a file; take it away, or set output_dir to another"
+    assert all(half(*more).sentence.startswith(said) for more in ((), RESUME))
 
 
 @pytest.mark.parametrize("text", ["model: " + "[" * 100_000, "model: " + "{a: " * 500 + "1" + "}" * 500])
 def test_a_config_that_is_nested_too_deeply(text: str, half: Callable, work: Path) -> None:
     (work / "out" / "config.yaml").write_text(text)
     assert "cannot be read (it is no YAML of options: its brackets are nested too deeply)" in half(*RESUME).sentence
+
+
+LONG_JOBS = "long_jobs.md"
+
+
+@pytest.mark.docs
+def test_the_commands_of_the_page_on_long_jobs(emssd: Callable, work: Path) -> None:
+    (records,) = fenced(LONG_JOBS, "json")
+    (work / "questions.jsonl").write_text(f"{records}\n")
+    commands = [shlex.split(line) for block in fenced(LONG_JOBS, "sh") for line in block.splitlines()]
+    assert [command[:3] for command in commands] == [["python", "-m", "emssd"]] * 3
+    first, second, third = (command[3:] for command in commands)
+
+    assert emssd(*first).status == 0
+    path = work / "job" / "generations.jsonl"
+    tokens, lines = {row["id"]: row["token_ids"] for row in jsonl(path)}, path.read_text().splitlines()
+    assert tokens.keys() == {"for", "assert", "lambda"}
+    assert [error["id"] for error in jsonl(work / "job" / "errors.jsonl")] == ["questions.jsonl:3"]
+
+    path.write_text(lines[0] + "\n" + lines[1][:40])
+    assert emssd(*second).status == 0
+    assert {row["id"]: row["token_ids"] for row in jsonl(path)} == tokens
+    assert len(jsonl(path)) == 3
+
+    assert emssd(*third).status == 0
+    rows, limits = jsonl(work / "stopped" / "generations.jsonl"), {"for": 20, "assert": 64, "lambda": 30}
+    assert all(len(row["token_ids"]) <= limits[row["id"]] for row in rows)
+    assert "stop" in {row["finish_reason"] for row in rows}
+    assert not any(" the " in row["text"] or "\n\n" in row["text"] for row in rows)

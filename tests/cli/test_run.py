@@ -1,22 +1,30 @@
-"""A run of the command line: what it writes, what it prints, and that every way to decode gives the same tokens."""
+"""A run of the command line: what it writes, measures and imports, and that each way to decode gives the same."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
-from itertools import count
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from emssd import __version__
+from emssd.__main__ import _spin_briefly
+from emssd.cli import job, provenance
 from emssd.cli.config import RunConfig
 from emssd.cli.job import _most_steps
 from emssd.data.prompts import Prompt
+from emssd.errors import OutOfMemoryError
 from emssd.metrics.stats import PHASES
-from emssd.sequences import Row
+from emssd.model.checkpoint import _MadeEmpty
+
+from .conftest import drafter
 
 RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_length=3")
 
@@ -38,7 +46,7 @@ def test_a_run_writes_a_line_per_prompt_metrics_and_the_config(decode: Callable)
     assert metrics["num_new_tokens"] == sum(len(row["token_ids"]) for row in result.rows)
     config = OmegaConf.load(result.folder / "config.yaml")
     assert (config.drafter.name, config.batch_size, config.max_new_tokens) == ("suffix", 3, 24)
-    assert sorted(path.name for path in result.folder.iterdir()) == ["config.yaml", "generations.jsonl", "metrics.json"]
+    assert result.files.keys() == {"config.yaml", "generations.jsonl", "metrics.json"}
 
 
 def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> None:
@@ -49,9 +57,10 @@ def test_the_table_shows_the_numbers_of_the_metrics_file(decode: Callable) -> No
         if line.startswith("│"):
             label, *cells = (cell.strip() for cell in line.strip("│").split("│"))
             table[label] = cells
-    speed = ("decode_tokens_per_second", "tokens_per_second")
-    for label, key in zip(("tokens/s of steps without prompts", "tokens/s, end to end"), speed, strict=True):
-        ratio = {"decode_tokens_per_second": "speedup", "tokens_per_second": "speedup_end_to_end"}[key]
+    for label, key, ratio in [
+        ("tokens/s of steps without prompts", "decode_tokens_per_second", "speedup"),
+        ("tokens/s, end to end", "tokens_per_second", "speedup_end_to_end"),
+    ]:
         assert table[label] == [f"{metrics[key]:.1f}", f"{greedy[key]:.1f}", f"{metrics[ratio]:.2f}×"]
     for label, key, form in [
         ("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f"),
@@ -86,14 +95,6 @@ def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str],
         assert metrics["num_accepted_tokens"] > 0  # else the comparison would say little
 
 
-def test_check_reports_a_difference(decode: Callable, draft_wrongly: Callable) -> None:
-    draft_wrongly()
-    result = decode(*RETRIEVE, "check=greedy")
-    assert result.metrics["check"]["differences"] > 0
-    assert result.metrics["check"]["details"][0]["margin"] > result.metrics["check"]["details"][0]["tolerance"]
-    assert re.search(r"DIFFERENCE in prompts.txt:\d at new token \d+", result.out)
-
-
 def test_plugin_options_are_set_by_name(decode: Callable) -> None:
     options = (*RETRIEVE, "budget=fixed", "backend=unpad_kv")
     short, long = (decode(*options, f"drafter.match_length={length}").metrics for length in (1, 6))
@@ -125,51 +126,34 @@ def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
     assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
 
 
-def failing_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the engine run out of memory in step `number`, as a device does."""
-    from emssd.decoding.engine import Engine
-    from emssd.errors import OutOfMemoryError
-
-    step, steps = Engine.step, count(1)
-
-    def fails(engine: Engine) -> list[Row]:
-        if next(steps) == number:
-            raise OutOfMemoryError("out of memory")
-        return step(engine)
-
-    monkeypatch.setattr(Engine, "step", fails)
-
-
-def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, fail_at: Callable) -> None:
     assert decode().metrics
-    failing_at(35, monkeypatch)
+    fail_at(35, OutOfMemoryError("out of memory"))
     result = decode("batch_size=1", "drafter=none")
     assert result.sentence == "out of memory"
-    assert not (result.folder / "metrics.json").exists()
+    assert "metrics.json" not in result.files
     assert 0 < len(result.rows) < 5
 
 
-def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(
-    decode: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = decode()
-    before = {path.name: path.read_text() for path in first.folder.iterdir()}
+def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(decode: Callable, fail_at: Callable) -> None:
+    before = decode().files
     assert decode("data.path=missing.txt").status == 2
-    failing_at(3, monkeypatch)
-    assert decode("max_new_tokens=20").sentence == "out of memory"
-    assert {path.name: path.read_text() for path in first.folder.iterdir()} == before
+    fail_at(3, OutOfMemoryError("out of memory"))
+    result = decode("max_new_tokens=20")
+    assert result.sentence == "out of memory"
+    assert result.files == before
 
 
 @pytest.mark.parametrize("there", [[], ["deep"], ["deep", "deep/er"]], ids=len)
 def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
-    there: list[str], decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch
+    there: list[str], decode: Callable, work: Path, fail_at: Callable
 ) -> None:
     for folder in there:
         (work / folder).mkdir()
     before = sorted(work.rglob("*"))
     assert decode("data.path=missing.txt", "output_dir=deep/er").status == 2
     assert sorted(work.rglob("*")) == before
-    failing_at(3, monkeypatch)
+    fail_at(3, OutOfMemoryError("out of memory"))
     assert decode("output_dir=deep/er").sentence == "out of memory"
     assert sorted(work.rglob("*")) == before
 
@@ -203,3 +187,115 @@ def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_g
     assert "without model.compile" not in result.err
     config = OmegaConf.load(result.folder / "config.yaml")
     assert (config.model.compile, config.backend.kernels) == (True, "fused")
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The events, in order: a measurement is quick here, and takes as many seconds as there are threads."""
+    happened: list[str] = []
+    assemble = job.Engine.assemble
+
+    def best_seconds(*_: Any) -> float:
+        happened.append("measured")
+        return float(torch.get_num_threads())
+
+    def assembled(*arguments: Any, **options: Any) -> Any:
+        happened.append("engine")
+        return assemble(*arguments, **options)
+
+    monkeypatch.setattr(provenance, "_best_seconds", best_seconds)
+    monkeypatch.setattr(job.Engine, "assemble", assembled)
+    provenance._measured_rates.cache_clear()
+    yield happened
+    provenance._measured_rates.cache_clear()
+
+
+def test_rates_are_measured_once_for_each_number_of_threads(
+    measured: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rates(threads: int) -> tuple[float, float]:
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return provenance.machine_rates(torch.device("cpu"), torch.float32)
+
+    one, two = rates(1), rates(2)
+    assert two == (one[0] / 2, one[1] / 2)
+    assert rates(1) == one
+    assert len(measured) == 4  # a bandwidth and a rate of arithmetic for each
+
+
+def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], emssd: Callable) -> None:
+    result = emssd("-m", "experiment=fig1", "size=toy", "method=greedy,vanilla", "output_dir=out", "progress=false")
+    assert result.status == 0, result.err
+    assert measured == ["measured", "measured", "engine", "engine"]
+
+
+def test_a_run_of_no_experiment_measures_nothing(measured: list[str], decode: Callable) -> None:
+    assert decode().metrics["hardware"] == provenance.hardware(torch.device("cpu"))
+    assert measured == ["engine"]
+
+
+def test_metrics_say_which_plugins_of_which_versions_ran(install: Callable, decode: Callable) -> None:
+    install("good", drafter())
+    metrics = decode("drafter=third", "check=greedy").metrics
+    ours = {"distribution": "emssd", "version": __version__}
+    beside = [{"kind": "backend", "name": "ragged"} | ours, {"kind": "budget", "name": "adaptive"} | ours,
+              {"kind": "data", "name": "text"} | ours]  # fmt: skip
+    third = {"kind": "drafter", "name": "third", "distribution": "third-party-good", "version": "1.2"}
+    assert metrics["plugins"] == [third, *beside]
+
+
+def test_drafters_that_another_combines_are_among_them_and_those_of_earlier_runs_are_not(decode: Callable) -> None:
+    result = decode("-m", "drafter=cascade", "drafter.drafters=[llma,pld],[pld,none]", "max_new_tokens=2")
+    assert result.status == 0, result.err
+    kept = [json.loads((result.folder / number / "metrics.json").read_text())["plugins"] for number in "01"]
+    names = [{each["name"] for each in found if each["kind"] == "drafter"} for found in kept]
+    assert names == [{"cascade", "llma", "pld"}, {"cascade", "pld", "none"}]
+
+
+# What only training, data frames and plots need. Not Dynamo and `accelerate`: Transformers imports them.
+HEAVY = (
+    "scipy",
+    "pandas",
+    "matplotlib",
+    "sklearn",
+    "torchvision",
+    "transformers.trainer",
+    "emssd_train",
+)
+PROGRAM = """
+import json, os, sys
+from emssd.__main__ import main
+
+assert "torch" not in sys.modules  # libgomp reads the environment when torch is imported
+main()
+assert {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ)
+with open("modules.json", "w") as file:
+    json.dump(sorted(sys.modules), file)
+"""
+
+
+@pytest.mark.costly("a process of its own")
+def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM, "data.limit=1", "max_new_tokens=2", "progress=false"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    assert "emssd.decoding.engine" in modules
+    assert [name for name in HEAVY if name in modules] == []
+
+
+@pytest.mark.parametrize(
+    ("mine", "then"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
+)
+def test_threads_spin_briefly_unless_the_environment_says_how(
+    mine: dict[str, str], then: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", dict(mine))
+    _spin_briefly()
+    assert os.environ.get("GOMP_SPINCOUNT") == then
+
+
+def test_numbers_for_tensors_without_memory_are_left_out() -> None:
+    with _MadeEmpty():
+        there, absent = torch.nn.Embedding(2, 3), torch.nn.Embedding(2, 3, device="meta")
+    assert absent.weight.is_meta
+    assert there.weight.std() > 0

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,17 +20,10 @@ from tests.support.tiers import looped
 
 
 @pytest.fixture
-def chat(emssd: Callable, chat_model: str, work: Path) -> Callable[..., Any]:
-    """``chat(records, *arguments)`` decodes a few tokens for each of the records."""
-
-    def run(records: list[Any], *arguments: object) -> Any:
-        (work / "f.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return emssd(
-            f"model.path={chat_model}", "data=jsonl", "data.path=f.jsonl", "data.chat=true", "max_new_tokens=3",
-            "output_dir=out", "overwrite=true", "progress=false", *arguments,
-        )  # fmt: skip
-
-    return run
+def chat(decode_records: Callable, chat_model: str) -> Callable[..., Any]:
+    """``chat(prompt, *arguments)`` decodes a few tokens for it."""
+    options = (f"model.path={chat_model}", "data.chat=true", "max_new_tokens=3", "overwrite=true")
+    return lambda prompt, *arguments: decode_records([{"prompt": prompt}], *options, *arguments)
 
 
 def tokens_after(model: str, text: str) -> list[int]:
@@ -62,18 +53,10 @@ ASK = {"role": "user", "content": "he"}
 def test_prompts_go_through_the_chat_template(
     prompt: Any, arguments: list[str], text: str, chat: Callable, chat_model: str
 ) -> None:
-    (row,) = chat([{"prompt": prompt}], *arguments).rows
+    (row,) = chat(prompt, *arguments).rows
     assert row["num_prompt_tokens"] == len(text) - len("<s>") + 1
     assert row["token_ids"] == tokens_after(chat_model, text)
     assert row["prompt"] == ("Q: hi" if "Q" in text else prompt)
-
-
-def test_a_tokenizer_without_a_chat_template(chat: Callable, model: str) -> None:
-    assert chat([{"prompt": "x"}], f"model.path={model}").sentence == (
-        "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-        "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
-        "/v1/completions"
-    )
 
 
 def test_a_conversation_for_the_library_has_one_bos() -> None:
@@ -127,10 +110,6 @@ def test_stop_strings_as_they_are_typed(
     monkeypatch.setattr(intake, "StopStrings", remember)
     assert decode(option, "max_new_tokens=2").status == 0
     assert made == [strings]
-
-
-def test_an_empty_stop_string(decode: Callable) -> None:
-    assert decode("stop=['']").sentence == "stop holds ''; every stop string is a text of at least one character"
 
 
 def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bool, total: int, done: int) -> str:

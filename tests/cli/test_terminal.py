@@ -32,21 +32,16 @@ class Failing(io.TextIOWrapper):
         return len(text)
 
 
-def full(takes: int = 0) -> Failing:
-    return Failing(OSError(28, "No space left on device"), takes)
-
-
-def closed(takes: int = 0) -> Failing:
-    return Failing(BrokenPipeError(32, "Broken pipe"), takes)
+FULL, CLOSED = OSError(28, "No space left on device"), BrokenPipeError(32, "Broken pipe")
 
 
 @pytest.fixture
-def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], io.BytesIO]:
+def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.BytesIO]:
     """``narrow(encoding)`` makes stdout one of this encoding, as PYTHONIOENCODING does; returns what it gets."""
 
-    def make(encoding: str) -> io.BytesIO:
+    def make(encoding: str, name: str = "stdout") -> io.BytesIO:
         raw = io.BytesIO()
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding, write_through=True))
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(raw, encoding=encoding, write_through=True))
         return raw
 
     return make
@@ -61,9 +56,7 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], io.BytesIO]:
         (lambda: rest(["--help"]), b"datastores"),
     ],
 )
-def test_any_encoding_will_do(
-    encoding: str, command: Callable[[], object], some: bytes, narrow: Callable[[str], io.BytesIO]
-) -> None:
+def test_any_encoding_will_do(encoding: str, command: Callable[[], object], some: bytes, narrow: Callable) -> None:
     raw = narrow(encoding)
     try:
         command()
@@ -74,11 +67,8 @@ def test_any_encoding_will_do(
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_a_run_prints_what_an_encoding_has(
-    encoding: str, decode: Callable, monkeypatch: pytest.MonkeyPatch, narrow: Callable[[str], io.BytesIO]
-) -> None:
-    out = narrow(encoding)
-    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(err := io.BytesIO(), encoding=encoding, write_through=True))
+def test_a_run_prints_what_an_encoding_has(encoding: str, decode: Callable, narrow: Callable) -> None:
+    out, err = narrow(encoding), narrow(encoding, "stderr")
     result = decode("progress=true")
     assert result.status == 0
     assert b"| acceptance length ? (bonus included)" in out.getvalue()
@@ -97,12 +87,12 @@ def test_no_terminal_is_too_narrow(columns: str, decode: Callable, monkeypatch: 
     assert decode("progress=true", "check=greedy", "max_new_tokens=4").status == 0
 
 
-@pytest.mark.parametrize(("stream", "status"), [(full, 2), (closed, 0)], ids=["full", "closed"])
+@pytest.mark.parametrize(("error", "status"), [(FULL, 2), (CLOSED, 0)], ids=["full", "closed"])
 @pytest.mark.parametrize("takes", [0, 100])
 def test_results_are_written_though_stdout_takes_nothing(
-    stream: Callable[[int], Failing], status: int, takes: int, decode: Callable, monkeypatch: pytest.MonkeyPatch
+    error: OSError, status: int, takes: int, decode: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdout", stream(takes))
+    monkeypatch.setattr(sys, "stdout", Failing(error, takes))
     result = decode("-m", "drafter=none,llma", "max_new_tokens=4")
     assert result.status == status
     last = result.err.splitlines()[-1]
@@ -115,50 +105,36 @@ def test_results_are_written_though_stdout_takes_nothing(
 
 
 def test_a_run_goes_on_without_stderr(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", full())
+    monkeypatch.setattr(sys, "stderr", Failing(FULL))
     assert decode("progress=true").metrics
 
 
+def status_of(command: Callable[[], object]) -> object:
+    """The status that a program of this command ends with."""
+    with pytest.raises(SystemExit) as stop:
+        steady("program")(command)()
+    return stop.value.code
+
+
 def test_a_failed_command_keeps_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", full())
-
-    @steady("program")
-    def command() -> None:
-        print("something")
-        raise SystemExit(7)
-
-    with pytest.raises(SystemExit) as stop:
-        command()
-    assert stop.value.code == 7
+    monkeypatch.setattr(sys, "stdout", Failing(FULL))
+    assert status_of(lambda: (print("something"), sys.exit(7))) == 7
 
 
-def test_help_that_cannot_be_printed_is_a_failure(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdout", full())
-    with pytest.raises(SystemExit) as stop:
-        plugins(["--help"])
-    assert stop.value.code == 2
-    assert capsys.readouterr().err.startswith("emssd-plugins: error: cannot print to stdout: No space left on device")
+def test_help_that_cannot_be_printed_is_a_failure(plugins: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Failing(FULL))
+    assert plugins("--help").sentence.startswith("cannot print to stdout: No space left on device")
 
 
-@pytest.fixture
-def pipe() -> Iterator[int]:
-    """A pipe that nobody reads: its end to write to."""
+def test_python_itself_does_not_fail_over_what_is_left_in_a_closed_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
     read, write = os.pipe()
     os.close(read)
-    yield write
-    os.close(write)
-
-
-def test_python_itself_does_not_fail_over_what_is_left_in_a_closed_pipe(
-    pipe: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream = open(pipe, "w", closefd=False)  # noqa: SIM115  # closed below, which must not fail
+    stream = open(write, "w", closefd=False)  # noqa: SIM115  # closed below, which must not fail
     monkeypatch.setattr(sys, "stdout", stream)
     with steady("program"):
         print("something")
     stream.close()
+    os.close(write)
 
 
 @pytest.fixture(autouse=True)
@@ -170,9 +146,7 @@ def same_signals() -> Iterator[None]:
 
 
 def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop, steady("program"):
-        os.kill(os.getpid(), signal.SIGINT)
-    assert stop.value.code == INTERRUPTED
+    assert status_of(lambda: os.kill(os.getpid(), signal.SIGINT)) == INTERRUPTED
     assert capsys.readouterr().err == "program: interrupted\n"
 
 
@@ -181,15 +155,12 @@ def test_ctrl_c_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
-    @steady("program")
     def command() -> None:
         Finalized()
         signal.pause()
 
     hook = sys.unraisablehook
-    with pytest.raises(SystemExit) as stop:
-        command()
-    assert stop.value.code == INTERRUPTED
+    assert status_of(command) == INTERRUPTED
     assert "program: interrupted" in capsys.readouterr().err
     assert sys.unraisablehook is hook
 
@@ -198,15 +169,13 @@ def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatc
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)
 
-    @steady("program")
     def command() -> None:
         try:
             os.kill(os.getpid(), signal.SIGINT)
         finally:
             os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(SystemExit):
-        command()
+    assert status_of(command) == INTERRUPTED
     assert ended == [INTERRUPTED]
     with pytest.raises(KeyboardInterrupt):  # only because `_exit` came back
         os.kill(os.getpid(), signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Mistakes at the command line: a sentence on stderr and status 2."""
+"""Mistakes of users: one sentence on stderr, exit status 2, no traceback, and nothing lost."""
 
 from __future__ import annotations
 
@@ -51,6 +51,10 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
 SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
     "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
+    "stop=['']": "stop holds ''; every stop string is a text of at least one character",
+    "resume=true overwrite=true output_dir=out":
+        "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one",
+    "resume=true": "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
     "repeat=0": "repeat is 0; it must be at least 1",
     "max_step_tokens=-1": "max_step_tokens is -1; it must be at least 1",
@@ -101,16 +105,10 @@ SENTENCES = {
         "model.architecture makes no model of type 'optt': Unrecognized model identifier: optt. …",
     f"{SHAPE} ++model.architecture.hidden_sze=64":
         "model.architecture of type 'llama' has no value 'hidden_sze'; did you mean 'hidden_size'?",
-    "sampling.n=0": "sampling.n is 0; it must be a whole number of at least 1…",
     "sampling.n=2":
         "sampling.n is 2 at temperature 0, which would give 2 equal texts; raise temperature, or leave n out",
-    "sampling.n=1.5": "sampling.n…",
-    "sampling.logprobs=-1": "sampling.logprobs is -1; it must be a whole number of at least 0, or None, which is off",
     "sampling.logprobs=100000": "sampling.logprobs is 100000, but the model's vocabulary has…",
-    "sampling.m=1": "sampling has no option 'm'…",
     "sampling.temperature=-1": "sampling.temperature is -1.0; it must be 0 or at least 1e-06",
-    "sampling.top_p=0": "sampling.top_p is 0.0; it must be above 0, and at most 1…",
-    "sampling.top_p=2": "sampling.top_p is 2.0; it must be above 0, and at most 1…",
     "sampling.top_q=1": "sampling has no option 'top_q'; did you mean 'top_p'?…",
     "sampling.top_k=many": "sampling.top_k…",
     "sampling.method=residul": "sampling.method: Invalid value 'residul', expected one of [coupled, residual]…",
@@ -173,8 +171,7 @@ def test_a_value_with_signs_of_its_own_is_given_back_in_quotes(emssd: Callable) 
 
 
 def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: Callable) -> None:
-    options = ("drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "data.limit=1", "max_new_tokens=2")
-    sentence = emssd("-m", *options, "output_dir=out", "progress=false").sentence
+    sentence = emssd("-m", "drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "output_dir=out").sentence
     assert sentence.startswith(
         "drafter 'llma' has no option 'num_speculative_tokens', which belongs to drafter=anpd, dflash, draft_model, "
     )
@@ -216,3 +213,83 @@ def test_a_strangers_preset_is_held_to_the_same(emssd: Callable, work: Path) -> 
     assert emssd(*options).sentence.startswith(
         "In 'budget/mine': ValidationError raised while composing config: Value 'lo"
     )
+
+
+OFFERED = {
+    "drafter": ["draft_model", "llma", "llma_original", "none"],
+    "backend": ["flashinfer", "padded", "ragged", "unpad_both", "unpad_inputs", "unpad_kv"],
+    "data": ["cnn_dailymail", "demo", "gsm8k", "hf", "jsonl", "mt_bench", "spec_bench", "text"],
+}
+
+
+@looped("kind", OFFERED)
+def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Callable) -> None:
+    sentence = decode(f"{kind}=lama").sentence
+    guess = " did you mean 'llma'?" if kind == "drafter" else ""
+    assert sentence.startswith(f"unknown {kind} 'lama';{guess} choose one of ")
+    assert set(OFFERED[kind]) <= set(sentence.partition("choose one of ")[2].split(", "))
+
+
+@looped("arguments", ["drafter=none,lama", "drafter=lama,none"])
+def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(arguments: str, decode: Callable) -> None:
+    result = decode("-m", arguments)
+    assert result.sentence.startswith("unknown drafter 'lama'; did you mean 'llma'? ")
+    assert result.files.keys() == {"multirun.yaml"}  # Hydra's own; no run
+
+
+@looped("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
+def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
+    (work / "notes.txt").write_text("not a model")
+    said = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a model id of the "
+    said += "Hugging Face hub, or 'demo' for the embedded model."
+    assert_said(decode(f"model.path={path}").sentence, said)
+
+
+def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> None:
+    (work / "taken").write_text("")
+    sentence = decode("output_dir=taken/out").sentence
+    assert sentence == "cannot write to output_dir=taken/out: Not a directory; set output_dir to a writable folder"
+
+
+@looped("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])
+def test_flashinfer_without_cuda_says_why_not_and_what_instead(choice: str, decode: Callable) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    result = decode(*choice.split())
+    assert result.sentence.startswith("backend 'flashinfer' is not available: it needs an NVIDIA GPU, and ")
+    assert result.sentence.endswith("; use backend=ragged, which runs on any device.")
+    assert not list(result.folder.glob("*/"))  # no run
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
+@pytest.mark.parametrize("name", ["generations.jsonl", "config.yaml", "metrics.json"])
+def test_a_full_disk(name: str, decode: Callable, work: Path) -> None:
+    (work / "out").mkdir()
+    (work / "out" / (name if name == "generations.jsonl" else f"{name}.part")).symlink_to("/dev/full")
+    result = decode()
+    kept = "finished rows stay in out, and resume=true keeps them"
+    if name == "generations.jsonl":
+        kept = "the rows before are kept. Make room, and go on with resume=true"
+    assert result.sentence == f"cannot write out/{name}: No space left on device; {kept}"
+    assert name != "metrics.json" or len(result.rows) == 5
+
+
+def test_ctrl_c_keeps_the_finished_rows(decode: Callable, fail_at: Callable) -> None:
+    fail_at(35, KeyboardInterrupt())
+    result = decode("batch_size=1", "drafter=none")
+    assert result.status == 130
+    assert result.err.endswith(
+        "emssd: interrupted; the rows that were finished are in out/, "
+        "and resume=true output_dir=out goes on from there\n"
+    )
+    assert 1 <= len(result.rows) < 5
+    assert "metrics.json" not in result.files
+
+
+@looped("argument", ["batch_size", "drafter", "model.path"])
+def test_of_a_long_value_the_beginning_is_repeated(argument: str, emssd: Callable) -> None:
+    sentence = emssd(f"{argument}={3000 * 'x'}", "output_dir=out").sentence
+    assert "xxxx" in sentence or "File name too long" in sentence
+    assert len(sentence) < 1000

@@ -46,27 +46,17 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
 }
 SHELL = {".", "cd", "emssd-lm-eval", "export", "git", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
 MODULES = {"python -m build", "python -m emssd_train.demo", "python -m emssd_train.demo.head", "python -m pip"}
-QUOTED = {  # files that a test runs, or nox -s example_plugin
-    "examples/library.py",
-    "examples/sampling.py",
-    "examples/two_ways.py",
-    "examples/similar_places.py",
-    "examples/entropy_budget.py",
-    "examples/hf_generate.py",
-    "examples/ray_data.py",
-    "examples/trl_grpo.py",
-    "examples/my_drafters.py",
-    "examples/vllm_generate.py",
-    "examples/tensor_parallel.py",
-    "examples/plugins/bigram/emssd_bigram/__init__.py",
-    "examples/plugins/bigram/emssd_bigram/drafter.py",
-    "examples/plugins/bigram/tests/test_bigram.py",
-    "examples/plugins/one_more/emssd_one_more/__init__.py",
-    "examples/plugins/one_more/emssd_one_more/policy.py",
-    "examples/plugins/one_more/tests/test_one_more.py",
-    "examples/plugins/per_row/emssd_per_row/__init__.py",
-    "examples/plugins/per_row/emssd_per_row/backend.py",
-    "examples/plugins/per_row/tests/test_per_row.py",
+PLUGINS = {  # by folder: the kind and the hook of what it offers, and the module of that
+    "bigram": ("drafter", "drafters", "drafter"),
+    "per_row": ("backend", "attention_backends", "backend"),
+    "one_more": ("budget", "budget_policies", "policy"),
+}
+_SCRIPTS = ("library", "sampling", "two_ways", "similar_places", "entropy_budget", "hf_generate", "ray_data",
+            "trl_grpo", "my_drafters", "vllm_generate", "tensor_parallel")  # fmt: skip
+QUOTED = {f"examples/{name}.py" for name in _SCRIPTS} | {  # files that a test runs, or nox -s example_plugin
+    f"examples/plugins/{name}/{path}.py"
+    for name, (_, _, module) in PLUGINS.items()
+    for path in (f"emssd_{name}/__init__", f"emssd_{name}/{module}", f"tests/test_{name}")
 }
 
 
@@ -116,18 +106,16 @@ def store() -> Iterator[None]:
     registry = Registry()
     register_configs(registry)
     with pytest.MonkeyPatch.context() as patch:
-        for name, hook in (("repeat_last/emssd_example_repeat", "drafters"), ("bigram/emssd_bigram", "drafters"),
-                           ("per_row/emssd_per_row", "attention_backends"),
-                           ("one_more/emssd_one_more", "budget_policies")):  # fmt: skip
+        offered = {f"{name}/emssd_{name}": offer for name, offer in PLUGINS.items()}
+        for name, (group, hook, _) in (offered | {"repeat_last/emssd_example_repeat": PLUGINS["bigram"]}).items():
             folder, module = name.split("/")
             patch.syspath_prepend(str(EXAMPLES / folder))
             (spec,) = getattr(__import__(module), f"emssd_{hook}")()
-            group = {"drafters": "drafter", "attention_backends": "backend", "budget_policies": "budget"}[hook]
             config_store.store(group=group, name=spec.name, node=OmegaConf.structured(spec.config))
         yield
     config_store.repo = before
-    for name in ("emssd_example_repeat", "emssd_bigram", "emssd_per_row", "emssd_one_more"):
-        del sys.modules[name]
+    for name in ("example_repeat", *PLUGINS):
+        del sys.modules[f"emssd_{name}"]
 
 
 def test_commands_are_found() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
@@ -69,3 +72,35 @@ def test_sampled_tokens_on_cuda_are_those_on_the_cpu(drafter: str) -> None:
         engine = Engine.assemble(target, None, drafter=drafter if device == "cuda" else "none", backend="ragged")
         texts.append([done.token_ids for done in engine.generate(PROMPTS, 24, sampling=params)])
     assert texts[0] == texts[1]
+
+
+ENDS = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.layers.0": 0}
+MAPS = {
+    "cpu": ENDS | {"model.layers.1": "cpu", "model.norm": "cpu", "lm_head": "cpu"},
+    "two GPUs": ENDS | {"model.layers.1": 1, "model.norm": 1, "lm_head": 1},
+    "head on the first": ENDS | {"model.layers.1": 1, "model.norm": 1, "lm_head": 0},
+}
+
+
+@pytest.mark.parametrize("drafter", ["none", "llma", "lookahead"])
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+@pytest.mark.parametrize("name", MAPS)
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_tokens_of_layers_on_several_devices_equal_greedy_decoding_on_the_cpu(
+    architecture: str, name: str, backend: str, drafter: str, tmp_path: Path
+) -> None:
+    pytest.importorskip("accelerate", reason="model.device_map needs accelerate: pip install 'emssd[devices]'")
+    if name != "cpu" and torch.cuda.device_count() < 2:
+        pytest.skip("this map needs two CUDA GPUs")
+    from transformers import AutoModelForCausalLM
+
+    tiny_model(architecture).save_pretrained(tmp_path)
+    device_map: Any = MAPS[name]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, device_map=device_map)
+    expected = [greedy_reference(tiny_model(architecture), prompt, 24, {2}) for prompt in PROMPTS]
+    engine = Engine.from_model(model, drafter=drafter, backend=backend, batch_size=3)
+    second = device_map["model.layers.1"]  # weights on the host are copied to the first GPU
+    devices = [torch.device("cuda", number) for number in (0, 0 if second == "cpu" else second)]
+    assert engine.target.device == torch.device("cuda", device_map["lm_head"] if name != "cpu" else 0)
+    assert engine.target.devices == (() if {*devices} == {engine.target.device} else tuple(devices))
+    assert [list(row.token_ids) for row in engine.generate(PROMPTS, 24)] == expected

@@ -42,10 +42,12 @@ def run(*command: object, cwd: Path) -> str:
     return done.stdout
 
 
-def test_it_is_not_the_checkout(wheel: Path) -> None:
+def test_it_is_not_the_checkout_and_small(wheel: Path) -> None:
     package = Path(emssd.__file__).parent
     assert package.parent.name == "site-packages"
     assert conf_dir() == package / "conf"
+    assert distribution("emssd").version == emssd.__version__
+    assert wheel.stat().st_size < 25 * MEGABYTE
 
 
 def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> None:
@@ -60,14 +62,6 @@ def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> Non
     assert not [name for name in ours if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]
 
 
-def test_the_wheel_is_small(wheel: Path) -> None:
-    assert wheel.stat().st_size < 25 * MEGABYTE
-
-
-def test_the_version_is_told_once() -> None:
-    assert distribution("emssd").version == emssd.__version__
-
-
 def test_every_plugin_loads() -> None:
     registry = Registry()
     mine = [record for record in registry.records if record.distribution == "emssd"]
@@ -75,20 +69,15 @@ def test_every_plugin_loads() -> None:
     assert {point.name for point in entry_points(group="emssd")} >= {"builtin", "llma", "none", "padded", "ragged"}
 
 
-_PRESETS = [path for path in sorted(conf_dir().glob("*/*.yaml")) if path.parent.name != "sweep"]  # parts of experiments
-
-
-def test_every_preset_composes() -> None:
-    for path in _PRESETS:
+def test_every_preset_composes_and_none_was_left_behind() -> None:
+    paths = [path for path in conf_dir().glob("*/*.yaml") if path.parent.name != "sweep"]  # parts of experiments
+    groups = {path.name for path in conf_dir().iterdir() if path.is_dir()}
+    assert {path.parent.name for path in paths} == groups - {"sweep"} >= {"backend", "data", "drafter", "model"}
+    assert list((conf_dir() / "sweep").glob("*.yaml"))
+    for path in paths:
         group, name = path.parent.name, path.stem
         with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
             assert group in hydra.compose("config", [f"{group}={name}"]), path
-
-
-def test_no_preset_was_left_behind() -> None:
-    groups = {path.name: len(list(path.glob("*.yaml"))) for path in conf_dir().iterdir() if path.is_dir()}
-    assert set(groups) >= {"backend", "data", "drafter", "model"}
-    assert all(groups.values())
 
 
 def test_the_console_scripts_work(tmp_path: Path) -> None:

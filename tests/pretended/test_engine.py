@@ -65,14 +65,10 @@ def head(write: Callable[..., Any], **options: Any) -> Callable[[Path], dict[str
 
 
 CASES = {
-    "none": Case(llama, "none"),
-    "llma": Case(llama, "llma"),
-    "pld": Case(llama, "pld"),
-    "suffix": Case(llama, "suffix"),
-    "lookahead": Case(llama, "lookahead"),
-    "token_recycling": Case(llama, "token_recycling"),
-    "early_exit": Case(llama, "early_exit"),
-    "draft_model": Case(llama, "draft_model"),
+    **{
+        name: Case(llama, name)
+        for name in ("none", "llma", "pld", "suffix", "lookahead", "token_recycling", "early_exit", "draft_model")
+    },
     "eagle": Case(perfect_target, "eagle", head(write_perfect_eagle)),
     "eagle3": Case(perfect_target, "eagle3", head(write_perfect_eagle3)),
     "eagle_chain": Case(perfect_target, "eagle", head(write_perfect_eagle, tree="chain")),

@@ -11,7 +11,7 @@ import pytest
 
 from emssd.report import figures
 from emssd.report.rows import Material, Row, parse
-from emssd.report.sections import Section, sections
+from emssd.report.sections import sections
 from emssd.report.tables import Table
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
@@ -41,31 +41,16 @@ def value(experiment: str = "fig1", method: str | None = "vanilla", **changes: A
         "decode_seconds": dict.fromkeys(PHASES, 0.01),
         "median_decode_step_seconds": 0.006,
     }
+    backend = "ragged" if method and method.startswith("ragged") else "padded"
+    hardware = {"processor": "made up | for tests", "cores": 2, "threads": 2, "device": "cpu"}
     row = {
-        "experiment": experiment,
-        "size": "small",
-        "job": 0,
-        "repeat": 1,
+        "experiment": experiment, "size": "small", "job": 0, "repeat": 1,
         "overrides": ["model=demo", f"experiment={experiment}", "repeat=1", f"batch_size={size}", "drafter=llma"],
-        "method": method,
-        "speculate": speculate,
-        "batch_size": size,
-        "model": "demo",
-        "random_weights": False,
-        "replay": None,
-        "drafter": "llma",
-        "drafter_options": "llma",
-        "backend": "ragged" if method and method.startswith("ragged") else "padded",
-        "backend_options": "ragged" if method and method.startswith("ragged") else "padded",
-        "budget": "fixed",
-        "budget_options": "fixed",
-        "data": "demo",
-        "data_label": "demo",
-        "dtype": "float32",
-        "compiled": False,
-        "max_new_tokens": 64,
-        "batching": "static",
-        "options": [],
+        "method": method, "speculate": speculate, "batch_size": size, "batching": "static", "max_new_tokens": 64,
+        "model": "demo", "random_weights": False, "dtype": "float32", "compiled": False, "options": [],
+        "drafter": "llma", "drafter_options": "llma", "replay": None,
+        "backend": backend, "backend_options": backend, "budget": "fixed", "budget_options": "fixed",
+        "data": "demo", "data_label": "demo",
         "metrics": metrics,
         "samples": {
             "acceptance_length": [1.5, 2.5, 2.0, 3.0, 1.0, 2.0],
@@ -73,27 +58,15 @@ def value(experiment: str = "fig1", method: str | None = "vanilla", **changes: A
             "num_new_tokens": [64, 64, 64, 64, 30, 64],
         },
         "costs": {
-            "weight_bytes": 4_000_000,
-            "kv_bytes_per_token": 2_000,
-            "matmul_parameters": 1_000_000,
+            "weight_bytes": 4_000_000, "kv_bytes_per_token": 2_000, "matmul_parameters": 1_000_000,
             "attention_flops_per_kv_token": 500,
         },
         "provenance": {
-            "command": f"python -m emssd -m experiment={experiment}",
-            "commit": "abc1234",
-            "date": "2026-11-21",
+            "command": f"python -m emssd -m experiment={experiment}", "commit": "abc1234", "date": "2026-11-21",
             "versions": {"emssd": "0.1.0", "torch": "2.13.0"},
-            "hardware": {
-                "processor": "made up | for tests",
-                "cores": 2,
-                "threads": 2,
-                "device": "cpu",
-                "bytes_per_second": 1e10,
-                "flops_per_second": 1e11,
-            },
-            "seed": {"data": 0},
+            "hardware": hardware | {"bytes_per_second": 1e10, "flops_per_second": 1e11}, "seed": {"data": 0},
         },
-    }
+    }  # fmt: skip
     for name, new in changes.items():
         if name.startswith("metrics_"):
             metrics[name.removeprefix("metrics_")] = new
@@ -136,19 +109,21 @@ def simulation() -> dict[str, Any]:
     }
 
 
-def section_of(rows: Iterable[dict[str, Any]], name: str) -> Section | None:
-    """The section `name` of a report on these rows."""
+def section_of(rows: Iterable[dict[str, Any]], name: str) -> Any:
+    """The section `name` of a report on these rows; None where it has none."""
     parsed = [each for row in rows if isinstance(each := parse(row, "rows.jsonl"), Row)]
     return next((section for section in sections(Material(parsed, [], [])) if section.name == name), None)
 
 
 def tables_of(rows: Iterable[dict[str, Any]], name: str) -> list[Table]:
-    """The tables of that section, whose plots are not drawn, as each takes a quarter of a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(figures, "_svg", lambda *_, **__: "")
-        section = section_of(rows, name)
-    assert section is not None
-    return [block for block in section.blocks if isinstance(block, Table)]
+    """The tables of that section."""
+    return [block for block in section_of(rows, name).blocks if isinstance(block, Table)]
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are empty; each would take a quarter of a second."""
+    monkeypatch.setattr(figures, "_svg", lambda *_, **__: "")
 
 
 def write(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:
@@ -157,6 +132,13 @@ def write(folder: Path, rows: Iterable[dict[str, Any]]) -> Path:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
     return path
+
+
+def write_run(folder: Path, title: str = "demo", **more: Any) -> None:
+    """``metrics.json`` of a run in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    figures = {"title": title, "tokens_per_second": 10.0, "decode_tokens_per_second": 12.0, "num_new_tokens": 5}
+    (folder / "metrics.json").write_text(json.dumps(figures | {"mean_acceptance_length": 1.5} | more))
 
 
 @pytest.fixture(scope="session")
@@ -179,13 +161,8 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "drafters", [value("drafters", None, drafter=name, drafter_options=name, speculate=name != "none")
                                 for name in ("none", "llma", "pld")])  # fmt: skip
     write(folder / "own", measured("my own", pairs))
-    (folder / "runs" / "0").mkdir(parents=True)
-    figures = {"title": "demo · drafter=llma", "tokens_per_second": 10.0, "num_new_tokens": 5}
-    figures |= {"decode_tokens_per_second": 12.0, "mean_acceptance_length": 1.5}
-    (folder / "runs" / "0" / "metrics.json").write_text(json.dumps(figures))
-    checked = figures | {"check": {"exact": 4, "ties": 1, "differences": 0}, "speedup": 1.25}
-    (folder / "runs" / "1").mkdir()
-    (folder / "runs" / "1" / "metrics.json").write_text(json.dumps(checked))
+    write_run(folder / "runs" / "0")
+    write_run(folder / "runs" / "1", check={"exact": 4, "ties": 1, "differences": 0}, speedup=1.25)
     return folder
 
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import json
 import re
 import xml.etree.ElementTree as ET
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -16,21 +15,15 @@ from emssd.report.rows import read
 from emssd.report.sections import sections
 from emssd.report.sections.origins import mixtures
 
-from .conftest import measured, value, write
+from .conftest import measured, section_of, value, write, write_run
 
 
-@dataclass(frozen=True)
-class Page:
+class Page(NamedTuple):
     """A report on disk."""
 
     folder: Path
     markdown: str
     html: str
-
-    @property
-    def tree(self) -> ET.Element:
-        """The page, parsed strictly."""
-        return ET.fromstring(self.html.removeprefix("<!DOCTYPE html>\n"))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +34,7 @@ def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 
 def test_the_html_is_well_formed_and_needs_nothing_else(page: Page) -> None:
-    tree = page.tree
+    tree = ET.fromstring(page.html.removeprefix("<!DOCTYPE html>\n"))
     assert not list(tree.iter("script"))
     assert not list(tree.iter("link"))
     styles = "".join(style.text or "" for style in tree.iter("style"))
@@ -79,7 +72,7 @@ def test_every_kind_of_rows_has_its_section(page: Page) -> None:
     assert all(title.startswith(start) for title, start in zip(titles, starts, strict=True))
 
 
-def test_a_section_without_rows_is_left_out(tmp_path: Path) -> None:
+def test_a_section_without_rows_is_left_out(tmp_path: Path, undrawn: None) -> None:
     write(tmp_path, measured("my own", ("greedy", "vanilla")))
     titles = [section.title for section in sections(read([tmp_path]))]
     assert titles == ["Experiment my own", "Where the time of a step goes, and its floor", "Where this comes from"]
@@ -100,9 +93,8 @@ def test_replay_and_random_weights_are_said_wherever_their_figures_are(page: Pag
     assert "replay" not in others
 
 
-def test_a_cell_without_its_baseline_is_shown_and_named(tmp_path: Path) -> None:
-    write(tmp_path, [value("fig1", "vanilla", metrics_decode_tokens_per_second=321.0)])
-    said = _text(tmp_path)
+def test_a_cell_without_its_baseline_is_shown_and_named(undrawn: None) -> None:
+    said = section_of([value("fig1", "vanilla", metrics_decode_tokens_per_second=321.0)], "fig1").markdown()
     assert "| 2 | vanilla | 321 | no baseline |" in said
 
 
@@ -119,18 +111,11 @@ def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> No
     assert mixtures(read([write(tmp_path / "same", [value(), value(repeat=2)])])) == []
 
 
-def _text(folder: Path) -> str:
-    found = sections(read([folder]))
-    return "\n".join(section.markdown() for section in found)
-
-
 def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(tmp_path: Path) -> None:
     speeds = {("none", 4): 10.0, ("llma", 4): 15.0, ("none", 8): 20.0, ("llma", 8): 18.0}
     for number, ((drafter, size), speed) in enumerate(speeds.items()):
-        setting = {"drafter": drafter, "budget": "adaptive", "batch_size": size, "options": ["backend=ragged"]}
-        write_run(tmp_path / str(number), setting, speed)
-    alone = {"drafter": "llma", "budget": "adaptive", "batch_size": 4, "options": ["backend=ragged", "stop=['x']"]}
-    write_run(tmp_path / "4", alone, 99.0)
+        write_swept(tmp_path / str(number), drafter, size, ["backend=ragged"], decode_tokens_per_second=speed)
+    write_swept(tmp_path / "4", "llma", 4, ["backend=ragged", "stop=['x']"], decode_tokens_per_second=99.0)
     main([str(tmp_path), "--out", str(tmp_path / "out"), "--name", "report"])
     text = (tmp_path / "out" / "report.md").read_text()
     lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| demo ")]
@@ -141,13 +126,12 @@ def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(
     assert not (tmp_path / "out" / "report_runs_1.svg").exists(), "a run alone is no picture"
 
 
-def test_a_busy_machine_is_told_where_its_times_are(tmp_path: Path) -> None:
+def test_a_busy_machine_is_told_where_its_times_are(tmp_path: Path, undrawn: None) -> None:
     rows = list(measured("my own", ("greedy", "vanilla")))
     rows[-1]["metrics"]["other_cpu_share"] = 0.34
     write(tmp_path / "busy", rows)
     write(tmp_path / "quiet", measured("fig1", ("greedy", "vanilla"), metrics_other_cpu_share=0.1))
-    setting = {"drafter": "llma", "budget": "adaptive", "batch_size": 4, "options": []}
-    write_run(tmp_path / "run", setting, 9.0, greedy={"other_cpu_share": 0.5})
+    write_swept(tmp_path / "run", "llma", 4, [], greedy={"other_cpu_share": 0.5})
     warned = {
         section.title: re.findall(r"^> \*\*Warning\*\*: the machine was busy: .* used (\d+%)", section.markdown(), re.M)
         for section in sections(read([tmp_path]))
@@ -161,10 +145,6 @@ def test_a_busy_machine_is_told_where_its_times_are(tmp_path: Path) -> None:
     }
 
 
-def write_run(folder: Path, setting: dict[str, object], speed: float, **more: object) -> None:
-    folder.mkdir()
-    metrics = {"title": f"demo · drafter={setting['drafter']}", "setting": setting, "hardware": {"cores": 2}}
-    metrics |= {"tokens_per_second": speed, "decode_tokens_per_second": speed}
-    (folder / "metrics.json").write_text(
-        json.dumps(metrics | more | {"mean_acceptance_length": 1.0, "num_new_tokens": 5})
-    )
+def write_swept(folder: Path, drafter: str, size: int, options: list[str], **more: object) -> None:
+    setting = {"drafter": drafter, "budget": "adaptive", "batch_size": size, "options": options}
+    write_run(folder, f"demo · drafter={drafter}", setting=setting, hardware={"cores": 2}, **more)

@@ -16,7 +16,7 @@ from emssd.report.__main__ import main
 from emssd.report.rows import Row, read, read_rows
 from tests.support.tiers import looped
 
-from .conftest import measured, value, write
+from .conftest import measured, value, write, write_run
 
 GOOD = json.dumps(value()) + "\n\n"  # an empty line counts
 
@@ -79,19 +79,12 @@ def test_wrong_input_ends_with_one_sentence(
 
 def test_everything_in_a_folder_is_found_and_nothing_twice(tmp_path: Path) -> None:
     """An experiment's rows stand for its numbered runs, which are not even read."""
-
-    def run(folder: Path, text: str | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        figures = dict.fromkeys(("tokens_per_second", "decode_tokens_per_second", "mean_acceptance_length"), 1.5)
-        (folder / "metrics.json").write_text(text or json.dumps(figures | {"title": "demo", "num_new_tokens": 5}))
-
     results = tmp_path / "results"
-    run(results)
     rows = write(results / "fig1", [value("fig1", "greedy"), value("fig1", "greedy", repeat=2)])
-    run(results / "fig1" / "0", "no JSON")
-    run(results / "fig1" / "other")
+    for folder in (".", "fig1/0", "fig1/other", "sweep/0"):
+        write_run(results / folder)
+    (results / "fig1" / "0" / "metrics.json").write_text("no JSON")
     write(results / "fig1" / "ablation", [value("ablation", "greedy")])
-    run(results / "sweep" / "0")
     found = read([tmp_path, results / "fig1", rows])
     assert [row.experiment for row in found.rows] == ["fig1", "fig1", "ablation"]
     assert [Path(each.name).relative_to(tmp_path).as_posix() for each in found.runs] == [
@@ -141,30 +134,23 @@ def test_the_console_shows_where_speculation_stops_paying(everything: Path) -> N
 
 def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
     changes: list[dict[str, Any]] = [
-        {},
-        {"model": "other", "random_weights": True},
-        {"dtype": "bfloat16", "compiled": True},
+        {}, {"model": "other", "random_weights": True}, {"dtype": "bfloat16", "compiled": True},
         {"backend_options": "ragged"},
-    ]
+    ]  # fmt: skip
+    times = [0.001 * place for place in range(1, 5)]
     rows = [
-        value(
-            "step_time",
-            None,
-            replay="p = 0",
-            repeat=repeat,
-            metrics_median_decode_step_seconds=0.001 * place,
-            metrics_mean_acceptance_length=1.0,
-            **change,
-        )
-        for place, change in enumerate(changes, 1)
+        value("step_time", None, replay="p = 0", repeat=repeat, metrics_median_decode_step_seconds=seconds,
+              metrics_mean_acceptance_length=1.0, **change)
+        for seconds, change in zip(times, changes, strict=True)
         for repeat in (1, 2)
-    ]
+    ]  # fmt: skip
     text = _shown(rows)
+    prompts = "demo, 6 prompts, 64 new tokens"
     titles = [
-        "demo · llma, fixed on padded · demo, 6 prompts, 64 new tokens · float32 (replay)",
-        "other · llma, fixed on padded · demo, 6 prompts, 64 new tokens · float32 (random weights, replay)",
-        "demo · llma, fixed on padded · demo, 6 prompts, 64 new tokens · bfloat16, compiled (replay)",
-        "demo · llma, fixed on ragged · demo, 6 prompts, 64 new tokens · float32 (replay)",
+        f"demo · llma, fixed on padded · {prompts} · float32 (replay)",
+        f"other · llma, fixed on padded · {prompts} · float32 (random weights, replay)",
+        f"demo · llma, fixed on padded · {prompts} · bfloat16, compiled (replay)",
+        f"demo · llma, fixed on ragged · {prompts} · float32 (replay)",
     ]
     for place, title in enumerate(titles, 1):
         _, _, below = text.partition(f"step_time: {title}\n")

@@ -22,6 +22,8 @@ from tests.support.tiers import looped
 
 from .conftest import row, section_of, tables_of, value
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 
 def test_the_floor_of_a_step_done_by_hand() -> None:
     floor = Floor.of(row(method="vanilla", batch_size=2))
@@ -86,9 +88,8 @@ def test_steps_of_other_drafters_budgets_or_prompts_are_not_pooled(
 def test_the_largest_acceptance_length_of_timed_steps_is_shown(longest: float) -> None:
     lengths = (1.0, longest)
     rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]
-    section = section_of(rows, "step_time")
-    assert section is not None
-    assert f"the largest mean acceptance length of a run is {longest:.2f} " in section.markdown()
+    said = section_of(rows, "step_time").markdown()
+    assert f"the largest mean acceptance length of a run is {longest:.2f} " in said
 
 
 @looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
@@ -114,7 +115,7 @@ def test_which_unpadding_gains_more_is_a_ratio_within_repeats(inputs: float, rat
         name: f"{gain:.2f} ({gain:.2f}–{gain:.2f})" for name, gain in alone.items()
     }
     # a padded input is 2 MFLOP at 100 GFLOP/s, a lost slot 2 kB at 10 GB/s
-    said = section_of(rows, "ablation").markdown()  # type: ignore[union-attr]
+    said = section_of(rows, "ablation").markdown()
     assert "costs 20 µs of arithmetic" in said
     assert "costs 0.2 µs of reading in every later step, which is as much after 100 steps" in said
 
@@ -216,9 +217,8 @@ def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own() -> No
         for backend, budget, rate in lines
         for name in ("none", "llma")
     ]
-    section = section_of(rows, "drafters")
-    assert section is not None
-    shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n\n.*\n\n.*\n.*\n\| llma \| ([\d.]+)", section.markdown()))
+    said = section_of(rows, "drafters").markdown()
+    shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n\n.*\n\n.*\n.*\n\| llma \| ([\d.]+)", said))
     assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
 
 
@@ -242,8 +242,7 @@ def test_speed_nodes_and_depth_of_each_drafter_by_batch_size() -> None:
     assert steps.lines == [[name, "6.00 (0.42)", "6.00 (0.44)"] for name in list(rates)[1:]]
     assert depths.columns == ["drafter", "≥ 1", "≥ 2"]
     assert depths.lines == [[f"{name}, batch {size}", "50%", "50%"] for name in list(rates)[1:] for size in (1, 2)]
-    section = section_of(rows, "trees")
-    assert sum(isinstance(block, Plot) for block in section.blocks) == 1  # type: ignore[union-attr]
+    assert sum(isinstance(block, Plot) for block in section_of(rows, "trees").blocks) == 1
     assert section_of([each for each in rows if not each["speculate"]], "trees") is None
 
 

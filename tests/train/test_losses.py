@@ -1,4 +1,4 @@
-"""Medusa heads and PARD models are trained on what they read while they draft: the logits of each depth are the same.
+"""Drafters are trained on what they read while they draft: training gives the logits of each depth that drafting gives.
 
 Oracle: the drafter, in float64, in an engine. And what always agrees with its target has nothing to learn.
 """
@@ -9,8 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emssd_train.unrolled
 import pytest
 import torch
+from emssd_eagle3 import Eagle3Config
+from emssd_eagle3.head import Eagle3Head
+from emssd_eagle3.loading import load_eagle3
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
 from emssd_medusa.heads import MedusaHeads
@@ -24,24 +28,26 @@ import emssd_train.pard
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.drafters import HeadLane, PairedDrafter
 from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from emssd_train.eagle3 import UnrolledLoss, head_config, new_head, save_head
 from emssd_train.medusa import MedusaLoss, new_heads, save_heads
-from emssd_train.options import MedusaOptions
+from emssd_train.options import Eagle3Options, MedusaOptions
 from emssd_train.pard import Masked, PardLoss, with_mask
 from emssd_train.shared import Teacher, choosable, divergence
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
-from tests.support.perfect_head import VOCAB
+from tests.support.perfect_head import SIZE as HEAD_SIZE
+from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle3
 from tests.support.perfect_medusa import NUM_HEADS, SIZE, lagging_target, write_perfect_medusa
 from tests.support.right_drafters import LONG_PROMPTS
-from tests.support.tiers import looped
 
-DEPTH = 4
+DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
 Drafted = list[tuple[list[int], int, list[torch.Tensor]]]
 """Of each draft its row's tokens and its own, how many are its own, and the logits after each."""
@@ -50,7 +56,7 @@ Drafted = list[tuple[list[int], int, list[torch.Tensor]]]
 def decode(model: TargetModel, drafter: Any) -> None:
     options = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
     engine = Engine.assemble(model, None, drafter=drafter, backend="ragged", budget="fixed", options=options)
-    engine.generate(PROMPTS, 9, ignore_eos=True)
+    engine.generate(PROMPTS, 12, ignore_eos=True)
 
 
 def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]], list[list[torch.Tensor]]]) -> Drafted:
@@ -70,6 +76,18 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
     return drafts
 
 
+def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """Collect what a method returns."""
+    found, method = list[Any](), getattr(owner, name)
+
+    def noted(*arguments: Any) -> Any:
+        found.append(method(*arguments))
+        return found[-1]
+
+    patch.setattr(owner, name, noted)
+    return found
+
+
 def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
     """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
 
@@ -80,8 +98,8 @@ def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known:
         teacher: of the loss.
         known: ids that can be drafted.
     """
-    assert len(drafts) > 12
     assert {length for _, length, _ in drafts} >= {1, DEPTH}
+    held = 0
     for tokens, length, found in drafts:
         compared = list[torch.Tensor]()
 
@@ -95,9 +113,19 @@ def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known:
             loss(ids, torch.tensor([newest]), torch.tensor([len(tokens)]))
             counts = choosable(teacher(ids).logits, known)[0]
         if counts[newest : newest + length].all():
+            held += 1
             assert len(compared) == length
             for is_, logits in zip(compared, found, strict=True):
                 torch.testing.assert_close(is_[0], logits, rtol=1e-9, atol=1e-9)
+    assert held > 12
+
+
+def random_weights(module: nn.Module) -> None:
+    """Every part of it matters; norms stay near 1."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3 + ("norm" in name))
 
 
 def medusa_heads(model: TargetModel, folder: Path, **options: Any) -> MedusaHeads:
@@ -105,13 +133,54 @@ def medusa_heads(model: TargetModel, folder: Path, **options: Any) -> MedusaHead
     chosen = MedusaOptions("m", "d", str(folder), depth=DEPTH, **options)
     size = chosen.draft_vocab_size
     heads = new_heads(chosen, model, None if size is None else list(range(61 - size, 61)))
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in heads.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3)
+    random_weights(heads)
     folder.mkdir()
     save_heads(folder, heads, chosen, model, torch.float64)
     return heads
+
+
+def eagle3_head(model: TargetModel, folder: Path, **options: Any) -> Eagle3Head:
+    """A random head, saved as a trained one is."""
+    chosen = Eagle3Options("m", "d", str(folder), depth=DEPTH, **options)
+    size = chosen.draft_vocab_size
+    config = head_config(chosen, model, LAYERS)
+    head = new_head(config, model, None if size is None else list(range(5, 5 + size)), chosen)
+    random_weights(head)
+    folder.mkdir()
+    save_head(folder, head, config, model.vocab_size, torch.float64)
+    return head
+
+
+def deep_model(architecture: str = "llama") -> TargetModel:
+    return TargetModel(tiny_model(architecture, num_hidden_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"num_layers": 2, "num_kv_heads": 2, "draft_vocab_size": 54}),
+        ("opt", {"share_lm_head": True, "draft_vocab_size": 56}),
+    ],
+    ids=str,
+)
+def test_eagle3_heads_are_trained_on_what_they_draft_with(
+    architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = deep_model(architecture)
+    head = eagle3_head(model, tmp_path / "head", **options)
+
+    def levels(lengths: list[int]) -> list[list[torch.Tensor]]:
+        left = [iter(logits) for _, logits in given]  # of each pass the rows whose drafts are that long
+        given.clear()
+        return [[next(left[depth]) for depth in range(length)] for length in lengths]
+
+    with monkeypatch.context() as patch:
+        given = returned(patch, HeadLane, "run_to_logits")
+        drafts = watch(patch, PairedDrafter, levels)
+        decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
+    teacher = Teacher(model, LAYERS)
+    hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_train.unrolled, teacher, head.target_ids)
 
 
 @pytest.mark.parametrize(
@@ -122,14 +191,8 @@ def test_medusa_heads_are_trained_on_what_they_draft_with(
 ) -> None:
     model = TargetModel(tiny_model(architecture))
     heads = medusa_heads(model, tmp_path / "heads", **options)
-    given, forward = list[torch.Tensor](), MedusaHeads.forward
-
-    def noted(*arguments: Any) -> torch.Tensor:
-        given.append(forward(*arguments))
-        return given[-1]
-
     with monkeypatch.context() as patch:
-        patch.setattr(MedusaHeads, "forward", noted)
+        given = returned(patch, MedusaHeads, "forward")
         drafts = watch(
             patch,
             MedusaDrafter,
@@ -181,13 +244,19 @@ def losses_of_perfect_heads(folder: Path, shift: int = 0, layer: int = LAST_NORM
     return given["losses"]
 
 
-def test_medusa_heads_that_are_always_right_have_no_loss(tmp_path: Path) -> None:
-    assert losses_of_perfect_heads(tmp_path).max() < 1e-6
-
-
-def test_with_another_place_or_another_state_they_have(tmp_path: Path) -> None:
+def test_only_medusa_heads_that_are_always_right_have_no_loss(tmp_path: Path) -> None:
+    assert losses_of_perfect_heads(tmp_path / "right").max() < 1e-6
     assert losses_of_perfect_heads(tmp_path / "place", shift=1).min() > 0.01
     assert losses_of_perfect_heads(tmp_path / "state", layer=1).min() > 0.01
+
+
+def test_only_an_eagle3_head_that_is_always_right_has_no_loss(tmp_path: Path) -> None:
+    model = TargetModel(perfect_target())
+    head = load_eagle3(write_perfect_eagle3(tmp_path), TargetSizes(VOCAB, HEAD_SIZE, 3, torch.float64)).head
+    texts = batch(model, [[1, 3, 4, 6], [6], [7, 8, 0]])
+    assert UnrolledLoss(head, Teacher(model, LAYERS), DEPTH)(**texts)["losses"].max() < 1e-6
+    others = Teacher(model, (0, 1, 2))  # other hidden states
+    assert UnrolledLoss(head, others, DEPTH)(**texts)["losses"].min() > 0.01
 
 
 def losses_of_a_perfect_model(depth: int = DISTANCE + 1, mask: int = WORDS + 2) -> torch.Tensor:
@@ -199,16 +268,10 @@ def losses_of_a_perfect_model(depth: int = DISTANCE + 1, mask: int = WORDS + 2) 
     return given["losses"]
 
 
-def test_a_pard_model_that_is_always_right_has_no_loss() -> None:
+def test_only_a_pard_model_that_is_always_right_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     assert losses_of_a_perfect_model().max() < 1e-6
-
-
-def test_where_it_cannot_see_what_comes_it_has() -> None:
-    assert losses_of_a_perfect_model(DISTANCE + 2)[-1] > 0.01
+    assert losses_of_a_perfect_model(DISTANCE + 2)[-1] > 0.01, "it cannot see what comes"
     assert losses_of_a_perfect_model(mask=WORDS + 3)[1:].min() > 0.01
-
-
-def test_with_masks_that_stand_one_further_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
     states = Masked.states
 
     def shifted(self: Masked, model: TargetModel) -> torch.Tensor:
@@ -218,16 +281,17 @@ def test_with_masks_that_stand_one_further_it_has(monkeypatch: pytest.MonkeyPatc
         return given
 
     monkeypatch.setattr(Masked, "states", shifted)
-    assert losses_of_a_perfect_model()[1:].min() > 0.01
+    assert losses_of_a_perfect_model()[1:].min() > 0.01, "masks stand one further"
 
 
-@pytest.mark.parametrize("kind", ["medusa", "pard"])
+@pytest.mark.parametrize("kind", ["eagle3", "medusa", "pard"])
 def test_only_what_may_be_drafted_counts(kind: str, tmp_path: Path) -> None:
     """Neither what is after the end of a text, nor its prompt and its first new token."""
-    model = TargetModel(tiny_model("llama"))
-    if kind == "medusa":
-        heads = medusa_heads(model, tmp_path / "heads")
-        loss: nn.Module = MedusaLoss(heads, Teacher(model, (LAST_NORMED,)))
+    model = deep_model()
+    if kind == "eagle3":
+        loss: nn.Module = UnrolledLoss(eagle3_head(model, tmp_path / "head"), Teacher(model, LAYERS), DEPTH)
+    elif kind == "medusa":
+        loss = MedusaLoss(medusa_heads(model, tmp_path / "heads"), Teacher(model, (LAST_NORMED,)))
     else:
         draft, mask = with_mask(TargetModel(tiny_model("llama", seed=1)))
         loss = PardLoss(draft, Teacher(model, ()), mask, DEPTH)
@@ -249,23 +313,15 @@ def test_only_what_may_be_drafted_counts(kind: str, tmp_path: Path) -> None:
     torch.testing.assert_close(losses(3, 7, longer), second, rtol=1e-9, atol=1e-12)
 
 
-def test_new_heads_begin_as_the_targets_own_projection() -> None:
-    model = TargetModel(tiny_model("llama"))
-    heads = new_heads(MedusaOptions("m", "d", "o", depth=2, num_layers=2), model, [4, 7])
-    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wanted = hidden @ model.model.get_output_embeddings().weight[[4, 7]].T
-    torch.testing.assert_close(heads(hidden), wanted.expand(2, -1, -1), rtol=0, atol=0)
+def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> None:
+    model, text = deep_model(), torch.tensor([[3, 9, 4, 17, 30, 8, 5]])
+    head, teacher = eagle3_head(model, tmp_path / "head", draft_vocab_size=1), Teacher(model, LAYERS)
+    assert 5 not in teacher(text).logits.argmax(-1)
+    assert UnrolledLoss(head, teacher, 1)(text, torch.tensor([1]), torch.tensor([7]))["losses"].tolist() == [0]
 
 
-@looped("tied", [True, False])
-def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
-    model: Any = tiny_model("llama", tie_word_embeddings=tied)
-    before = model.get_input_embeddings().weight.detach().clone()
-    draft, mask = with_mask(TargetModel(model))
-    assert (mask, draft.vocab_size, draft.model.config.pard_token) == (61, 62, 61)
-    after = draft.model.get_input_embeddings().weight
-    torch.testing.assert_close(after[:61], before, rtol=0, atol=0)
-    torch.testing.assert_close(after[61], before.mean(0))
-    assert (after is draft.model.get_output_embeddings().weight) == tied
-    again, same = with_mask(draft)
-    assert (again, same) == (draft, 61)
+def test_the_distance_is_the_mean_of_kullback_and_leibler() -> None:
+    logits, wanted = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    is_, should = logits.log_softmax(-1), wanted.log_softmax(-1)
+    expected = (should.exp() * (should - is_)).sum(-1).mean()
+    torch.testing.assert_close(divergence(logits, wanted), expected, rtol=1e-9, atol=1e-12)

@@ -96,19 +96,10 @@ def test_the_head_loads_without_a_warning(trained: Path) -> None:
 @pytest.mark.parametrize("kind", ["medusa", "pard"])
 def test_other_kinds_are_opened_and_draft(kind: str, trained_by: Callable[[str], Path]) -> None:
     folder = trained_by(kind)
-    config: Any = {
-        "medusa": MedusaConfig(path=str(folder), tree=TreeKind.dynamic),
-        "pard": PardConfig(path=str(folder), num_speculative_tokens=2),
-    }[kind]
-    target, tokenizer = load_model("demo")
-    engine = Engine.assemble(
-        target,
-        tokenizer,
-        drafter=config,
-        backend="ragged",
-        budget="fixed",
-        options=EngineOptions(on_drafter_error=OnDrafterError.fail),
-    )
+    medusa = MedusaConfig(path=str(folder), tree=TreeKind.dynamic)
+    drafter: Any = medusa if kind == "medusa" else PardConfig(path=str(folder), num_speculative_tokens=2)
+    options = EngineOptions(on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(*load_model("demo"), drafter=drafter, backend="ragged", budget="fixed", options=options)
     engine.generate([prompt.text for prompt in demo.prompts(4)], 16)
     assert engine.report.num_accepted > 0
     assert json.loads((folder / "training.json").read_text())["options"]["kind"] == kind
@@ -116,13 +107,8 @@ def test_other_kinds_are_opened_and_draft(kind: str, trained_by: Callable[[str],
 
 def test_files_of_other_kinds(trained_by: Callable[[str], Path]) -> None:
     config = json.loads((trained_by("medusa") / "config.json").read_text())
-    assert {name: config[name] for name in ("num_heads", "num_hidden_layers", "truncated_vocab_size")} == {
-        "num_heads": 2,
-        "num_hidden_layers": 1,
-        "truncated_vocab_size": 50,
-    }
-    sizes = TargetSizes(2048, 192, 6)
-    loaded = load_medusa(str(trained_by("medusa")), sizes)
+    assert (config["num_heads"], config["num_hidden_layers"], config["truncated_vocab_size"]) == (2, 1, 50)
+    loaded = load_medusa(str(trained_by("medusa")), TargetSizes(2048, 192, 6))
     assert loaded.head.target_ids is not None
     assert len(loaded.head.target_ids) == 50
     model, tokenizer = load_model(str(trained_by("pard")))
@@ -159,176 +145,136 @@ def test_bfloat16_in_training_gives_nearly_the_same(
         assert torch.dist(got[name].float(), want[name].float()) <= 0.1 * want[name].float().norm(), name
 
 
-@pytest.mark.parametrize(("kind", "steps"), few([("eagle3", 4), ("eagle3", 1), ("medusa", 4), ("pard", 4)], ci=1))
-def test_an_interrupted_training_goes_on_exactly(
-    kind: str,
-    steps: int,
-    trained_by: Callable[[str], Path],
-    train: Train,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Also in the middle of a pass over the texts: each has three steps."""
-    trained = trained_by(kind)
+Tell = Callable[[int, int | None], bool]
 
-    def interrupt(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
-        if total is not None and done > steps:
+
+def train_watched(stops: Tell, train: Train, output: Path, *more: str, kind: str = "eagle3") -> int | str | None:
+    """Train until the bar tells a number of done and of all with which it `stops`; the exit status."""
+
+    def tell(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
+        if stops(done, total):
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell", interrupt)
-        with pytest.raises(SystemExit) as leaving:
-            train(tmp_path / "head", kind=kind)
-    assert leaving.value.code == 130
+        patch.setattr(Bar, "tell", tell)
+        try:
+            train(output, *more, kind=kind)
+        except SystemExit as leaving:
+            return leaving.code
+    return 0
+
+
+@pytest.mark.parametrize(("kind", "steps"), few([("eagle3", 4), ("eagle3", 1), ("medusa", 4), ("pard", 4)], ci=1))
+def test_an_interrupted_training_goes_on_exactly(
+    kind: str, steps: int, trained_by: Callable, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in the middle of a pass over the texts: each has three steps."""
+    trained, folder = trained_by(kind), tmp_path / "head"
+    assert train_watched(lambda done, total: total is not None and done > steps, train, folder, kind=kind) == 130
     assert "--resume goes on" in capsys.readouterr().err
-    assert not (tmp_path / "head" / "config.json").exists()
-    newest = tmp_path / "head" / "checkpoints" / f"checkpoint-{steps}"
-    (newest.parent / f"checkpoint-{steps + 1}").mkdir(exist_ok=True)  # one that was not written whole
-    train(tmp_path / "head", "--resume", kind=kind)
-    assert content(tmp_path / "head") == content(trained)
-    train(tmp_path / "head", "--resume", kind=kind)  # it is done, and stays as it is
-    assert content(tmp_path / "head") == content(trained)
+    assert not (folder / "config.json").exists()
+    (folder / "checkpoints" / f"checkpoint-{steps + 1}").mkdir(exist_ok=True)  # one that was not written whole
+    for _ in range(2):  # then it is done, and stays as it is
+        train(folder, "--resume", kind=kind)
+        assert content(folder) == content(trained)
 
 
 def test_texts_that_are_there_are_not_made_again(
     trained: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(emssd_train.texts, "_TOGETHER", 2)
-    folder = tmp_path / "head"
-    told = list[int]()
-
-    def tell(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
-        told.append(done)
-
-    def interrupt(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
-        told.append(done)
-        if done == 3:
-            raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell", interrupt)
-        with pytest.raises(SystemExit):
-            train(folder)
+    folder, told = tmp_path / "head", list[int]()
+    assert train_watched(lambda done, _: done == 3, train, folder) == 130
     with (folder / "texts.jsonl").open("a") as out:
         out.write('{"prompt": [1], "outp')  # as a full disk leaves it
-    told.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Bar, "tell", tell)
-        train(folder, "--resume")
+    assert train_watched(lambda done, _: bool(told.append(done)), train, folder, "--resume") == 0
     assert told[0] == 2
-    assert [json.loads(line) for line in content(folder)[2].splitlines()] == [
-        json.loads(line) for line in content(trained)[2].splitlines()
-    ]
+    texts, wanted = (content(each)[2].splitlines() for each in (folder, trained))
+    assert list(map(json.loads, texts)) == list(map(json.loads, wanted))
 
 
-def refused(capsys: pytest.CaptureFixture[str], call: Callable[[], None]) -> str:
-    """The sentence that a call ends with."""
-    with pytest.raises(SystemExit) as leaving:
-        call()
-    assert leaving.value.code == 2
-    message = capsys.readouterr().err
-    assert message.startswith("emssd-train: error: ")
-    assert message.count("\n") == 1
-    return message
+@pytest.fixture
+def refused(train: Train, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refused(output, *options)`` is the sentence that a training ends with."""
+
+    def run(output: Path, *options: str, kind: str = "eagle3") -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as leaving:
+            train(output, *options, kind=kind)
+        assert leaving.value.code == 2
+        *usage, message = capsys.readouterr().err.splitlines()
+        assert not usage or "unrecognized arguments" in message
+        assert message.startswith("emssd-train: error: ")
+        return message
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--held-out", "7"], "--held-out is 7, and there are 7 prompts"),
-        (["--hidden-layers", "1,2,7"], "--hidden-layers is 1,2,7; it must be different numbers from 0"),
-        (["--hidden-layers", "2,2,3"], "different numbers"),
-        (["--hidden-layers", "low"], "give whole numbers, as in 2,6,9"),
-        (["--num-kv-heads", "2"], "--num-kv-heads is 2; it must divide the head's 3 attention heads"),
-        (["--num-heads", "5", "--num-kv-heads", "5"], "a head of these sizes cannot be"),
-        (["--epochs", "0"], "--epochs is 0; it must be at least 1"),
-        (["--temperature", "-1"], "--temperature is -1.0"),
-        (["--lr", "0"], "--lr is 0.0; it must be above 0"),
-        (["--field", "question"], "has no field 'question'; it has 'ask'. Choose with --field or --template"),
-        (["--data", "nowhere.jsonl"], "--data nowhere.jsonl: no such file"),
-        (["--max-new-tokens", "512"], "leaves room for --max-new-tokens 512"),
-        (["--model", "./nowhere"], "there is no such folder"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_is_refused_before_anything_is_written(
-    options: list[str], words: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in refused(capsys, lambda: train(tmp_path / "head", *options))
+REFUSED = {
+    "--held-out 7": "--held-out is 7, and there are 7 prompts",
+    "--hidden-layers 1,2,7": "--hidden-layers is 1,2,7; it must be different numbers from 0",
+    "--hidden-layers 2,2,3": "different numbers",
+    "--hidden-layers low": "give whole numbers, as in 2,6,9",
+    "--num-kv-heads 2": "--num-kv-heads is 2; it must divide the head's 3 attention heads",
+    "--num-heads 5 --num-kv-heads 5": "a head of these sizes cannot be",
+    "--epochs 0": "--epochs is 0; it must be at least 1",
+    "--temperature -1": "--temperature is -1.0",
+    "--lr 0": "--lr is 0.0; it must be above 0",
+    "--field question": "has no field 'question'; it has 'ask'. Choose with --field or --template",
+    "--data nowhere.jsonl": "--data nowhere.jsonl: no such file",
+    "--max-new-tokens 512": "leaves room for --max-new-tokens 512",
+    "--model ./nowhere": "there is no such folder",
+    "medusa --num-layers 0": "--num-layers is 0; it must be at least 1",
+    "medusa --draft-vocab-size 0": "--draft-vocab-size is 0; it must be at least 1",
+    "pard --draft ./nowhere": "there is no such folder",
+    "medusa --hidden-layers 1": "unrecognized arguments: --hidden-layers 1",  # options of other kinds
+    "medusa --draft 1": "unrecognized arguments: --draft 1",
+    "pard --num-layers 1": "unrecognized arguments: --num-layers 1",
+}
+
+
+@looped("given", REFUSED, at_a_time=7)
+def test_what_cannot_be_is_refused_before_anything_is_written(given: str, refused: Callable, tmp_path: Path) -> None:
+    kind, *options = given.split() if given.split()[0] in OWN else ["eagle3", *given.split()]
+    assert REFUSED[given] in refused(tmp_path / "head", *options, kind=kind)
     assert not (tmp_path / "head").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "words"),
-    [
-        ("medusa", ["--num-layers", "0"], "--num-layers is 0; it must be at least 1"),
-        ("medusa", ["--draft-vocab-size", "0"], "--draft-vocab-size is 0; it must be at least 1"),
-        ("pard", ["--draft", "./nowhere"], "there is no such folder"),
-    ],
-    ids=str,
-)
-def test_what_cannot_be_for_other_kinds(
-    kind: str, options: list[str], words: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in refused(capsys, lambda: train(tmp_path / "head", *options, kind=kind))
-    assert not (tmp_path / "head").exists()
-
-
-def test_a_draft_model_must_fit_the_target(train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_draft_model_must_fit_the_target(refused: Callable, tmp_path: Path) -> None:
     draft, tokenizer = tmp_path / "draft", AutoTokenizer.from_pretrained(demo.model_path("draft"))
     tiny_model("opt", vocab_size=2049, max_model_len=24).save_pretrained(draft)
     tokenizer.save_pretrained(draft)
-    options = ["--draft", str(draft)]
-    capsys.readouterr()  # how far the files are
-    said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
+    said = refused(tmp_path / "head", "--draft", str(draft), kind="pard")
     assert "leaves room for --max-new-tokens 8 in the model's 24" in said
     tokenizer.add_tokens(["<more>"])
     tokenizer.save_pretrained(draft)
-    said = refused(capsys, lambda: train(tmp_path / "head", *options, kind="pard"))
+    said = refused(tmp_path / "head", "--draft", str(draft), kind="pard")
     assert "has not the target's tokenizer; give a model that has it" in said
     assert not (tmp_path / "head").exists()
 
 
-@looped("kind, option", [("medusa", "--hidden-layers"), ("medusa", "--draft"), ("pard", "--num-layers")])
-def test_an_option_of_another_kind_is_unknown(
-    kind: str, option: str, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as leaving:
-        train(tmp_path / "head", option, "1", kind=kind)
-    assert leaving.value.code == 2
-    assert f"unrecognized arguments: {option} 1" in capsys.readouterr().err
-
-
 def test_a_folder_is_neither_overwritten_nor_taken_for_another_training(
-    trained: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, refused: Callable, tmp_path: Path
 ) -> None:
     before = content(trained)
-    assert "exists already; add --resume" in refused(capsys, lambda: train(trained))
-    said = refused(capsys, lambda: train(trained, "--resume", "--lr", "0.5"))
-    assert "was begun with --lr 0.001, and this is 0.5" in said
-    said = refused(capsys, lambda: train(trained, "--resume", kind="medusa"))
-    assert "was begun with KIND eagle3, and this is medusa" in said
+    assert "exists already; add --resume" in refused(trained)
+    assert "was begun with --lr 0.001, and this is 0.5" in refused(trained, "--resume", "--lr", "0.5")
+    assert "was begun with KIND eagle3, and this is medusa" in refused(trained, "--resume", kind="medusa")
     (tmp_path / "note").touch()
-    assert "holds no training" in refused(capsys, lambda: train(tmp_path, "--resume"))
+    assert "holds no training" in refused(tmp_path, "--resume")
     assert content(trained) == before
 
 
-def test_texts_of_other_prompts_and_damaged_ones_are_refused(
-    trained: Path, data: Path, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "head"
-    folder.mkdir()
-    for name in ("options.json", "texts.jsonl"):
-        (folder / name).write_bytes((trained / name).read_bytes())
+def test_texts_of_other_prompts_and_damaged_ones_are_refused(trained: Path, refused: Callable, tmp_path: Path) -> None:
+    (tmp_path / "options.json").write_bytes((trained / "options.json").read_bytes())
     lines = (trained / "texts.jsonl").read_text().splitlines(keepends=True)
-    (folder / "texts.jsonl").write_text("".join(reversed(lines)))
-    assert "texts of other prompts" in refused(capsys, lambda: train(folder, "--resume"))
-    (folder / "texts.jsonl").write_text("".join(["{}\n", *lines[1:]]))
-    assert "damaged in line 1" in refused(capsys, lambda: train(folder, "--resume"))
+    for texts, said in (([*reversed(lines)], "texts of other prompts"), (["{}\n", *lines[1:]], "damaged in line 1")):
+        (tmp_path / "texts.jsonl").write_text("".join(texts))
+        assert said in refused(tmp_path, "--resume")
 
 
 def test_without_its_library_it_says_how_to_get_it(
-    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    refused: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    assert "pip install 'emssd[train]'" in refused(capsys, lambda: train(tmp_path / "head"))
+    assert "pip install 'emssd[train]'" in refused(tmp_path / "head")
