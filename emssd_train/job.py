@@ -10,7 +10,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -18,16 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from emssd.cli.progress import Bar
-from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, OutputError
 from emssd.errors.version import __version__
+from emssd.metrics.stats import RunReport
 from emssd.model import TargetModel, load_model
 from emssd_train import eagle3, medusa, pard
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
 from emssd_train.shared import Recipe
-from emssd_train.texts import generate_texts, kept_texts, read_prompts, requests
+from emssd_train.texts import Decoder, Text, generate_texts, kept_texts, read_prompts
 
 __all__ = ["OPTIONS", "RECORD", "Acceptance", "run"]
 
@@ -54,6 +53,13 @@ class Acceptance:
     drafted: tuple[int, ...]
     accepted: tuple[int, ...]
     tau: float
+
+    @classmethod
+    def of(cls, report: RunReport) -> Acceptance:
+        """The acceptance of the run of `report`."""
+        drafted = tuple(count for _, count in sorted(report.drafted_by_depth.items()))
+        accepted = tuple(report.accepted_by_depth.get(depth, 0) for depth in range(1, len(drafted) + 1))
+        return cls(drafted, accepted, report.mean_acceptance_length)
 
     @property
     def shares(self) -> list[float]:
@@ -89,27 +95,22 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
         )
     kept, held_out = prompts[: len(prompts) - options.held_out], prompts[len(prompts) - options.held_out :]
     _begin(folder, options)
-    _train(folder, kept, recipe, options, target, tokenizer, console)
+    decoder, there = Decoder(options, target, tokenizer), kept_texts(folder / TEXTS, kept)
+    with Bar(console, "texts", len(kept), done=len(there)) as bar:
+        texts = generate_texts(folder / TEXTS, there, kept, decoder, bar.tell)
+    _train(folder, texts, recipe, options, console)
     acceptance = None
     if held_out:
         with Bar(console, "held-out prompts", len(held_out)) as bar:
-            acceptance = _measure(held_out, recipe.drafter, options, target, tokenizer, bar.tell)
+            engine = decoder.engine(recipe.drafter, on_drafter_error=OnDrafterError.fail)
+            for done, _ in enumerate(engine.run(decoder.requests(enumerate(held_out))), start=1):
+                bar.tell(done)
+        acceptance = Acceptance.of(engine.report)
     _record(folder, options, target, acceptance, time.perf_counter() - began)
     return acceptance
 
 
-def _train(
-    folder: Path,
-    prompts: Seq[tuple[int, ...]],
-    recipe: Recipe,
-    options: TrainOptions,
-    target: TargetModel,
-    tokenizer: Any,
-    console: Console,
-) -> None:
-    there = kept_texts(folder / TEXTS, prompts)
-    with Bar(console, "texts", len(prompts), done=len(there)) as bar:
-        texts = generate_texts(folder / TEXTS, there, prompts, options, target, tokenizer, bar.tell)
+def _train(folder: Path, texts: Seq[Text], recipe: Recipe, options: TrainOptions, console: Console) -> None:
     if not (usable := [text for text in texts if text.can_teach]):
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
     trainee = recipe.begin(texts)
@@ -120,34 +121,6 @@ def _train(
 
         train(trainee.loss, usable, options, folder / CHECKPOINTS, tell)
     trainee.save(folder)
-
-
-def _measure(
-    prompts: Seq[Seq[int]],
-    drafter: Any,
-    options: TrainOptions,
-    target: TargetModel,
-    tokenizer: Any,
-    tell: Callable[[int], None],
-) -> Acceptance:
-    """Decode `prompts` with a trained drafter, which drafts chains of the trained depth in each step.
-
-    `drafter` is the options of a plugin. `tell` is told how many prompts are done.
-    """
-    engine = Engine.assemble(
-        target,
-        tokenizer,
-        drafter=drafter,
-        backend="ragged",
-        budget="fixed",
-        options=EngineOptions(batch_size=options.batch_size, on_drafter_error=OnDrafterError.fail),
-    )
-    for done, _ in enumerate(engine.run(requests(enumerate(prompts), options, target, tokenizer)), start=1):
-        tell(done)
-    report = engine.report
-    drafted = tuple(count for _, count in sorted(report.drafted_by_depth.items()))
-    accepted = tuple(report.accepted_by_depth.get(depth, 0) for depth in range(1, len(drafted) + 1))
-    return Acceptance(drafted, accepted, report.mean_acceptance_length)
 
 
 def _check_folder(folder: Path, options: TrainOptions) -> None:

@@ -22,7 +22,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd_train.options import TrainOptions
 
-__all__ = ["Text", "frequent_tokens", "generate_texts", "kept_texts", "read_prompts", "requests"]
+__all__ = ["Decoder", "Text", "frequent_tokens", "generate_texts", "kept_texts", "read_prompts"]
 
 _TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
 
@@ -68,45 +68,45 @@ def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tu
     )
 
 
-def requests(
-    prompts: Iterable[tuple[int, Seq[int]]], options: TrainOptions, target: TargetModel, tokenizer: Any
-) -> list[Request]:
-    """Requests for pairs of a number and a prompt; the number and the seed decide what is drawn."""
-    sampling = SamplingParams(temperature=options.temperature, seed=options.seed) if options.temperature else None
-    eos = eos_token_ids(target, tokenizer)
-    return [Request(str(number), tuple(ids), options.max_new_tokens, eos, sampling=sampling) for number, ids in prompts]
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """Decodes with a target as `options` say."""
+
+    options: TrainOptions
+    target: TargetModel
+    tokenizer: Any
+
+    def engine(self, drafter: Any, **options: Any) -> Engine:
+        """An engine with the plugin `drafter`, or with these options of one, and with `options` of an engine."""
+        engine_options = EngineOptions(batch_size=self.options.batch_size, **options)
+        return Engine.assemble(
+            self.target, self.tokenizer, drafter=drafter, backend="ragged", budget="fixed", options=engine_options
+        )
+
+    def requests(self, prompts: Iterable[tuple[int, Seq[int]]]) -> list[Request]:
+        """Requests for pairs of a number and a prompt; the number and the seed decide what is drawn."""
+        temperature, limit = self.options.temperature, self.options.max_new_tokens
+        sampling = SamplingParams(temperature=temperature, seed=self.options.seed) if temperature else None
+        eos = eos_token_ids(self.target, self.tokenizer)
+        return [Request(str(number), tuple(ids), limit, eos, sampling=sampling) for number, ids in prompts]
 
 
 def generate_texts(
-    file: Path,
-    kept: Seq[Text],
-    prompts: Seq[tuple[int, ...]],
-    options: TrainOptions,
-    target: TargetModel,
-    tokenizer: Any,
-    tell: Callable[[int], None],
+    file: Path, kept: Seq[Text], prompts: Seq[tuple[int, ...]], decoder: Decoder, tell: Callable[[int], None]
 ) -> list[Text]:
     """The texts of all prompts, in their order; those that are not `kept` are made, and added to `file`.
 
     `tell` is told how many are done.
     """
     texts = [*kept]
-    engine = Engine.assemble(
-        target,
-        tokenizer,
-        drafter="none",
-        backend="ragged",
-        budget="fixed",
-        # What one text leaves to the next would be missing where the run goes on.
-        options=EngineOptions(batch_size=options.batch_size, prefix_caching=False),
-    )
+    engine = decoder.engine("none", prefix_caching=False)  # what one text leaves to the next is lost to a resumed run
     try:
         with file.open("a", encoding="utf-8") as out:
             while len(texts) < len(prompts):
                 tell(len(texts))
                 first, some = len(texts), prompts[len(texts) : len(texts) + _TOGETHER]
                 done = {}
-                for generation in engine.run(requests(enumerate(some, start=first), options, target, tokenizer)):
+                for generation in engine.run(decoder.requests(enumerate(some, start=first))):
                     done[int(generation.request_id)] = Text(generation.prompt_ids, generation.token_ids)
                     tell(first + len(done))
                 texts += (new := [done[number] for number in sorted(done)])

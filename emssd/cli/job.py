@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.closing import print_texts, print_whole, remarks
 from emssd.cli.cluster import check_cluster, decode_on_cluster
 from emssd.cli.config import ClusterConfig, RunConfig
 from emssd.cli.experiment import label_of, setting_of
@@ -36,7 +35,7 @@ from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model.checkpoint import load_tokenizer
 from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
-from emssd.report import print_check, print_failures, print_report
+from emssd.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.sequences import Generation, Request
 
 __all__ = ["JobResult", "run_job"]

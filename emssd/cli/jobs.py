@@ -138,7 +138,7 @@ class Jobs:
             print_sweep(console, self._swept)
         if self._rows is None:
             return
-        from emssd.report import summary
+        from emssd.report.console import summary
 
         rows = self._rows.rows
         for part in summary(rows):

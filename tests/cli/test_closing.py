@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from emssd.cli.closing import remarks, short_end, short_start
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
 from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
+from emssd.report.console import remarks, short_end, short_start
 from tests.support.tiers import looped
 
 from .conftest import RESUME
@@ -136,7 +136,7 @@ def test_times_of_this_machine() -> None:
 
 
 def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.cli.closing.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
+    monkeypatch.setattr("emssd.report.console.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
     assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
 
 

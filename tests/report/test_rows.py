@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from emssd.report import summary
 from emssd.report.__main__ import main
+from emssd.report.console import summary
 from emssd.report.rows import Row, read, read_rows
 from tests.support.tiers import looped
 

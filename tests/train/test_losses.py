@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import emssd_train.unrolled
 import pytest
 import torch
 from emssd_eagle3 import Eagle3Config
@@ -23,6 +22,7 @@ from emssd_pard.drafter import PardDrafter
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
+import emssd_train.eagle3
 import emssd_train.medusa
 import emssd_train.pard
 from emssd.decoding.caches import make_backend
@@ -180,7 +180,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
-    hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_train.unrolled, teacher, head.target_ids)
+    hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_train.eagle3, teacher, head.target_ids)
 
 
 @pytest.mark.parametrize(
