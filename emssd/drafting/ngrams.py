@@ -93,9 +93,7 @@ class NGramDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._tree(row, limit) for row, limit in zip(batch, budget, strict=True)]
-        if self.drafts_trees:
-            return joined_trees(rows)
-        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
+        return joined_trees(rows, chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Remember what is new of each row."""

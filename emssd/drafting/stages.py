@@ -20,15 +20,25 @@ from emssd.attention.packed import on_device
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
-from emssd.drafting.forced import ForcedTokens
+from emssd.drafting.drafter import Drafter
 from emssd.errors import PluginError
 from emssd.errors.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.sequences import Batch
 
-__all__ = ["DraftStages"]
+__all__ = ["DraftStages", "ForcedTokens"]
 
 _MOST_NODES = 4096  # of a row's tree, whatever a drafter asks for: policies look at each of them
+
+
+class ForcedTokens(Drafter):
+    """Drafts what the grammar of a row forces, and nothing for other rows: the stages after it draft for these."""
+
+    num_speculative_tokens = 16
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        rows = zip(batch, budget, strict=True)
+        return Draft.from_chains([[] if row.grammar is None else row.grammar.forced(limit) for row, limit in rows])
 
 
 class DraftStages:

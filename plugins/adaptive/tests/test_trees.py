@@ -18,8 +18,8 @@ from emssd_adaptive.siblings import Siblings, levels
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetStep, Draft, Outcome
-from emssd.drafting.budget import HeldBudget
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped

@@ -63,9 +63,7 @@ class RestDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._draft(row, min(limit, self._most_nodes)) for row, limit in zip(batch, budget, strict=True)]
-        if self.drafts_trees:
-            return joined_trees(rows)
-        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
+        return joined_trees(rows, chains=not self.drafts_trees)
 
     def _draft(self, row: Row, limit: int) -> Tree:
         config, nothing = self._config, Tree([], [], [])
