@@ -24,6 +24,7 @@ __all__ = [
     "ScriptedDrafter",
     "TreeDrafter",
     "WrongDrafter",
+    "any_parents",
 ]
 
 _SURE = (0.0, 0.2, 0.7, 1.0)
@@ -160,7 +161,7 @@ class TreeDrafter(_Informed):
 
     def tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         """At most `limit` nodes for one row, each a token and the index of its parent, or -1; of any depth."""
-        parents, upcoming = self.parents(self._random.randint(0, limit)), self.upcoming(row)
+        parents, upcoming = any_parents(self._random.randint(0, limit), self._random), self.upcoming(row)
         known = {-1: 0}  # nodes of the right way, by their depth
         tokens = []
         for node, parent in enumerate(parents):
@@ -171,17 +172,18 @@ class TreeDrafter(_Informed):
                 known[node] = depth + 1
         return list(zip(tokens, parents, strict=True))
 
-    def parents(self, num_nodes: int) -> Parents:
-        """The shape of a tree."""
-        match self._random.choice(["chain", "siblings", "forest", "any", "any"]):
-            case "chain":
-                return range(-1, num_nodes - 1)
-            case "siblings":
-                return [-1] * num_nodes
-            case "forest":
-                num_roots = self._random.randint(1, 4)
-                return [max(-1, node - num_roots) for node in range(num_nodes)]
-        return [self._random.randint(-1, node - 1) for node in range(num_nodes)]
+
+def any_parents(num_nodes: int, draw: random.Random) -> Parents:
+    """The shape of a tree of `num_nodes` nodes: any at all, a chain, all siblings, or a forest of chains."""
+    match draw.choice(["any", "any", "chain", "siblings", "forest"]):
+        case "chain":
+            return range(-1, num_nodes - 1)
+        case "siblings":
+            return [-1] * num_nodes
+        case "forest":
+            num_roots = draw.randint(1, 4)
+            return [max(-1, node - num_roots) for node in range(num_nodes)]
+    return [draw.randint(-1, node - 1) for node in range(num_nodes)]
 
 
 class ScriptedBudget(BudgetPolicy):
