@@ -13,8 +13,7 @@ import pytest
 import torch
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
-from emssd_medusa.heads import MedusaHeads
-from emssd_medusa.loading import load_medusa
+from emssd_medusa.heads import MedusaHeads, load_medusa
 from emssd_pard.drafter import PardDrafter
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence

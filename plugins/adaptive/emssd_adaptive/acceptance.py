@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd_adaptive.siblings import Siblings
+from emssd_adaptive.chances import Siblings
 
 __all__ = ["Acceptance"]
 

@@ -13,9 +13,8 @@ from math import inf
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.errors import ConfigError
 from emssd_adaptive.choice import best_lengths, best_limits
-from emssd_adaptive.pace import Pace
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
-from emssd_adaptive.step_time import StepTime
+from emssd_adaptive.step_time import Pace, StepTime
 
 __all__ = ["AdaptiveBudget"]
 

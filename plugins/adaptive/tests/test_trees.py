@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 from emssd_adaptive.acceptance import Acceptance
+from emssd_adaptive.chances import Calibration, Siblings, levels
 from emssd_adaptive.choice import best_lengths, blocks
-from emssd_adaptive.confidence import Calibration
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_adaptive.profile import Profile
-from emssd_adaptive.siblings import Siblings, levels
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ import torch
 from emssd.attention import Kept, on_device
 from emssd.drafters import GrowingRow, HeadLane, Level, Shape, StatesDrafter, nodes_of, pack_nodes
 from emssd.model import BorrowedTarget
-from emssd_hydra.loading import LoadedHydra
+from emssd_hydra.heads import LoadedHydra
 
 __all__ = ["HydraDrafter"]
 

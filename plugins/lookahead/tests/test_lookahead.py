@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 from emssd_lookahead import LookaheadConfig
-from emssd_lookahead.drafter import LookaheadDrafter, merged
-from emssd_lookahead.window import NGramPool, Window
+from emssd_lookahead.drafter import LookaheadDrafter, NGramPool, Window, merged
 from hypothesis import given
 from hypothesis import strategies as st
 
