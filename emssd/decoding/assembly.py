@@ -152,7 +152,6 @@ class Assembled:
         Args:
             drafter, backend, budget: as in `from_pretrained`.
             eos: what ends a sequence; what the model says by default.
-            load: loads the models of drafters.
         """
         registry, options = registry or Registry(), options or EngineOptions()
         caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)

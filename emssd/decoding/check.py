@@ -86,7 +86,6 @@ def compare(
     A difference is judged by one fresh run of the target over the common prefix, by `runner`, which must be idle.
 
     Args:
-        generations, plain: of the same requests, in the same order.
         rows: by request id, as it began, which says how both chose their tokens; greedily by default.
     """
     num_exact = 0

@@ -30,7 +30,6 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
 
     Args:
         logits: ``[R, vocab]``: of each row the logits after its newest token, then after each of its drafted tokens.
-        draft: trees for them; all ids are in the vocabulary.
     """
     if all(map(_is_greedy, rows)):
         return greedy_tokens(logits)
@@ -49,7 +48,6 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     Args:
         logits: ``[B + num_draft, vocab]``: of each row the logits after its newest token, then after each of its
             drafted tokens.
-        draft: trees for them; all ids are in the vocabulary.
     """
     found = dict[int, Verdict]()
     for place, row in enumerate(rows):

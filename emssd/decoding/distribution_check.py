@@ -71,8 +71,6 @@ def check_distribution(
     """Test the tokens of `generations` together.
 
     Args:
-        generations: rows that were sampled, at least one.
-        runner: of the target; it must be idle.
         rows: by request id, as it began, which says how their tokens were drawn.
     """
     parts = [_tokens_of(each, runner, rows[each.request_id]) for each in generations]

@@ -28,10 +28,6 @@ def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tu
     """For each row of ``logits [n, vocab]`` its `width` most probable tokens, and the logarithms of how probable.
 
     A GPU's host waits once. A probability that is not a number counts as 0, as after a model that overflowed.
-
-    Args:
-        width: at least 1; cut to the vocabulary.
-        temperature: that logits are divided by.
     """
     width, num_rows = min(width, logits.shape[1]), len(logits)
     if (kernels := kernels_for(logits)) is not None:
@@ -58,9 +54,6 @@ def top_choices(
     once for each of the two.
 
     Args:
-        logits: ``[n, vocab]`` of a draft model.
-        nodes: ``[n]``.
-        width: at least 1; cut to the vocabulary.
         temperature: that logits are divided by; of `top_draws` the ``error``.
     """
     greedy = [place for place, node in enumerate(nodes) if node.params.is_greedy]
@@ -106,9 +99,6 @@ def top_draws(
     has none. A GPU's host waits once.
 
     Args:
-        logits: ``[n, vocab]`` of the draft model.
-        nodes: ``[n]``.
-        width: at least 1; cut to the vocabulary.
         error: above 0; how far the draft model's logits are from the target's.
     """
     width, logits = min(width, logits.shape[1]), within_grammars(logits, nodes)

@@ -17,14 +17,7 @@ _NONE: Mapping[int, int] = {}
 
 
 class NGramCounts:
-    """Counts what follows the n-grams of texts.
-
-    Args:
-        max_size: the longest n-grams that are counted, in tokens; at least 1.
-
-    Attributes:
-        num_tokens: how many were counted.
-    """
+    """Counts what follows the n-grams of texts, up to `max_size` tokens long."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size, self.num_tokens = max_size, 0
@@ -45,11 +38,7 @@ class NGramCounts:
 
 
 class _Text:
-    """The counts of one text, or of the texts of one prompt.
-
-    Attributes:
-        known: by request id, a row's request, and how many of its tokens were counted.
-    """
+    """The counts of one text, or of one prompt's texts; by request id, `known` requests and their counted tokens."""
 
     def __init__(self, max_size: int) -> None:
         self.counts = NGramCounts(max_size)

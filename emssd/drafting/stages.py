@@ -42,13 +42,7 @@ class ForcedTokens(Drafter):
 
 
 class DraftStages:
-    """One drafter or several, the first to be asked first.
-
-    Args:
-        drafters: at least one.
-        policy: decides before each drafter what it may draft, and afterwards what of it is verified.
-        policy_name: how messages call the plugin that it comes from.
-    """
+    """One drafter or several, the first to be asked first. The policy decides before each drafter, and afterwards."""
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)

@@ -160,12 +160,7 @@ def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node])
 
 
 def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.Tensor]:
-    """The kernels' inputs of nodes: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps, float64.
-
-    Args:
-        rows: ``[n]`` of the logits, which are on the CPU.
-        nodes: ``[n]``, whose params are quick.
-    """
+    """The kernels' inputs of nodes with quick params: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps."""
     each = [node.params for node in nodes]
     warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
     arrays = (

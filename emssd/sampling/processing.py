@@ -21,7 +21,6 @@ def processed(
     """``[r, vocab]`` float64 logits that tokens are drawn with; the softmax of them is the target's distribution.
 
     Args:
-        logits: ``[r, vocab]`` of the model.
         prefixes: ``[r]`` the tokens before each choice, prompt included; only where `params` read it.
         num_prompt: ``[r]`` how many of these are the prompt; as `prefixes`.
     """

@@ -79,11 +79,7 @@ class WrongDrafter(ChainDrafter):
 
 
 class RandomDrafter(ChainDrafter):
-    """Drafts of random length, none included: a right beginning of random length, then random ids.
-
-    Args:
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
-    """
+    """Drafts of random length, none included: a right beginning of random length, then random ids."""
 
     def __init__(
         self,
@@ -108,7 +104,6 @@ class ScriptedDrafter(ChainDrafter):
     Args:
         script: the ``i``-th time that a row is drafted for, entry ``i`` modulo the script's length tells how many right
             tokens come first and which ids follow them; ids wrap around at the vocabulary size.
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`.
     """
 
     def __init__(
@@ -133,7 +128,6 @@ class TreeDrafter(_Informed):
     siblings may be equal.
 
     Args:
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
         sure: whether it says how sure it is, which means nothing.
     """
 

@@ -42,20 +42,7 @@ class TestPlugin({suite}):
 
 
 def check(given: Namespace, notes: Notes) -> int:
-    """Test a plugin against the rules of its interface, and print the result of each.
-
-    Args:
-        given: what ``emssd-plugins check`` was called with.
-        notes: of what is being done, for whoever watches.
-
-    Returns:
-        0 if no rule was broken, else 1.
-
-    Raises:
-        PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
-        ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            flag for another kind of plugin.
-    """
+    """Test a plugin against the rules of its interface, and print the result of each. Returns 1 if one was broken."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
             f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "

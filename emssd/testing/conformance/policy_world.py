@@ -27,11 +27,7 @@ Decided = tuple[str, tuple[int, ...]]
 
 
 class WatchedPolicy(BudgetPolicy):
-    """Passes every call on to another policy.
-
-    Attributes:
-        decisions: what it decided, in order.
-    """
+    """Passes every call on to another policy, and remembers in `decisions` what it decided."""
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
@@ -92,11 +88,7 @@ _TOLD = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
 class PolicyWorld(World):
-    """A policy, and drafters in turn that draft what they are told.
-
-    Args:
-        num_stages: drafters; of several, the first has nothing for every other length.
-    """
+    """A policy, and drafters that draft what they are told. Of several, the first has nothing for odd lengths."""
 
     kind, piece = "budget", 30
 

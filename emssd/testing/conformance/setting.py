@@ -43,7 +43,6 @@ class Setting:
 
     Attributes:
         references: what the target generates alone, by prompt.
-        context: for drafters; see `setting`.
     """
 
     name: str
@@ -65,17 +64,13 @@ class Setting:
 def setting(architecture: str, vocab_size: int) -> Setting:
     """A random target of a few tokens' vocabulary, in float64, made once; or one that is loaded.
 
-    Args:
-        architecture: a key of `ARCHITECTURES`, or the folder of a model, which is loaded in float64 on the CPU.
-        vocab_size: of the random one.
-
     Its context gives drafters a tokenizer of one word per token. ``load_runner`` gives, whatever the path, a copy of
     the target with noise in its weights, on the dense reference: it is right often and not always. ``make_drafter``
     gives the installed drafters, ``target`` lends the target's embeddings and LM head, and ``make_cache``
     gives the dense reference.
 
-    Raises:
-        ConfigError: no such architecture.
+    Args:
+        architecture: a key of `ARCHITECTURES`, or the folder of a model, which is loaded in float64 on the CPU.
     """
     name, tokenizer = f"a tiny model ({architecture}, {vocab_size} tokens)", _tokenizer(vocab_size)
     if architecture in ARCHITECTURES:
@@ -146,7 +141,6 @@ class Run:
 
     Attributes:
         max_tokens: limit of the KV cache, so that rows are preempted; ``None`` for no limit.
-        max_step_tokens: beyond it prompts are computed in pieces.
     """
 
     setting: Setting

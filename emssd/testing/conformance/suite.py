@@ -1,4 +1,4 @@
-"""What all suites have in common: which plugin, which options, how many examples."""
+"""The tests and helpers that all suites have in common: which plugin, which options, how many examples."""
 
 from __future__ import annotations
 

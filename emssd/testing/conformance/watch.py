@@ -136,11 +136,7 @@ def reading(kind: str, what: str, batch: Batch, draft: Draft | None = None) -> I
 
 
 class DrafterWorld(World):
-    """A drafter, or several in turn, and what they drafted.
-
-    Attributes:
-        drafts: by request id, what was drafted for it, step by step and drafter by drafter, before it was trimmed.
-    """
+    """A drafter, or several in turn, and by request id the `drafts` of all steps, before they were trimmed."""
 
     kind = "drafter"
 

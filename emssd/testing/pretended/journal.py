@@ -24,12 +24,7 @@ class DeviceMixError(RuntimeError):
 
 
 class Note(NamedTuple):
-    """Something that happened.
-
-    Attributes:
-        what: in a few words.
-        where: file and line of the code that did it, as ``emssd/decoding/verify.py:101``, PyTorch's own passed over.
-    """
+    """Something that happened, and where: file and line of the code that did it, PyTorch's own passed over."""
 
     what: str
     where: str
@@ -39,10 +34,8 @@ class Journal:
     """The record of a device.
 
     Attributes:
-        waits: of the host for the device.
         illegal: what a CUDA graph cannot record, and was done while one was recorded.
         recording: what the graph that is being recorded does; ``None`` if there is none.
-        made: tensors that it made.
         num_launches: operations that a GPU would launch a kernel for; views are none.
     """
 
@@ -127,12 +120,7 @@ class Journal:
 
 
 class Graph:
-    """A CUDA graph: operations, and what they gave. It is its own capture, as a context manager.
-
-    Args:
-        journal: of the device.
-        pool: all graphs of the device; they share memory.
-    """
+    """A CUDA graph: operations, and what they gave. It is its own capture; all graphs of the `pool` share memory."""
 
     def __init__(self, journal: Journal, pool: weakref.WeakSet[Graph]) -> None:
         self._journal, self._all = journal, pool

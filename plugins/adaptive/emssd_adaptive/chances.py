@@ -1,4 +1,4 @@
-"""How likely a tree's nodes are right: by depth and rank (`Siblings`), or by a drafter's confidence (`Calibration`).
+"""The chances of a tree's nodes: by depth and rank (`Siblings`), or by a drafter's confidence (`Calibration`).
 
 Siblings exclude each other. So by rank, what is learnt is the chance of a child *given that none of its earlier
 siblings is right*; the chances of all children of a node then never add up to more than 1.
@@ -26,14 +26,8 @@ _BIN_PRIOR = 2.0  # trials that are imagined in each bin
 
 
 def levels(tree: Seq[int], accepted: Seq[int]) -> Iterator[tuple[list[int], int]]:
-    """The levels of a verified tree at which the target chose: the children that it had there, and the one it took.
-
-    Args:
-        tree: the parents of the nodes.
-        accepted: the accepted nodes, in order.
-
-    Yields:
-        Nodes in order, never none, and the accepted one among them or -1.
+    """The levels of a verified tree at which the target chose: the children that it had there, never none, and the one
+    of them that it took, or -1.
     """
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(tree):
@@ -79,7 +73,6 @@ class Siblings(_FadingCounts):
         """``[n]`` the probability that each node is accepted, with all on the way to it.
 
         Args:
-            tree: the parents of the nodes.
             first, later: of the row, the chance of a first child at the first level, and of one further down.
         """
         self._settle()
@@ -127,14 +120,10 @@ class Calibration(_FadingCounts):
         ]
 
     def worths(self, trees: Iterable[Seq[int]], confidences: Iterable[Seq[float]]) -> list[list[float]]:
-        """``[B]`` for each node of some trees the probability that it is accepted, with all on the way to it.
+        """``[B]`` for each node of trees the probability that it is accepted, with all on the way to it.
 
         Siblings exclude each other: where the chances of a node's children add up to more than 1, all but the first
         child's, which is the best known, are scaled down.
-
-        Args:
-            trees: ``[B]`` the parents of the nodes.
-            confidences: ``[B]`` of the nodes.
         """
         lines = self.lines()
         return [_worths(tree, told, lines) for tree, told in zip(trees, confidences, strict=True)]

@@ -33,9 +33,6 @@ class AdaptiveBudget(BudgetPolicy):
 
     A node of a row's draft is worth the probability that it is accepted with all on the way to it. Sorted by that,
     nodes are taken as long as the step's expected rate, ``(B + Σ worth) ÷ (t(tokens, context) + t_draft)``, grows.
-
-    Args:
-        memory, probe_interval: see `AdaptiveConfig`.
     """
 
     def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:

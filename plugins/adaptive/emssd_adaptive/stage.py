@@ -27,9 +27,6 @@ _MOST_VAIN = 8  # drafts
 class StageRecord:
     """One drafter, as a budget policy sees it from outside.
 
-    Args:
-        memory, probe_interval: see `emssd_adaptive.AdaptiveConfig`.
-
     Attributes:
         is_probing: whether this step drafts only to see whether it pays by now.
         num_idle: steps since it last drafted, where it could have.

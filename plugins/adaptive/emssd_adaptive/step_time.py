@@ -72,9 +72,6 @@ class Pace:
     Machines become slower and quicker as a whole: others work on them, and clocks change. Were that learnt as a change
     of the curve of step times, it would be put down to the sizes of the steps that happen to be taken, and what is not
     done would look cheap or dear for as long as it is not done. So costs are learnt in seconds divided by this factor.
-
-    Attributes:
-        factor: 1 as long as nothing is known.
     """
 
     def __init__(self) -> None:

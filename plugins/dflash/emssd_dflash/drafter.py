@@ -49,11 +49,6 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     Where the logits of a slot depend on the token before it, tokens are chosen one after the other. The confidence is
     that of the head, where it has one.
-
-    Args:
-        lane: of the head.
-        target: whose embeddings and vocabulary projection the head borrows.
-        num_speculative_tokens: the most tokens per row and step, at most what a block gives.
     """
 
     def __init__(self, lane: BlockLane, target: BorrowedTarget, num_speculative_tokens: int) -> None:
@@ -64,12 +59,7 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     @classmethod
     def load(cls, config: DFlashConfig, context: DrafterContext) -> DFlashDrafter:
-        """Load the head of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there is no such head for this target.
-            OutOfMemoryError: the target's device has no room for it.
-        """
+        """Load the head of `config`."""
         lent = Lent.by(context, "dflash")
         loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
         most = loaded.head.variant.num_drafts
@@ -146,12 +136,7 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
 
 def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]:
-    """Load a head. Tables of embeddings and logits that are copies of those of the target, `model`, are not kept.
-
-    Raises:
-        ConfigError: it is no drafter of the DFlash family, or none for this target, or not whole.
-        OutOfMemoryError: the device has no room for it.
-    """
+    """Load a head. Tables of embeddings and logits that are copies of those of the target, `model`, are not kept."""
     files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
     files.drop_copies(model)
     variant = variant_of(files)

@@ -32,10 +32,6 @@ class EagleHead(PairedHead):
     """An EAGLE-1 or EAGLE-2 head. Its vocabulary projection is the target's.
 
     A feature is the target's last hidden state as it is, after its final norm.
-
-    Args:
-        config: sizes and rules of its layers; its hidden states are as wide as the target's.
-        names: of the module's tensors that the checkpoint has.
     """
 
     def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
@@ -49,9 +45,7 @@ class EagleHead(PairedHead):
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The feature after each token, which is also what is fed back.
 
-        Args:
-            inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-            position_ids: ``[b, n]``.
+        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """
         angles = self.rotary(position_ids, inputs.dtype)
         hidden: torch.Tensor = self.fc(inputs)
@@ -67,10 +61,7 @@ class EagleHead(PairedHead):
 
 
 def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
-    """Load a head. Whether `fc` has a bias, the file says: configs of heads with and without one leave it out. Raises
-    ConfigError: it is no such head, or none for this target, or not whole; or OutOfMemoryError: the device has no room
-    for it.
-    """
+    """Load a head. Whether `fc` has a bias, the file says: configs of heads with and without one leave it out."""
     files = HeadFiles.read(path, target, Format.eagle)
     names, config, decoder = files.names, files.config, DecoderConfig.read(files.config, path)
     files.check_sizes(decoder.hidden_size, config.get("vocab_size"))

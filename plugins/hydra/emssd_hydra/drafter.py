@@ -25,10 +25,7 @@ class HydraDrafter(StatesDrafter):
     layer's output there takes its place. The head at 0 reads the newest token too, and gives the first drafted ones.
 
     Args:
-        loaded: the heads, and which hidden state they read.
         lane: of the prefix layer, if there is one; its KV cache takes no trees.
-        target: whose embeddings the heads read.
-        shape: of the trees; one child for each node makes chains.
         max_len: tokens of the longest row in the cache of the prefix layer.
     """
 

@@ -26,13 +26,7 @@ _PREFIX = "prefix_embeding_layer."  # as the authors write it
 
 
 class HydraHeads(nn.Module):
-    """Heads of multi-layer perceptrons. A head runs once for each node of a tree that gets children.
-
-    Args:
-        num_heads: how many levels can be drafted.
-        num_layers: of each head, before its vocabulary projection.
-        names: of the module's tensors that the checkpoint has.
-    """
+    """Heads of multi-layer perceptrons. A head runs once for each node of a tree that gets children."""
 
     def __init__(
         self, num_heads: int, num_layers: int, hidden_size: int, vocab_size: int, names: Container[str]
@@ -81,27 +75,13 @@ class _Residual(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class LoadedHydra(Loaded[HydraHeads]):
-    """Heads, and how they are to be used.
-
-    Attributes:
-        prefix: what the hidden states go through first; ``None`` if the heads read them as they are.
-    """
+    """Heads; hidden states go through `prefix` first, or are read as they are."""
 
     prefix: LayerHead | None
 
 
 def load_hydra(path: str, target: TargetSizes, target_config: Mapping[str, Any]) -> LoadedHydra:
-    """Load heads.
-
-    Args:
-        path: folder, file of weights or hub id.
-        target: that they are to draft for.
-        target_config: values of the target's config. A prefix layer has the sizes of the target's layers.
-
-    Raises:
-        ConfigError: these are no Hydra heads, or none for this target, or of another architecture, or not whole.
-        OutOfMemoryError: the device has no room for them.
-    """
+    """Load heads. A prefix layer has the sizes of the target's layers, which its config tells."""
     files = HeadFiles.read(path, target, Format.hydra)
     layer = _layer(files)
     names = _names(files)

@@ -17,7 +17,6 @@ class KangarooRunner(Lane, ModelRunner):
     Args:
         adapter: reads the residual stream after them.
         max_len: tokens of the longest row in the adapter's cache.
-        target: whose LM head is after the adapter.
     """
 
     def __init__(
@@ -41,10 +40,7 @@ class KangarooRunner(Lane, ModelRunner):
 
 
 def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
-    """Load an adapter: an attention layer without MLP that reads the residual stream after `num_layers` of the target.
-    Raises ConfigError: it is no Kangaroo adapter, or none for this target, or not whole; or OutOfMemoryError: the
-    device has no room for it.
-    """
+    """Load an adapter: an attention layer without MLP that reads what `num_layers` of the target's layers give."""
     files = HeadFiles.read(path, target, Format.kangaroo, new_name=lambda name: name.removeprefix("model."))
     decoder = DecoderConfig.read(files.config, path)
     files.check_sizes(decoder.hidden_size, files.config.get("vocab_size"))

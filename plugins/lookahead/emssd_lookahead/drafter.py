@@ -24,12 +24,7 @@ Tree = list[tuple[int, int]]
 
 
 class NGramPool:
-    """The latest n-grams of each first token.
-
-    Args:
-        ngram: their length, the first token included.
-        most: how many are kept for a first token; the one that was seen longest ago goes first.
-    """
+    """The latest n-grams of each first token, at most so many; the one that was seen longest ago goes first."""
 
     def __init__(self, ngram: int, most: int) -> None:
         self._ngram, self._most = ngram, most
@@ -82,14 +77,9 @@ class Window:
         return nodes
 
     def advance(self, newest: int, said: Seq[int]) -> list[list[int]]:
-        """Move on by a place.
+        """Move on by a place, from the `newest` token. Returns the n-gram of each column, `said` included.
 
-        Args:
-            newest: the token that the window stood after.
-            said: ``[width]`` what the target said after the last token of each column.
-
-        Returns:
-            The n-gram of each column, `said` included.
+        `said` ``[width]`` is what the target said after the last token of each column.
         """
         levels = [[newest, *self._levels[0][1:]], *self._levels[1:], list(said)]
         self._levels = levels[1:]
@@ -114,12 +104,6 @@ class LookaheadDrafter(Drafter):
 
     The window is part of a draft only where all of it has room: within the budget, and within what the row may still
     generate. Otherwise it stands still. It comes last, so a budget policy that finds it too dear cuts it away.
-
-    Args:
-        config: see `LookaheadConfig`.
-
-    Raises:
-        ConfigError: an option too small.
     """
 
     drafts_trees = True

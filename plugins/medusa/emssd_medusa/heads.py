@@ -25,14 +25,7 @@ _HEAD = re.compile(r"heads\.(\d+)\.(\d+)\.(linear\.)?weight$")
 
 
 class MedusaHeads(nn.Module):
-    """Medusa heads. They read the target's last hidden state, after its final norm, and have no KV cache.
-
-    Args:
-        num_heads: how many tokens are guessed.
-        num_layers: residual layers of each head.
-        num_tokens: tokens that can be drafted.
-        names: of the module's tensors that the checkpoint has.
-    """
+    """Medusa heads. They read the target's last hidden state, after its final norm, and have no KV cache."""
 
     def __init__(
         self, num_heads: int, num_layers: int, hidden_size: int, num_tokens: int, names: Container[str]
@@ -49,14 +42,9 @@ class MedusaHeads(nn.Module):
         self.register_buffer("target_ids", None, persistent=False)
 
     def forward(self, hidden: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
-        """Logits of the tokens that follow the next one.
+        """Logits ``[num_heads, n, num_tokens]`` of the tokens that follow the next one, the nearest at 0.
 
-        Args:
-            hidden: ``[n, hidden_size]``, of the token that the target chose its next token from.
-            num_heads: the first so many alone; ``None`` for all.
-
-        Returns:
-            ``[num_heads, n, num_tokens]``. Those at 0 are for the token after the target's next one.
+        `hidden` ``[n, hidden_size]`` are of the token that the target chose its next token from.
         """
         return torch.stack([head(hidden) for head in self.heads[:num_heads]])
 
@@ -71,9 +59,7 @@ class _Residual(nn.Module):
 
 
 def load_medusa(path: str, target: TargetSizes) -> Loaded[MedusaHeads]:
-    """Load heads. How many there are, the file says: published configs say 2 of files with 5. Raises ConfigError: these
-    are no Medusa heads, or none for this target, or not whole; or OutOfMemoryError: the device has no room for them.
-    """
+    """Load heads. How many there are, the file says: published configs say 2 of files with 5."""
     files = HeadFiles.read(path, target, Format.medusa)
     if files.config.get("original_lm_head"):
         raise files.cannot("its heads share one vocabulary projection (original_lm_head), which is not supported")

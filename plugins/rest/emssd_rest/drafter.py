@@ -15,15 +15,7 @@ __all__ = ["RestDrafter"]
 
 
 class RestDrafter(Drafter):
-    """Drafts for every row from one store, anew in each step, so that there is nothing to roll back or to forget.
-
-    Args:
-        config: see `RestConfig`; its `store` is not read.
-        store: an open store whose ids are the target's.
-
-    Raises:
-        ConfigError: a length or a number below one, or `min_match` above `max_match`.
-    """
+    """Drafts for every row from one store, anew in each step, so that there is nothing to roll back or to forget."""
 
     def __init__(self, config: RestConfig, store: Store) -> None:
         for name in ("num_speculative_tokens", "min_match", "max_match", "max_matches"):

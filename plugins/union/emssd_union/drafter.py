@@ -20,13 +20,7 @@ __all__ = ["RowDraft", "UnionDrafter", "accepted_nodes", "children_of", "merge",
 
 
 class RowDraft(NamedTuple):
-    """The draft of one row.
-
-    Attributes:
-        token_ids: ``[n]``.
-        parents: ``[n]``, as in `emssd.drafting.Draft`.
-        confidence: ``[n]``, as there, or ``None``.
-    """
+    """The draft of one row, of which each is ``[n]``; see `emssd.drafting.Draft`."""
 
     token_ids: Seq[int]
     parents: Parents
@@ -46,9 +40,6 @@ class UnionDrafter(Drafter):
     Ids that a drafter leaves on a device are brought to the host, as merging compares them: the host waits for that
     drafter. Each drafter observes the outcome of its own draft, as if that alone had been verified: the beginning of it
     that was left in the tree, the accepted nodes among these, and the target's choice after each.
-
-    Args:
-        drafters: at least one. One that fails drafts nothing from then on, or raises, as it was made to.
     """
 
     drafts_trees = True
