@@ -153,7 +153,7 @@ def attack(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bits(session: nox.Session) -> None:
     """Compares bits of all that claims to be batch-invariant, on more examples than `tests`."""
-    files = ["tests/models/test_bits.py", "tests/models/test_batch_invariant.py"]
+    files = ["tests/models/test_bits.py"]
     session.run(*PYTEST, *files, *session.posargs, env={"EMSSD_BITS_EXAMPLES": "3"})
 
 

@@ -37,7 +37,7 @@ from emssd.cli.options import to_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
 from emssd.metrics.stats import RunReport
-from emssd.model.cache import ModelCache
+from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
 

@@ -31,7 +31,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import TargetModel
 from emssd.model.int8 import round_weights
-from emssd.model.tracing import LINEARS
+from emssd.model.program import LINEARS
 from emssd.sequences import Request
 
 ENGINES = {

@@ -12,8 +12,8 @@ from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.variant import variant_of
 from torch import nn
 
-from emssd.drafters.heads.containers import unwrapped
 from emssd.drafters.heads.files import Checkpoint
+from emssd.drafters.heads.formats import unwrapped
 from emssd.drafters.heads.loading import HeadFiles
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError

@@ -1,12 +1,11 @@
 """Attention over ragged batches: the `AttentionBackend` interface and what paged backends share."""
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, NativeStep, StepPlan
-from emssd.attention.masked import StepMask, additive_mask, masked_attention
+from emssd.attention.masked import StepMask, StepWatch, additive_mask, masked_attention
 from emssd.attention.packed import Drafted, PackedInputs, StepInputs, on_device, runs, to_host
 from emssd.attention.paged import PagedBackend, PagedKernels
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes
-from emssd.attention.seen import StepWatch
 from emssd.attention.trees import Parents, ancestors, depths, hidden_nodes
 
 __all__ = [

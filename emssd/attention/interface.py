@@ -263,12 +263,12 @@ class AttentionBackend(ABC):
         """
         return None
 
-    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
-        """`plan` a step, of chains, that passes of one token for each row follow without another plan.
+    def plan_growth(self, packed: PackedInputs, rooms: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
+        """`plan` a step, of chains, that passes of drafted nodes follow without another plan.
 
         Args:
             packed: the step.
-            lengths: ``[B]`` tokens that each row has room for after those of the step.
+            rooms: ``[B]`` nodes that each row has room for after the tokens of the step.
 
         Returns:
             The plan and its `native_step`, or ``None``: this backend plans each pass.

@@ -9,10 +9,9 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerSpec, NativeStep, StepPlan
-from emssd.attention.memory import free_bytes
 from emssd.attention.packed import PackedInputs, on_device
 from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, page_bytes
+from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, free_bytes, page_bytes
 from emssd.errors import ConfigError, OutOfMemoryError
 
 __all__ = ["PagedBackend", "PagedKernels"]
@@ -145,10 +144,10 @@ class PagedBackend(AttentionBackend):
         self._have_reserved()
         return self._kernels.plan(packed, self._table)
 
-    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
+    def plan_growth(self, packed: PackedInputs, rooms: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
         if not self._kernels.are_native:
             return None
-        self._reserve_behind(packed, lengths)
+        self._reserve_behind(packed, rooms)
         plan = self._kernels.plan(packed, self._table)
         return plan, self._kernels.native_step(plan)
 

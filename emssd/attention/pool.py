@@ -1,15 +1,23 @@
-"""The pages of a KV cache as tensors."""
+"""The memory of a KV cache: how much it may take, and its pages as tensors."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from math import prod
 
 import torch
 
 from emssd.attention.interface import KVCacheSpec
-from emssd.errors import OutOfMemoryError
+from emssd.errors import ConfigError, OutOfMemoryError
 
-__all__ = ["KVPool", "PageShapes", "fixed_num_pages", "page_bytes"]
+__all__ = ["KVPool", "PageShapes", "fixed_num_pages", "free_bytes", "kv_bytes", "page_bytes"]
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for suffix, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("KMGT", start=1)
+}
 
 PageShapes = tuple[tuple[int, ...], tuple[int, ...]]
 """The shape of a page of keys, and the shape of a page of values."""
@@ -53,14 +61,8 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
     """Pages for sequences in a pool of a fixed size: enough for a full batch of the longest, within limit and memory.
 
     The pool has one page more, for padding tokens. `spec.max_tokens` stands for the memory of so many tokens; padded
-    heads and the page of the padding tokens count against it, so a few tokens less may fit.
-
-    Args:
-        page_bytes: bytes of one page over all layers.
-        free_bytes: bytes of the device that the pool may take.
-
-    Raises:
-        OutOfMemoryError: there is no room for two pages.
+    heads and the page of the padding tokens count against it, so a few tokens less may fit. Of the device, the pool may
+    take `free_bytes`. A page is one of all layers.
     """
     full = spec.max_batch_size * -(-spec.max_model_len // page_size)
     allowed, what = free_bytes, "of the device's memory"
@@ -74,3 +76,36 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
             f"memory on the device"
         )
     return num_pages
+
+
+def kv_bytes(kv_memory: str | float | None, device: torch.device, free: Callable[[], int] | None = None) -> int | None:
+    """Bytes that `kv_memory` means: ``8GiB``, ``500MB``, a number of bytes, or a share of the free memory (``0.8``).
+
+    The free memory is that of `device`, or what `free` says.
+    """
+    if kv_memory is None:
+        return None
+    match = re.fullmatch(r"([0-9.]+(?:e[+]?[0-9]+)?)\s*([KMGT]?i?B?)", str(kv_memory).strip())
+    try:
+        number, unit = float(match[1]), match[2]  # type: ignore[index]  # no match is caught below
+        num_bytes = int(number * _UNITS[unit])
+    except (TypeError, ValueError, KeyError, OverflowError):
+        number, unit, num_bytes = 0.0, "", 0
+    if number <= 0 or (unit and num_bytes < 1):
+        raise ConfigError(
+            f"kv_memory is {kv_memory!r}; give a size such as 8GiB or 500MB, or a share of the free memory such as 0.8"
+        )
+    if number <= 1 and not unit:
+        return int(number * (free_bytes(device) if free is None else free()))
+    return num_bytes
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on `device`, with the freed memory that PyTorch keeps."""
+    if device.type == "cuda":
+        free: int = torch.cuda.mem_get_info(device)[0]
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    import psutil
+
+    available: int = psutil.virtual_memory().available
+    return available

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
-from emssd.attention.memory import free_bytes
 from emssd.attention.packed import PackedInputs
+from emssd.attention.pool import free_bytes
 
 __all__ = ["SpreadBackend", "free_for", "parts_of"]
 

@@ -131,7 +131,7 @@ class _Worker(EngineActor):
         import torch
 
         from emssd.cli.engines import make_engine
-        from emssd.model.cache import ModelCache
+        from emssd.model.loading import ModelCache
 
         self._config, self._fault = config, None
         if config.num_threads:

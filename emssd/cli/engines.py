@@ -9,7 +9,7 @@ from functools import partial
 from emssd.cli.config import RunConfig
 from emssd.cli.provenance import machine_rates
 from emssd.decoding.engine import Engine
-from emssd.model.cache import ModelCache
+from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 
 __all__ = ["make_engine"]

@@ -34,8 +34,8 @@ from emssd.decoding.warmup import warm_up
 from emssd.errors import ConfigError, PromptError
 from emssd.errors.terminal import plain_console
 from emssd.metrics.busy import OtherProcesses, cpu_times
-from emssd.model.cache import ModelCache
 from emssd.model.checkpoint import load_tokenizer
+from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.report import print_check, print_failures, print_report
 from emssd.sequences import Generation, Request

@@ -22,7 +22,7 @@ from emssd.plugins.registry import Registry
 
 if TYPE_CHECKING:
     from emssd.cli.experiment import RowsFile
-    from emssd.model.cache import ModelCache
+    from emssd.model.loading import ModelCache
 
 __all__ = ["Jobs"]
 
@@ -43,7 +43,7 @@ class Jobs:
 
     @cached_property
     def _models(self) -> ModelCache:
-        from emssd.model.cache import ModelCache  # here, because it brings torch, which --help does not need
+        from emssd.model.loading import ModelCache  # here, because it brings torch, which --help does not need
 
         return ModelCache()
 

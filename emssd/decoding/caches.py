@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from emssd.attention import AttentionBackend, KVCacheSpec
-from emssd.attention.memory import kv_bytes
+from emssd.attention.pool import kv_bytes
 from emssd.attention.spread import SpreadBackend, free_for
 from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler

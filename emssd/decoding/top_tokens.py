@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from emssd.attention.packed import on_device, to_host
-from emssd.model.passes import likeliest
+from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
 __all__ = ["behind", "likelihood", "top_choices", "top_draws", "top_tokens"]

@@ -12,8 +12,8 @@ from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepP
 from emssd.drafters.heads.compiled import compiled_head
 from emssd.drafters.heads.head import Head
 from emssd.drafters.heads.layers import Attend
-from emssd.model.passes import in_passes, likeliest
-from emssd.model.program import Chain
+from emssd.model.program import Growth
+from emssd.model.runner import in_passes, likeliest
 
 __all__ = ["HeadLane", "KVCache", "Lane", "fed"]
 
@@ -98,8 +98,8 @@ class HeadLane(Lane):
         self._compiled = compiled_head(head) if compile else None
 
     @property
-    def runs_chains(self) -> bool:
-        """Whether `run_chain` may do something."""
+    def grows(self) -> bool:
+        """Whether `grow` may do something."""
         return self._compiled is not None
 
     @property
@@ -134,22 +134,22 @@ class HeadLane(Lane):
         hidden, *given = self._outputs(packed, inputs)
         return hidden, given[0] if given else logits(hidden)
 
-    def run_chain(
-        self, packed: PackedInputs, inputs: torch.Tensor, chain: Chain
+    def grow(
+        self, packed: PackedInputs, inputs: torch.Tensor, growth: Growth
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step of chains, and then the head's likeliest tokens, level by level, in one call.
+        """Compute a step of chains, and then trees of the head's likeliest tokens, level by level, in one call.
 
         Args:
             packed, inputs: as in `run`; outputs are wanted of the last token of each row.
-            chain: what is asked for, see `emssd.model.program.Program.run_chain`.
+            growth: what is asked for.
 
         Returns:
-            ``[B, k]`` tokens and the logarithms of how likely they are. ``None``: `run_to_logits` does one level.
+            See `emssd.model.program.Program.grow`. ``None``: nothing was done, `run_to_logits` does one level.
         """
         if self._compiled is None:
             return None
-        planned = self._backend.plan_chain(packed, [length - 1 for length in chain.lengths])
-        return None if planned is None else self._compiled.run_chain(inputs.unsqueeze(0), *planned, chain)
+        planned = self._backend.plan_growth(packed, growth.rooms)
+        return None if planned is None else self._compiled.grow(inputs.unsqueeze(0), *planned, growth)
 
     @property
     def plans_passes(self) -> bool:
@@ -160,7 +160,7 @@ class HeadLane(Lane):
         self,
         packed: PackedInputs,
         inputs: torch.Tensor,
-        chain: Chain,
+        growth: Growth,
         logits: Callable[[torch.Tensor], torch.Tensor],
         following: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor | None:
@@ -169,7 +169,7 @@ class HeadLane(Lane):
         Args:
             packed: the first pass.
             inputs: ``[B, input_size]`` what it reads.
-            chain: what is asked for; tokens are columns of logits.
+            growth: of chains, what is asked for; tokens are columns of logits.
             logits: makes them of hidden states.
             following: of tokens ``[n]``, and hidden states before them, what the next pass reads.
         """
@@ -180,10 +180,10 @@ class HeadLane(Lane):
 
         def one_pass(plan: StepPlan, reads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             hidden, *own = self._compute(plan, reads.unsqueeze(0))
-            both = likeliest(own[0] if own else logits(hidden), 1, chain.scale)[..., 0]
+            both = likeliest(own[0] if own else logits(hidden), 1, growth.scale)[..., 0]
             return both, following(both[0].long(), hidden)
 
-        return in_passes(self._backend, packed, chain, given, one_pass)
+        return in_passes(self._backend, packed, growth, given, one_pass)
 
     def _attend(self, plan: StepPlan) -> Attend:
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

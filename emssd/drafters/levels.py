@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import torch
 
@@ -23,8 +25,8 @@ from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
 from emssd.drafting.budget import DraftedNode
 from emssd.drafting.levels import Child, Expansion, GrowingTree
 from emssd.drafting.shapes import DynamicShape, Shape
-from emssd.model.passes import likeliest
-from emssd.model.program import Chain
+from emssd.model.program import Growth
+from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
@@ -91,7 +93,7 @@ class LevelDrafter(Drafter):
         if not rows:
             return Draft.empty(len(batch))
         self._all_greedy = False not in [row.node is GREEDY or row.node.params.is_greedy for row in rows]
-        if not self.grow_chains(rows):
+        if not self.grow_at_once(rows):
             self._grow_trees(rows)
         self.finish(rows)
         trees = {row.request_id: row.tree for row in rows}
@@ -113,63 +115,90 @@ class LevelDrafter(Drafter):
     def finish(self, rows: Seq[GrowingRow]) -> None:
         """The trees of these rows are done."""
 
-    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
-        """Draft all levels of chains in one call, if that can be; returns whether it was done."""
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
+        """Draft all levels in one call, if that can be; returns whether it was done."""
         return False
 
-    def are_greedy_chains(self, rows: Seq[GrowingRow]) -> bool:
-        """Whether `Program.run_chain` drafts what is asked for."""
-        shape = self.shape
-        return self._goes_on is None and isinstance(shape, DynamicShape) and shape.width == 1 and self._all_greedy
+    @property
+    def is_greedy_growth(self) -> bool:
+        """Whether `Program.grow` drafts what is asked for."""
+        return self._goes_on is None and isinstance(self.shape, DynamicShape) and self._all_greedy
 
-    def chain_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Chain:
-        """The greedy chains that `Program.run_chain` is to draft."""
-        shape = self.shape
-        assert isinstance(shape, DynamicShape), "chains of another shape"
-        lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
-        return Chain(lengths, self._vocab_size, table, self.target_ids, 1.0 / shape.temperature, shape.least)
+    def growth_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Growth:
+        """The drafts that `Program.grow` is to make."""
+        shape, trees = self.shape, [row.tree for row in rows]
+        assert isinstance(shape, DynamicShape), "trees of another shape"
+        return Growth(
+            depths=[tree.depth for tree in trees],
+            num_nodes=[tree.num_nodes for tree in trees],
+            rooms=[tree.max_cached for tree in trees],
+            vocab_size=self._vocab_size,
+            table=table,
+            target_ids=self.target_ids,
+            width=shape.width,
+            scale=1.0 / shape.temperature,
+            least=shape.least,
+        )
 
-    def take_chains(self, rows: Seq[GrowingRow], chain: Chain, tokens: torch.Tensor, shares: torch.Tensor) -> None:
-        """Make trees of what `Program.run_chain` has drafted."""
-        for row, length, *drafted in zip(rows, chain.lengths, tokens.tolist(), shares.tolist(), strict=True):
-            for place, (token, share) in enumerate(zip(drafted[0][:length], drafted[1], strict=False)):
-                log_prob = likelihood(share)
-                row.tree.add_level([(place - 1, 0, token, log_prob)])
-                if log_prob < chain.least:
-                    break
+    def take(self, rows: Seq[GrowingRow], tokens: torch.Tensor, shares: torch.Tensor) -> None:
+        """Let trees grow by what `Program.grow` has found, as they have grown there."""
+        ids, log_probs = iter(tokens.tolist()), iter(shares.tolist())
+
+        def choices(level: Level) -> Choices:
+            number = len(nodes_of(level))
+            return [*islice(ids, number)], [*islice(log_probs, number)]
+
+        self._take(rows, choices)
+        assert next(ids, None) is None, "other nodes were computed"
+
+    def _take(self, rows: Seq[GrowingRow], choices: Callable[[Level], Choices]) -> None:
+        level = self._first_level(rows)
+        while level:
+            self._add(level, choices(level))
+            level = self._next_level([row for row, _ in level])
 
     plans_passes: bool = False
     """Whether `passes` may do something."""
 
     def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
     ) -> torch.Tensor | None:
         """Compute the nodes of chains, see `emssd.model.ModelRunner.run_passes`.
 
         Args:
             rows: with more than one token to draft.
             columns: ``[r]`` the first of them, as columns of logits.
-            chain: the passes.
+            growth: the passes.
             places: ``[r]`` the rows among those of `catch_up`.
         """
         return None
 
     def _grow_behind(self, rows: Seq[GrowingRow], logits: torch.Tensor) -> bool:
         """Draft chains in one call, of `logits` after the newest tokens; the host waits once. False: not done."""
-        chain = self.chain_of(rows)
-        places = [place for place, length in enumerate(chain.lengths) if length > 1]
+        growth = self.growth_of(rows)
+        lengths = [min(depth, room + 1) for depth, room in zip(growth.depths, growth.rooms, strict=True)]
+        places = [place for place, length in enumerate(lengths) if length > 1]
         if not places:
             return False
-        first, index = likeliest(logits, 1, chain.scale)[..., 0], on_device(places, logits.device)
-        own = chain._replace(lengths=[chain.lengths[place] - 1 for place in places])
+        first, index = likeliest(logits, 1, growth.scale)[..., 0], on_device(places, logits.device)
+        own = growth._replace(depths=[lengths[place] - 1 for place in places])
         found = self.passes([rows[place] for place in places], first[0, index].long(), own, places)
         if found is None:
             return False
         both = torch.cat([first.unsqueeze(1), first.unsqueeze(1).repeat(1, len(found[0]), 1)], dim=1)
         both[:, 1:, index] = found
-        tokens, shares = torch.tensor(to_host(both.flatten())).view(both.shape).transpose(1, 2)
-        columns = tokens.long()
-        self.take_chains(rows, chain, columns if self.target_ids is None else torch.tensor(self._ids)[columns], shares)
+        tokens, shares = torch.tensor(to_host(both.flatten())).view(both.shape).tolist()
+        ids = range(self._vocab_size) if self.target_ids is None else self._ids
+        place_of = {row.request_id: place for place, row in enumerate(rows)}
+
+        def choices(level: Level) -> Choices:
+            at = [(row.tree.num_levels, place_of[row.request_id]) for row, _ in level]
+            return (
+                [[ids[int(tokens[number][place])]] for number, place in at],
+                [[likelihood(shares[number][place])] for number, place in at],
+            )
+
+        self._take(rows, choices)
         return True
 
     def _num_cached(self, row: Row) -> int:
@@ -194,9 +223,9 @@ class LevelDrafter(Drafter):
         return [row for row, fits in zip(rows, fitting, strict=True) if fits]
 
     def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
-        level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
-        logits = self.catch_up(rows)
-        if self.plans_passes and self.caches_nodes and self.are_greedy_chains(rows) and self._grow_behind(rows, logits):
+        level, logits = self._first_level(rows), self.catch_up(rows)
+        is_chain = self.shape.width == 1 and self.caches_nodes and self.is_greedy_growth
+        if is_chain and self.plans_passes and self._grow_behind(rows, logits):
             return
         self._grow(level, logits)
         while level := self._next_level(self._going_on(level, logits)):
@@ -204,10 +233,13 @@ class LevelDrafter(Drafter):
             self._grow(level, logits)
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        choices = zip(*self.choices(level, logits), strict=True)
+        self._add(level, self.choices(level, logits))
+
+    def _add(self, level: Level, choices: Choices) -> None:
+        left = zip(*choices, strict=True)
         for row, expansions in level:
             children = list[Child]()
-            for (node, ranks), (tokens, log_probs) in zip(expansions, choices, strict=False):
+            for (node, ranks), (tokens, log_probs) in zip(expansions, left, strict=False):
                 row.tree.choices[node] = tokens
                 for rank in ranks[: len(tokens)]:
                     children.append((node, rank, tokens[rank], log_probs[rank]))
@@ -267,6 +299,9 @@ class LevelDrafter(Drafter):
             ]
         going = self._goes_on(newest)
         return [row for row, _ in level if row.request_id in going]
+
+    def _first_level(self, rows: Seq[GrowingRow]) -> Level:
+        return [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
 
     def _next_level(self, rows: Seq[GrowingRow]) -> Level:
         level: Level = []

@@ -18,7 +18,7 @@ from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.model.program import Chain
+from emssd.model.program import Growth
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
@@ -37,6 +37,9 @@ class ModelDrafter(LevelDrafter):
         vocab_size: the target's; ids beyond it are never drafted.
         shape: of the trees; one child for each node makes chains.
     """
+
+    has_own_ids = False
+    """Whether the model's ids are others than those of the columns of its logits."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape) -> None:
         self._cache = Lane(runner)
@@ -100,6 +103,17 @@ class ModelDrafter(LevelDrafter):
     def finish(self, rows: Seq[GrowingRow]) -> None:
         self._trees = {row.request_id: row.tree for row in rows}
 
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
+        """Greedy drafts, where the model is compiled."""
+        if self.has_own_ids or not self.is_greedy_growth:
+            return False
+        found = self._runner.grow(pack(rows, Draft.empty(len(rows))), self.growth_of(rows))
+        if found is None:
+            return False
+        self._have_cached(rows)
+        self.take(rows, *found)
+        return True
+
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
         self._have_cached(rows)
@@ -114,16 +128,11 @@ class ModelDrafter(LevelDrafter):
         return self._runner.plans_passes
 
     def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
     ) -> torch.Tensor | None:
         kv_lens = [len(row.tokens) + 1 for row in rows]
         packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
-        return self._runner.run_passes(packed, chain)
-
-    def take_chains(self, rows: Seq[GrowingRow], chain: Chain, tokens: torch.Tensor, shares: torch.Tensor) -> None:
-        super().take_chains(rows, chain, tokens, shares)
-        for row, length in zip(rows, chain.lengths, strict=True):
-            row.tree.cache(range(min(length - 1, len(row.tree.token_ids))))
+        return self._runner.run_passes(packed, growth)
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's ids of drafted tokens, where it has others than the target."""

@@ -25,7 +25,7 @@ from emssd.drafters.lanes import HeadLane
 from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.shapes import Shape
-from emssd.model.program import Chain
+from emssd.model.program import Growth
 
 __all__ = ["PairedDrafter", "PairedHead"]
 
@@ -113,17 +113,16 @@ class PairedDrafter(StatesDrafter):
         names, num_tokens = zip(*[(row.request_id, row.tree.num_tokens) for row in rows], strict=True)
         self._runner.commit(Kept(names, num_tokens))
 
-    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
-        """Greedy chains, if the head is compiled with its own logits."""
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
+        """Greedy drafts, if the head is compiled with its own logits."""
         table = self._head.table(self._target.table)
-        if table is None or not self._runner.runs_chains or not self.are_greedy_chains(rows):
+        if table is None or not self._runner.grows or not self.is_greedy_growth:
             return False
-        chain = self.chain_of(rows, table)
-        found = self._runner.run_chain(*self._new_pairs(rows), chain)
+        found = self._runner.grow(*self._new_pairs(rows), self.growth_of(rows, table))
         if found is None:
             return False
         self._have_used(rows)
-        self.take_chains(rows, chain, *found)
+        self.take(rows, *found)
         return True
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -161,7 +160,7 @@ class PairedDrafter(StatesDrafter):
         return self._runner.plans_passes
 
     def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, chain: Chain, places: Seq[int]
+        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
     ) -> torch.Tensor | None:
         def following(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
             return self._inputs(self._head.to_target(tokens), hidden)
@@ -169,7 +168,7 @@ class PairedDrafter(StatesDrafter):
         inputs = following(columns, self._hidden[on_device(places, columns.device)])
         kv_lens = [row.tree.num_tokens + 1 for row in rows]
         packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
-        return self._runner.run_passes(packed, inputs, chain, self._projected, following)
+        return self._runner.run_passes(packed, inputs, growth, self._projected, following)
 
     def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden, self._target.project)

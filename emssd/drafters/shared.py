@@ -48,12 +48,11 @@ class SharedDrafter(LevelDrafter):
     def compute(self, level: Level) -> torch.Tensor:
         return self._runner.run(pack_level(level)).logits[:, : self._vocab_size]
 
-    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
-        """Greedy chains, where the target is compiled."""
-        if not self.are_greedy_chains(rows):
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
+        """Greedy drafts, where the target is compiled."""
+        if not self.is_greedy_growth:
             return False
-        chain = self.chain_of(rows)
-        found = self._runner.run_chain(pack(rows, Draft.empty(len(rows))), chain)
+        found = self._runner.grow(pack(rows, Draft.empty(len(rows))), self.growth_of(rows))
         if found is not None:
-            self.take_chains(rows, chain, *found)
+            self.take(rows, *found)
         return found is not None

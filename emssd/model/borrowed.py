@@ -2,56 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from emssd.attention import AttentionBackend, StepPlan
+from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
-from emssd.model.finding import find_streams
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelRunner
-from emssd.model.streams import Streams, replaced_forward
-from emssd.model.target import Computed, TargetModel
+from emssd.model.streams import Streams, find_streams, replaced_forward
+from emssd.model.target import TargetModel
 
-__all__ = ["BorrowedTarget", "ShallowRunner"]
-
-
-class ShallowRunner(CausalLMRunner):
-    """The first layers of a model, its final norm and its LM head, with a KV cache beside that of the whole model.
-
-    Nothing is copied, and between two steps the model is as it was. It runs uncompiled, also where the model is
-    compiled. Hidden states may be taken up to the last of these layers, and after the norm (-1).
-
-    Args:
-        backend: allocated for these layers alone.
-        num_layers: how many, from 1 to all.
-
-    Raises:
-        UnsupportedModelError: its layers are not found, or cannot be left out.
-    """
-
-    _takes_chains = False
-
-    def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int) -> None:
-        super().__init__(model, backend)
-        assert 1 <= num_layers <= model.num_layers, f"{num_layers} of {model.num_layers} layers"
-        model.prepare_hidden(()).check_cut()
-        self.num_layers = num_layers
-
-    def take_hidden(self, indices: Seq[int]) -> None:
-        """See `ModelRunner.take_hidden`. No compiled program of the model is made for it."""
-        self.model.prepare_hidden(()).check(indices)
-        self._hidden = tuple(indices)
-
-    def _compute(self, plan: StepPlan) -> Computed:
-        return self.model(plan, self.backend, self._hidden, self.num_layers)
+__all__ = ["BorrowedTarget", "runs_no_layers"]
 
 
 _PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16
+
+
+def runs_no_layers(option: str) -> UnsupportedModelError:
+    """The error for a drafter that would run or take layers of a target that is spread by `option`."""
+    return UnsupportedModelError(
+        f"with {option}, no drafter runs layers of the target or takes them; choose one that has a model or a head of "
+        f"its own, or reads tokens, such as drafter=suffix"
+    )
 
 
 class BorrowedTarget:
@@ -181,15 +156,12 @@ class BorrowedTarget:
             UnsupportedModelError: the layers are not found, or cannot be left out.
         """
         self._check_together()
-        return ShallowRunner(self._target, cache, num_layers)
+        return CausalLMRunner(self._target, cache, num_layers)
 
     def _check_together(self) -> None:
         """Refuse to lend what Accelerate's hooks would move from device to device."""
         if self._target.is_spread:
-            raise UnsupportedModelError(
-                "with model.device_map, no drafter runs or takes layers of the target; choose one that has a model or "
-                "a head of its own, or reads tokens, such as drafter=suffix"
-            )
+            raise runs_no_layers("model.device_map")
 
     @cached_property
     def _streams(self) -> Streams:

@@ -6,7 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
+from emssd.model import support
 from emssd.model.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
 
 if TYPE_CHECKING:
@@ -49,26 +49,12 @@ def load_checkpoint(
     device_map: DeviceMap | None = None,
     fallback: str = "none",
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a causal LM, with all of its weights, and its tokenizer.
+    """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
-    Args:
-        path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
-        dtype: of the weights, or ``auto``.
-        max_model_len: refused, where the model cannot take it, before weights are read.
-        trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
-        num_shards: load one of so many shards, in each process of the group.
-        device_map: which module goes to which device; ``None`` loads all to the host.
-        fallback: see `emssd.model.TargetModel`.
-
-    Raises:
-        ConfigError: it is not there, is damaged, is not whole, or needs code that is not trusted.
-        UnsupportedModelError: its config shows that it cannot be served.
-        OutOfMemoryError: there is no room for its weights.
+    What the model cannot take is refused before weights are read. Without a `device_map`, all are loaded to the host.
+    With `num_shards`, each process of the group loads one of so many shards.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
-
-    from emssd.model import support as model_support
-    from emssd.model.parallel import plans
 
     source = _source(path)
     with _told(path, "its config.json is none that Transformers can read"):
@@ -77,10 +63,10 @@ def load_checkpoint(
             raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            model_support.check_config(config, None, fallback)
-        model_support.resolve_max_model_len(config, max_model_len, fallback)
+            support.check_config(config, None, fallback)
+        support.resolve_max_model_len(config, max_model_len, fallback)
         if num_shards > 1:
-            plans.check_shards(config, num_shards)
+            support.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     what = "Transformers cannot make the model of its config.json and weights"
     with _told(path, what, lambda: weights_fault(source)), _report_kept_back(), _MadeEmpty():
@@ -91,12 +77,12 @@ def load_checkpoint(
             ignore_mismatched_sizes=True,  # judged below, by name
             output_loading_info=True,
             **({} if device_map is None else {"device_map": device_map}),
-            **({"distributed_config": plans.distributed_options(config)} if num_shards > 1 else {}),
+            **({"distributed_config": support.distributed_options(config)} if num_shards > 1 else {}),
         )
     model, info = loaded
     _check_whole(path, info)
     if num_shards > 1:
-        plans.mend(model, num_shards)
+        support.count_heads(model, num_shards)
     return model, tokenizer
 
 
@@ -127,9 +113,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def files_of(path: str) -> list[Path]:
-    """The files that loading `path` reads, in order; none of a hub id that is not on this machine. Raises ConfigError:
-    a folder that is not there.
-    """
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -187,11 +171,7 @@ def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: N
 def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
     """Refuse weights that are not those of the config: Transformers would fill what is missing with random numbers.
 
-    Args:
-        info: what Transformers reports; it knows tied weights, and of many models what may be left out or is left over.
-
-    Raises:
-        ConfigError: with the names.
+    Its report `info` knows tied weights, and of many models what may be left out or is left over.
     """
     mismatched = [f"{name} ({_shape(is_)} in place of {_shape(asked)})" for name, is_, asked in info["mismatched_keys"]]
     unexpected = [name for name in info["unexpected_keys"] if not _COMPUTED.search(name)]
@@ -238,10 +218,8 @@ def _sentence(error: Exception) -> str:
 class _MadeEmpty(TorchFunctionMode):
     """Leaves out random numbers for tensors without memory, which a checkpoint fills: PyTorch loads SymPy for them."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Seq[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
             tensor: torch.Tensor = args[0] if args else given["tensor"]
             if tensor.is_meta:

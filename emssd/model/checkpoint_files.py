@@ -24,9 +24,7 @@ _AGAIN = "copy or download it again"
 
 
 def check_json(source: str) -> None:
-    """Make sure that the small files of the folder `source` are objects of JSON, and all shards of weights are there.
-    Raises ConfigError with the file.
-    """
+    """Refuse the folder `source` if a small file is no object of JSON, or a shard of its weights is missing."""
     folder = Path(source)
     if not folder.is_dir():
         return  # the hub's files are checked when they are downloaded

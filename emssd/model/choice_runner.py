@@ -29,14 +29,9 @@ class ChoiceRunner(ModelRunner):
 
     @abstractmethod
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> Seq[int]:
-        """The target's choice after the newest token of a row, and after each of its drafted tokens.
+        """``[1 + len(drafted)]`` the target's choice after the newest token of a row, and after each drafted one.
 
-        Args:
-            length: tokens that the row has without its draft.
-            tree: the parents of the drafted tokens, also of a chain.
-
-        Returns:
-            ``[1 + len(drafted)]`` token ids.
+        The row has `length` tokens without its draft. `tree` has the parents of the drafted tokens, also of a chain.
         """
 
     def run(self, packed: PackedInputs) -> ModelOutput:

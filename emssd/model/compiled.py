@@ -18,8 +18,8 @@ from emssd.errors import CompileError
 from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Chain, Program
-from emssd.model.proven import NotKeptError, ProvenProgram, in_one_row, sources
+from emssd.model.program import Growth, Program
+from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan
@@ -32,16 +32,10 @@ __all__ = ["CompileError", "CompiledForward", "NotKeptError"]
 
 
 class CompiledForward(ProvenProgram):
-    """The compiled forward pass of one model.
+    """The compiled forward pass of a model, which also gives the `hidden` states of these indices.
 
-    Args:
-        target: the model, on a CPU. It is left as it was; its linear weights are copied in the layout of their kernel.
-            It must stay as it is, see `emssd.model.guard`.
-        hidden: indices of the hidden states that the program gives beside logits, see `emssd.model.streams.Streams`.
-        only_kept: take a program that an earlier run has left, and compile nothing.
-
-    Raises:
-        CompileError: as of `ProvenProgram`, or another device, or attention sinks.
+    The model is left as it was; its linear weights are copied in the layout of their kernel. It must stay as it is, see
+    `emssd.model.guard`. Raises CompileError as `ProvenProgram` does, and for another device, or attention sinks.
     """
 
     kind = "models"
@@ -69,8 +63,7 @@ class CompiledForward(ProvenProgram):
 
     @property
     def why_not_invariant(self) -> str | None:
-        """See `HookedModel.why_not_invariant`."""
-        if not tracing.has_kernel(self._dtype):
+        if not has_kernel(self._dtype):
             return f"oneDNN or MKL computes the {self._dtype} layers of its program"
         return None
 
@@ -108,6 +101,6 @@ class CompiledForward(ProvenProgram):
         other._program = Program(self._found, self._module, round_to)
         return other
 
-    def run_chain(self, plan: StepPlan, step: NativeStep, chain: Chain) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Program.run_chain`; `plan` and `step` are by `AttentionBackend.plan_chain`."""
-        return self._program.run_chain([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, chain)
+    def grow(self, plan: StepPlan, step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Program.grow`; `plan` and `step` are by `AttentionBackend.plan_growth`."""
+        return self._program.grow([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, growth)

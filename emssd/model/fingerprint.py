@@ -40,14 +40,9 @@ _HAVE_A_VERSION = frozenset({"builtins", "abc", "typing", "collections", "torch"
 
 
 def fingerprint(target: HookedModel, sources: Iterable[str], hidden: Seq[int] = ()) -> tuple[str, list[torch.Tensor]]:
-    """The key of the program of `target`, and what the model gives in a `short_pass`.
+    """The key of the program of `target`, with these `hidden` states, and what the model gives in a `short_pass`.
 
-    Args:
-        sources: of what makes the program.
-        hidden: indices of the hidden states that it gives beside logits.
-
-    Raises:
-        CompileError: a program would not run part of the model, or a later run could not recognise it.
+    Raises CompileError: a program would not run part of the model, or a later run could not recognise it.
     """
     import transformers
 
@@ -100,10 +95,8 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
-    """The outputs of `run`, a function like `HookedModel.run`, for two short sequences packed into one row.
-
-    Returns:
-        Logits ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
+    """Of two short sequences packed into one row, what `run` gives, a function like `HookedModel.run`: logits
+    ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
     """
     rows = ProbeRows(target, longest=_LONGEST)
     states = dict.fromkeys(hidden, rows.tokens)
@@ -227,9 +220,8 @@ def _classes(model: torch.nn.Module) -> Iterator[str]:
 class _Words:
     """Puts a value into words; what holds itself is named by a number.
 
-    Args:
-        strict: refuse what cannot be recognised, and follow functions to what they take from their module. Else a type
-            stands for its values.
+    If `strict`, it refuses what cannot be recognised, and follows functions to what they take from their module. Else a
+    type stands for its values.
     """
 
     def __init__(self, *, strict: bool) -> None:

@@ -28,10 +28,8 @@ class Guard:
     """Remembers a model as it is now: where its tensors lie, their bytes, its config, and what its code computes.
 
     The code is run on a few tokens, the canary. There, a linear layer with a weight of the model gives numbers that
-    depend on its input, its bias and on which weight it is, but does not read the weight: the checksums do.
-
-    Args:
-        target: the model, ready to run. Its code is run twice, to learn whether it gives the same bits again.
+    depend on its input, its bias and on which weight it is, but does not read the weight: the checksums do. It is run
+    twice at first, to learn whether it gives the same bits again.
     """
 
     def __init__(self, target: HookedModel) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,18 +34,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.parallel.group import Shard
+    from emssd.model.per_row import PerRow
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
-
-
-class RowByRow(Protocol):
-    """Modules that run row by row, see `emssd.model.per_row.PerRow`."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-    def active(self) -> AbstractContextManager[None]: ...
-    def mend(self) -> bool: ...
 
 
 class HookedModel:
@@ -59,17 +51,13 @@ class HookedModel:
         devices: where each computes its attention; empty if that is `device`.
         compiled: what runs in the place of `run`, a compiled program, or ``None``.
         streams: where its hidden states are taken; ``None`` as long as nobody asks for any.
-        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own, as by default.
+        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own.
         keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
         lock: held for a pass, by all that call this model through emssd.
         per_row: the modules that run row by row, or ``None`` where none may.
         attention: under which name models attend in a pass.
-
-    Raises:
-        UnsupportedModelError: its config says that it cannot be served.
-        ConfigError: `max_model_len` beyond the model's limit.
     """
 
     def __init__(
@@ -90,7 +78,7 @@ class HookedModel:
             check_whole(model)
         register(model.config)
         self.keeps_states = self.counts_calls = install(model)
-        self.per_row: RowByRow | None = None
+        self.per_row: PerRow | None = None
         self.attention = ATTENTION_NAME
         known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
         self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}
@@ -145,9 +133,7 @@ class HookedModel:
         """
         if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
             logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
-        keywords: dict[str, Any] = {
-            "emssd_attend": with_windows(self._apart(attend), self._windows) if self._windows else self._apart(attend)
-        }
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
         if masks is not None:
             keywords["emssd_masks"] = masks
         calls = count() if self.counts_calls else None

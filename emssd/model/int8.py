@@ -65,13 +65,7 @@ def round_weights(model: torch.nn.Module) -> int:
     """Round the weights of all `torch.nn.Linear` to integers from -127 to 127, times one scale for each output.
 
     The weights stay tensors of their type, so the model runs as any other; a compiled program keeps a byte of each.
-    Embeddings that share their tensor with a linear layer are rounded with it.
-
-    Returns:
-        How many weights were rounded.
-
-    Raises:
-        ConfigError: one is infinite, or no number.
+    Embeddings that share their tensor with a linear layer are rounded with it. Returns how many weights were rounded.
     """
     scales: dict[int, torch.Tensor] = {}
     count = 0

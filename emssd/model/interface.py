@@ -68,11 +68,9 @@ _PASSES: dict[int, tuple[str | None, bool]] = {}
 
 @contextmanager
 def implementation(attention: str | None = None, *, experts_in_loops: bool = False) -> Iterator[None]:
-    """Within, models that this thread calls compute this attention. No config is written to: nobody else sees it.
+    """Within, models that this thread calls compute the `attention` of this name. No config is written to.
 
-    Args:
-        attention: its name; ``None`` leaves it.
-        experts_in_loops: a mixture runs one expert after another, and not all in one grouped matrix product.
+    With `experts_in_loops`, a mixture runs one expert after another, and not all in one grouped matrix product.
     """
     thread = get_ident()
     before = _PASSES.get(thread)

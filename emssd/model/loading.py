@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -11,13 +12,12 @@ import torch
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
-from emssd.model.parallel.group import Shard, join
-from emssd.model.parallel.messages import Message
-from emssd.model.parallel.plans import check_heads
+from emssd.model.parallel.group import Message, Shard, join
 from emssd.model.spread import DeviceMap, check_device_map
+from emssd.model.support import check_heads
 from emssd.model.target import Compile, TargetModel
 
-__all__ = ["LoadModel", "Wanted", "load_model", "load_shard"]
+__all__ = ["LoadModel", "ModelCache", "Wanted", "load_model", "load_shard"]
 
 LoadModel = Callable[..., tuple[TargetModel, Any]]
 """`load_model`, or what stands in for it."""
@@ -123,7 +123,6 @@ def load_model(
 
 
 def _given(options: Mapping[str, bool]) -> str | None:
-    """The first option that is given."""
     return next((name for name, is_given in options.items() if is_given), None)
 
 
@@ -134,6 +133,38 @@ def _round(model: Any) -> None:
         raise ConfigError(
             f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
         )
+
+
+class ModelCache:
+    """Loads what is asked for once, in the place of `load_model`, as long as one target is in use.
+
+    With the next target, the models of the one before are dropped; so a sweep that alternates targets loads one for
+    each run (see *Several models* in ``docs/experiments.md``).
+    """
+
+    def __init__(self) -> None:
+        self._target: tuple[Any, ...] | None = None
+        self._models: dict[tuple[Any, ...], tuple[TargetModel, Any]] = {}
+
+    def target(self, path: str, **options: Any) -> tuple[TargetModel, Any]:
+        """The target of a run; options as of `load_model`."""
+        key = _key(path, options)
+        if key != self._target:
+            self._models.clear()
+            gc.collect()  # models hold themselves, and there is to be room for the next one
+            self._target = key
+        return self.draft(path, **options)
+
+    def draft(self, path: str, **options: Any) -> tuple[TargetModel, Any]:
+        """A further model, for a drafter."""
+        key = _key(path, options)
+        if key not in self._models:
+            self._models[key] = load_model(path, **options)
+        return self._models[key]
+
+
+def _key(path: str, options: dict[str, Any]) -> tuple[Any, ...]:
+    return path, *sorted((name, repr(value)) for name, value in options.items())
 
 
 class Wanted(NamedTuple):
@@ -147,9 +178,7 @@ class Wanted(NamedTuple):
 
 
 def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
-    """Load a model in every process of a group. If it fails in one, it fails in all. Raises EmssdError: see
-    `load_model`.
-    """
+    """Load a model in every process of a group. If it fails in one, it fails in all."""
     with shard.group.agreed():
         model, tokenizer = load_checkpoint(
             wanted.path,

@@ -25,8 +25,7 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
     """The sliding windows that go through a layer's mask alone, by layer.
 
     Transformers gives a model's masks to the attention function as functions of positions. Here these are evaluated up
-    to the longest sequence, which needs no run of that length. Raises UnsupportedModelError: a mask is of another kind,
-    or the layer's own window is another one.
+    to the longest sequence, which needs no run of that length.
     """
     name = type(target.model).__name__
     passed: dict[int, int | None] = {}

@@ -57,7 +57,6 @@ class PerRow:
 
     @property
     def names(self) -> list[str]:
-        """Of these modules."""
         return [*self._calls]
 
     @contextmanager
@@ -90,11 +89,7 @@ class PerRow:
         return False
 
     def learn_long_texts(self) -> None:
-        """See how the modules are called in a long text, where models may pad.
-
-        Raises:
-            UnsupportedModelError: they get other tokens than the text's.
-        """
+        """See how the modules are called in a long text, where models may pad."""
         if self._calls and (length := min(_LONG, self.target.max_model_len - 1)) > self._length:
             self._learn_tables(length)
 
@@ -155,8 +150,8 @@ class PerRow:
         ids = torch.arange(length, device=target.device)[None] % target.vocab_size
         with ExitStack() as stack, implementation("eager", experts_in_loops=target.dtype is torch.float64):
             for name in names:
-                hook = target.model.get_submodule(name).register_forward_hook(note(name), with_kwargs=True)
-                stack.callback(hook.remove)
+                module = target.model.get_submodule(name)
+                stack.enter_context(module.register_forward_hook(note(name), with_kwargs=True))
             with running(target), mixed_by(None):
                 target.call(input_ids=ids, use_cache=False)
         return seen
@@ -243,8 +238,8 @@ class _Events:
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 before, after = self._hooks(name)
-                hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
-                hooks.callback(module.register_forward_hook(after).remove)
+                hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(after))
             yield self
 
     def _hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -276,11 +271,7 @@ def find_fault(target: HookedModel) -> str | None:
 
 
 class _Search:
-    """Looks for the module at fault in a short pass.
-
-    Args:
-        target: the model as it runs now.
-    """
+    """Looks for the module at fault in a short pass."""
 
     def __init__(self, target: HookedModel) -> None:
         self._target, self._rows = target, ProbeRows(target)

@@ -73,7 +73,7 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     _compare(target, packed, alone)
     if target.keeps_states:
         _probe_states(target)
-    if target.new_states().is_whole:
+    if target.per_row is not None and target.per_row.names:
         _refuse_later_tokens(target)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
@@ -89,9 +89,7 @@ class _CalledTwiceError(Exception):
 
 
 def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
-    """The device on which each layer attends, as a short pass shows. Raises UnsupportedModelError: the model
-    does not run.
-    """
+    """The device on which each layer attends, as a short pass shows."""
     devices: dict[int, torch.device] = {}
 
     def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
@@ -137,8 +135,7 @@ class _OneRow:
 def _probe_states(target: HookedModel) -> None:
     """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
 
-    That two sequences can be packed proves nothing about tokens that follow a state. Raises UnsupportedModelError: the
-    logits differ.
+    That two sequences can be packed proves nothing about tokens that follow a state.
     """
     tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
     states, row, logits = target.new_states(), _OneRow(), list[torch.Tensor]()
@@ -215,12 +212,7 @@ def running(target: HookedModel) -> Iterator[None]:
 
 
 class ProbeRows:
-    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the last.
-
-    Args:
-        target: of whose vocabulary the tokens are.
-        longest: positions of the second go up to there; by default up to the longest sequence.
-    """
+    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the `longest`."""
 
     def __init__(self, target: HookedModel, longest: int | None = None) -> None:
         longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
@@ -275,8 +267,7 @@ class ProbeRows:
 class Aranges(TorchFunctionMode):
     """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
 
-    Args:
-        instead: what they get; their own without.
+    They get `instead`, if that is given.
     """
 
     def __init__(self, count: int, instead: torch.Tensor | None = None) -> None:

@@ -13,47 +13,56 @@ from typing import Any, NamedTuple
 import torch
 
 from emssd.attention import NativeStep
-from emssd.model import tracing
 from emssd.model.fingerprint import named_tensors
 from emssd.model.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["Attend", "Chain", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Growth", "Program", "declare_operators"]
+
+PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
+PREFIX = "model."  # of the model's own names in the program
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
 
 
-class Chain(NamedTuple):
-    """The chains that `Program.run_chain` drafts.
+class Growth(NamedTuple):
+    """The drafts that `Program.grow` makes, a tree of the likeliest tokens for each row; a chain has a width of 1.
 
     Attributes:
-        lengths: ``[r]`` tokens of each row, at least 1.
+        depths: ``[r]`` the most levels of each row, at least 1.
+        num_nodes: ``[r]`` the most nodes that are drafted.
+        rooms: ``[r]`` the most nodes in the KV cache.
         vocab_size: only so many of the logits are looked at.
         table: ``[vocab, hidden]`` of a head that reads, beside its own last hidden state, the embedding of a token;
             ``None`` for a model, which reads token ids.
         target_ids: the tokens that the head's logits are for; ``None`` if they are the same.
+        width: nodes of a level that get children, and children of each.
         scale: that logits are multiplied by before they become probabilities; 0: nobody asks how likely tokens are.
-        least: a token whose probability has a smaller logarithm is the last of its chain.
+        least: a node whose probability after its parent has a smaller logarithm gets no children.
     """
 
-    lengths: list[int]
+    depths: list[int]
+    num_nodes: list[int]
+    rooms: list[int]
     vocab_size: int
     table: torch.Tensor | None = None
     target_ids: torch.Tensor | None = None
+    width: int = 1
     scale: float = 0.0
     least: float = -math.inf
 
+    @classmethod
+    def chains(cls, lengths: list[int], vocab_size: int) -> Growth:
+        """Chains of so many tokens, without asking how likely these are."""
+        return cls(lengths, lengths, [length - 1 for length in lengths], vocab_size)
+
 
 class Program:
-    """A compiled program of a module.
+    """A compiled program of a module, whose tensors it reads. They must stay what and where they are.
 
-    Args:
-        module: whose tensors it reads. They must stay what and where they are; weights of linear layers are copied.
-        round_to: what is copied in the place of a weight; ``None`` for the weight itself.
-
-    Raises:
-        Exception: of almost any kind, if that is something else.
+    Weights of linear layers are copied, or what `round_to` makes of them. If something else was found on disk, this
+    raises an exception of almost any kind.
     """
 
     def __init__(
@@ -68,7 +77,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        for linear in json.loads(found.files[tracing.LINEARS]):
+        for linear in json.loads(found.files[LINEARS]):
             biases = [tensors[name].detach() for name in linear["biases"]]
             weights = [tensors[name].detach() for name in linear["weights"]]
             scale = None
@@ -83,9 +92,9 @@ class Program:
             bias = torch.cat(biases) if biases else None
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
-        names = kernels.open_program(self._handle, str(found.folder / tracing.PROGRAM))
-        known = torch.load(io.BytesIO(found.files[tracing.CONSTANTS]), weights_only=True)
-        known |= {tracing.PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
+        known = torch.load(io.BytesIO(found.files[CONSTANTS]), weights_only=True)
+        known |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [known[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)
         self._run = kernels.run_program.default
@@ -93,13 +102,7 @@ class Program:
     def __call__(
         self, inputs: list[torch.Tensor], attend: Attend, step: NativeStep | None = None
     ) -> list[torch.Tensor]:
-        """Run it.
-
-        Args:
-            inputs: those that it was traced with, but the handle.
-            attend: computes attention.
-            step: of the same attention, where C++ code can do it.
-        """
+        """Run it on the inputs that it was traced with, but the handle. `step` does what `attend` does, in C++."""
         outputs: list[torch.Tensor]
         if step is not None:
             outputs = step.run(self._handle, inputs)
@@ -115,20 +118,17 @@ class Program:
         finally:
             self._attend = self._failure = None
 
-    def run_chain(
-        self, inputs: list[torch.Tensor], step: NativeStep, chain: Chain
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it level by level, on the likeliest token after each row, and nothing of Python between.
+    def grow(self, inputs: list[torch.Tensor], step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run it level by level, on the likeliest tokens after each row, and nothing of Python between.
 
-        Args:
-            inputs: of the first level, as it was traced with; the last are ``[r]`` the last tokens of the rows.
-            step: its attention, of a plan by `AttentionBackend.plan_chain`.
-
-        Returns:
-            ``[r, k]`` int64 tokens, and float64 the logarithms of how likely they are, ``[r, 0]`` if nobody asks.
-            After the end of a row's chain stands anything.
+        The `inputs` are those of the first level; the last of them are ``[r]`` the last tokens of the rows. The `step`
+        is of a plan by `AttentionBackend.plan_growth`. Gives the tokens after each computed node, level by level and
+        row by row, ``[n, width]`` int64; and float64 the logarithms of how likely they are, ``[n, 0]`` if nobody asks.
         """
-        tokens, shares = step.run_chain(self._handle, inputs, *chain)
+        tokens, shares = step.grow(
+            self._handle, inputs, growth.depths, growth.num_nodes, growth.rooms, growth.width, growth.vocab_size,
+            growth.table, growth.target_ids, growth.scale, growth.least,
+        )  # fmt: skip
         return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -167,15 +167,9 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
     return source.new_empty(*source.shape[:-1], out_features)
 
 
-def declare_operators() -> None:
-    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded. Raises
-    NativeError: they cannot be built.
-    """
-    load_kernels()
-    _declare_shapes()
-
-
 @cache
-def _declare_shapes() -> None:
+def declare_operators() -> None:
+    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded."""
+    load_kernels()
     torch.library.register_fake("emssd_native::linear", _linear_shape)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

@@ -22,12 +22,8 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     the vocabulary projection is the embeddings moved on by one. So the next token is certain by a wide margin, rounding
     flips nothing, and every engine must generate the same text. The work per token is that of any model of the shape.
 
-    Args:
-        architecture: a config of Transformers as a dictionary: ``model_type`` and whatever differs from its defaults.
-            Embeddings are always untied, whatever ``tie_word_embeddings`` says: the projection needs its own weights.
-
-    Raises:
-        ConfigError: no such model type, or values that Transformers cannot make a model of.
+    `architecture` has ``model_type`` and whatever differs from the defaults of its config. Embeddings are untied,
+    whatever ``tie_word_embeddings`` says: the projection needs its own weights.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM

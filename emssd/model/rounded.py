@@ -85,7 +85,7 @@ class RoundedRunner(CausalLMRunner):
         self._follow()
         return super().run(packed)
 
-    def _chain_program(self) -> Any:
+    def _growing_program(self) -> Any:
         self._follow()
         return self._program
 
@@ -112,11 +112,7 @@ class RoundedRunner(CausalLMRunner):
 
 
 class RoundedWeights(TorchFunctionMode):
-    """Within, linear layers of a model compute with rounded weights, in this thread.
-
-    Args:
-        model: whose `torch.nn.Linear` they are.
-    """
+    """Within, each `torch.nn.Linear` of a model computes with rounded weights, in this thread."""
 
     def __init__(self, model: torch.nn.Module, bits: int) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,11 +14,10 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.passes import in_passes, likeliest
-from emssd.model.program import Chain
+from emssd.model.program import Growth
 from emssd.model.target import Computed, TargetModel
 
-__all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner"]
+__all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "in_passes", "likeliest"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,27 +69,27 @@ class ModelRunner(ABC):
         A step may fail, and the same or other rows be run next, without a commit between.
         """
 
-    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step of chains, and then its greedy tokens, level by level, in one call.
+    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Compute a step of chains, and then trees of the likeliest tokens, level by level, in one call.
 
         Args:
             packed: the step; logits are wanted of the last token of each row.
-            chain: how many tokens to choose after each row, and how. KV is computed for all but the last of them.
+            growth: what is asked for. KV is computed for the nodes that get children.
 
         Returns:
-            See `emssd.model.program.Program.run_chain`. ``None``: nothing was done, `run` does it one level at a time.
+            See `emssd.model.program.Program.grow`. ``None``: nothing was done, `run` does it one level at a time.
         """
         return None
 
     plans_passes: bool = False
     """Whether `run_passes` may do something."""
 
-    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
         """Compute passes of one token for each row in one call, each after the likeliest tokens of the one before.
 
         Args:
             packed: the first pass.
-            chain: how many of them each row has part in, and what is asked for.
+            growth: of chains: how many of them each row has part in, and what is asked for.
 
         Returns:
             ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of how likely it is. After
@@ -148,16 +147,26 @@ class ModelRunner(ABC):
 
 
 class CausalLMRunner(ModelRunner):
-    """A Hugging Face model on one device, with its KV in an attention backend."""
+    """A Hugging Face model on one device, with its KV in an attention backend.
+
+    Args:
+        backend: allocated for the layers that are run.
+        num_layers: only so many of the first layers are run, uncompiled, and then the final norm and the LM head;
+            ``None`` for all. Hidden states may be taken up to the last of these layers, and after the norm (-1).
+
+    Raises:
+        UnsupportedModelError: its layers are not found, or cannot be left out.
+    """
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held
-    _takes_chains = True  # of the whole model, once a pass
     _in_one_process = True
 
-    def __init__(self, model: TargetModel, backend: AttentionBackend) -> None:
-        self.model = model
-        self.backend = backend
+    def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int | None = None) -> None:
+        if num_layers is not None:
+            assert 1 <= num_layers <= model.num_layers, f"{num_layers} of {model.num_layers} layers"
+            model.prepare_hidden(()).check_cut()
+        self.model, self.backend, self.num_layers = model, backend, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
@@ -190,39 +199,41 @@ class CausalLMRunner(ModelRunner):
         greedy = None if plan.landing is None else plan.landing[: len(packed.logit_rows)]
         return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, greedy)
 
-    def run_chain(self, packed: PackedInputs, chain: Chain) -> tuple[torch.Tensor, torch.Tensor] | None:
-        program = self._chain_program()
-        planned = None if program is None else self.backend.plan_chain(packed, [each - 1 for each in chain.lengths])
+    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
+        program = self._growing_program()
+        planned = None if program is None else self.backend.plan_growth(packed, growth.rooms)
         if planned is None:
             return None
         with self.model.lock:
-            found: tuple[torch.Tensor, torch.Tensor] | None = program.run_chain(*planned, chain)
+            found: tuple[torch.Tensor, torch.Tensor] | None = program.grow(*planned, growth)
         return found
 
-    def _chain_program(self) -> Any:
-        """The compiled program that drafts chains, or ``None``."""
-        return self.model.compiled if self._takes_chains else None
+    def _growing_program(self) -> Any:
+        """The compiled program that makes drafts, or ``None``."""
+        return self.model.compiled if self._in_one_process and self.num_layers is None else None
 
     @property
     def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
         return self._in_one_process and self._states is None and self.backend.plans_passes
 
-    def run_passes(self, packed: PackedInputs, chain: Chain) -> torch.Tensor | None:
+    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
         def one_pass(plan: StepPlan, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             plan = replace(plan, input_ids=ids.unsqueeze(0), logit_index=None, replay=None)
-            both = likeliest(self._compute(plan).logits[:, : chain.vocab_size], 1, chain.scale)[..., 0]
+            both = likeliest(self._compute(plan).logits[:, : growth.vocab_size], 1, growth.scale)[..., 0]
             return both, both[0].long()
 
-        return in_passes(self.backend, packed, chain, None, one_pass) if self.plans_passes else None
+        return in_passes(self.backend, packed, growth, None, one_pass) if self.plans_passes else None
 
     def _announce(self, packed: PackedInputs) -> None:
         """Called between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
-        return self.model(plan, self.backend, self._hidden)
+        return self.model(plan, self.backend, self._hidden, self.num_layers)
 
     def take_hidden(self, indices: Seq[int]) -> None:
-        if indices:
+        if self.num_layers is not None:  # no compiled program is made for them
+            self.model.prepare_hidden(()).check(indices)
+        elif indices:
             self.model.prepare_hidden(indices)
         self._hidden = tuple(indices)
 
@@ -268,3 +279,42 @@ class CausalLMRunner(ModelRunner):
         held = usage.held + self._states.held
         self._peak = max(self._peak, held)
         return replace(usage, held=held, peak_held=self._peak)
+
+
+def likeliest(logits: torch.Tensor, width: int, scale: float) -> torch.Tensor:
+    """``[2, n, width]`` float64 of ``logits [n, vocab]`` times `scale`: the most probable ids, and the logarithms of
+    how probable they are; zeros if `scale` is 0, where nobody asks. The host waits for nothing.
+    """
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale if scale else logits
+    values, ids = scaled.max(dim=1, keepdim=True) if width == 1 else scaled.topk(width, dim=1)
+    shares = values - scaled.logsumexp(dim=1, keepdim=True) if scale else torch.zeros_like(values)
+    return torch.stack([ids.double(), shares.double()])
+
+
+def in_passes(
+    backend: AttentionBackend,
+    packed: PackedInputs,
+    growth: Growth,
+    given: Callable[[StepPlan], torch.Tensor] | None,
+    one_pass: Callable[[StepPlan, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+) -> torch.Tensor | None:
+    """Plan all passes of `ModelRunner.run_passes`, and run them as one; ``None`` if the backend plans each by itself.
+
+    Args:
+        given: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
+        one_pass: of a plan and what the pass reads, ``[2, n]`` the likeliest tokens, and what the next pass reads.
+    """
+    plans = backend.plan_passes(packed, growth.depths)
+    if not plans:
+        return None
+    first = plans[0].input_ids[0] if given is None else given(plans[0])
+
+    def compute() -> torch.Tensor:
+        found, reads = list[torch.Tensor](), first
+        for plan in plans:
+            both, reads = one_pass(plan, reads)
+            found.append(both)
+        return torch.stack(found, dim=1)
+
+    found: torch.Tensor = compute() if plans[0].replay is None else plans[0].replay(compute)
+    return found[..., : packed.num_rows]

@@ -20,9 +20,7 @@ _NOWHERE = ("disk", "meta")
 
 
 def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a map that cannot be, before any weights are read. Raises ConfigError: it is no map, names no device of
-    this machine, or Accelerate is not installed.
-    """
+    """Refuse a map that cannot be, before any weights are read."""
     if isinstance(device_map, str):
         if device_map not in _CHOICES:
             raise ConfigError(

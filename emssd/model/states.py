@@ -20,7 +20,7 @@ from emssd.attention import Kept, PackedInputs
 from emssd.model.mixing import Convolution, Recurrence, mixed_by
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Feed", "StateCache"]
+__all__ = ["Feed", "Mixer", "StateCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,6 @@ class StateCache:
         self._history = 0  # tokens that convolutions see before the newest
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it keeps whole texts."""
-        return self._whole > 0
-
-    @property
     def bytes_per_row(self) -> int:
         """Bytes of the states of one row; known after the first pass."""
         kept = sum(each[0].numel() * each.itemsize for each in self._inputs if len(each)) * self._whole
@@ -169,11 +164,7 @@ class StateCache:
 
     @contextmanager
     def step(self, packed: PackedInputs, token_index: torch.Tensor | None = None) -> Iterator[None]:
-        """For the pass of a step.
-
-        Args:
-            token_index: ``[nnz]``, see `emssd.attention.StepPlan`.
-        """
+        """For the pass of a step; `token_index` is that of its `StepPlan`."""
         places = range(packed.num_tokens) if token_index is None else token_index.tolist()
         logits = torch.searchsorted(packed.logit_rows, torch.tensor(packed.qo_indptr)).tolist()
         feeds = {}
@@ -189,7 +180,7 @@ class StateCache:
     def pass_of(self, feeds: dict[str, Feed]) -> Iterator[None]:
         """For a pass that is fed these tokens of rows; nothing changes if it fails."""
         step = self._plan(feeds)
-        mixer = _Mixer(self, step)
+        mixer = Mixer(self, step)
         with mixed_by(mixer):
             yield
         self._rows, self._inputs, self._states, self._history = step.rows, mixer.inputs, mixer.states, mixer.history
@@ -269,8 +260,12 @@ class StateCache:
         return replace(row, ahead=save) if save else row
 
 
-class _Mixer:
-    """Mixes the tokens of one pass."""
+class Mixer:
+    """Mixes the tokens of one pass: computes what the functions of `emssd.model.mixing.install` are called for.
+
+    Attributes:
+        longest: tokens of the longest path.
+    """
 
     def __init__(self, cache: StateCache, step: _Step) -> None:
         self._cache, self._step = cache, step
@@ -281,6 +276,7 @@ class _Mixer:
         self._indices: dict[str | int, torch.Tensor] = {}  # by name, or by the size of a convolution
 
     def convolve(self, inputs: Convolution) -> torch.Tensor:
+        """``[n, channels]`` in the dtype of the weight."""
         size = inputs.weight.shape[-1]
         self.history = max(self.history, size - 1)
         values = self._with_carried(inputs.values)
@@ -298,6 +294,7 @@ class _Mixer:
         return out.to(inputs.weight.dtype)
 
     def recur(self, inputs: Recurrence) -> torch.Tensor:
+        """``[n, heads, v]``."""
         query, key, value, decay, beta, rates = inputs
         parts = [key, value, decay, *([] if beta is None else [beta])]
         shapes, (heads, num_keys, num_values) = [part.shape[1:] for part in parts], (*key.shape[1:], value.shape[-1])
@@ -339,6 +336,7 @@ class _Mixer:
     def run_rows(
         self, values: list[torch.Tensor], run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
+        """The results of `run` for the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
         kept, out = [self._with_carried(each) for each in values], list[torch.Tensor]()
         for path in self._step.paths:
             results = run([each[path.inputs] for each in kept])

@@ -1,4 +1,4 @@
-"""The models that can be served at all, and their lengths, as their config tells; `probe` tells the rest."""
+"""The models that can be served at all, their lengths and shards, as their config tells; `probe` tells the rest."""
 
 from __future__ import annotations
 
@@ -9,16 +9,33 @@ from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model.mixing import keeps_states
 from emssd.model.spread import check_offloaded, is_spread
 
-__all__ = ["check_config", "check_whole", "resolve_max_model_len"]
+__all__ = [
+    "check_config",
+    "check_heads",
+    "check_shards",
+    "check_whole",
+    "count_heads",
+    "distributed_options",
+    "resolve_max_model_len",
+]
 
 _PER_ROW = "model.fallback=per_row runs what emssd does not know row by row, more slowly"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
+_OPT = {
+    "model.decoder.layers.*.self_attn.q_proj": "colwise",
+    "model.decoder.layers.*.self_attn.k_proj": "colwise",
+    "model.decoder.layers.*.self_attn.v_proj": "colwise",
+    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
+    "model.decoder.layers.*.fc1": "colwise",
+    "model.decoder.layers.*.fc2": "rowwise",
+    "model.decoder.embed_tokens": "embedding_rowwise",
+    "lm_head": "colwise_gather_output",
+}
+"""For ``opt``, which Transformers has no plan for: by module, with ``*`` for a layer, one of its parallel styles."""
 
 
 def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str = "none") -> int:
-    """The longest sequence to allow. Raises ConfigError: none is known and none is given, or it is not in the model's
-    range; or UnsupportedModelError: the model computes positions otherwise in sequences of that length.
-    """
+    """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)
     limit = int(limit) if limit is not None and limit > 0 else None
@@ -35,9 +52,7 @@ def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str 
 
 
 def check_config(config: Any, model_class: type | None, fallback: str = "none") -> None:
-    """Refuse, before any weights are loaded, what the config shows cannot be served at any length. Raises
-    UnsupportedModelError with the reason.
-    """
+    """Refuse, before any weights are loaded, what the config shows cannot be served at any length."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
@@ -71,9 +86,7 @@ def check_config(config: Any, model_class: type | None, fallback: str = "none") 
 
 
 def check_whole(model: Any) -> None:
-    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks. Raises
-    UnsupportedModelError with what can be done.
-    """
+    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks."""
     distributed = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are no such tensors
     if distributed and any(isinstance(weight, distributed.DTensor) for weight in model.parameters()):
         raise _refused(
@@ -119,6 +132,51 @@ def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
             f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
             f"one chunk; {_PER_ROW}",
         )
+
+
+def check_shards(config: Any, size: int) -> None:
+    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded."""
+    text, name = config.get_text_config(), config.model_type
+    if name != "opt" and not (config.base_model_tp_plan or text.base_model_tp_plan):
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over {size} processes: Transformers has no tensor parallel plan for it. Leave "
+            f"model.tensor_parallel out, and run it on one device"
+        )
+    num_heads = text.num_attention_heads
+    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
+    if num_heads % size or num_kv_heads % size:
+        possible = [n for n in range(2, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0]
+        what = f"take {' or '.join(map(str, possible))} processes" if possible else "run it on one device"
+        raise UnsupportedModelError(
+            f"{name} cannot be spread over {size} processes: it has {num_heads} query heads and {num_kv_heads} key "
+            f"heads, and each process has to get equally many; {what}"
+        )
+
+
+def distributed_options(config: Any) -> Any:
+    """The ``distributed_config`` for `from_pretrained`; the size is that of the process group."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return DistributedConfig(tp_plan=dict(_OPT) if config.model_type == "opt" else "auto")
+
+
+def count_heads(model: Any, size: int) -> None:
+    """Let the attention of ``opt`` count the heads of this process, where it counts those of its config."""
+    if model.config.model_type == "opt":
+        for layer in model.model.decoder.layers:
+            layer.self_attn.num_heads //= size
+
+
+def check_heads(target: Any, size: int) -> None:
+    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them."""
+    text = target.model.config.get_text_config()
+    whole = text.num_attention_heads
+    for index, layer in enumerate(target.layers):
+        if layer.num_qo_heads not in (whole, whole // size):
+            raise UnsupportedModelError(
+                f"{type(target.model).__name__} cannot be spread over {size} processes: layer {index} runs "
+                f"{layer.num_qo_heads} of {whole} query heads in each"
+            )
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -15,7 +16,6 @@ import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
-from emssd.model.finding import find_streams
 from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.interface import ATTENTION_NAME
@@ -23,7 +23,7 @@ from emssd.model.masks import learn_windows
 from emssd.model.per_row import PerRow, find_fault
 from emssd.model.probe import OtherLogitsError, layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
-from emssd.model.streams import Hidden, Streams
+from emssd.model.streams import Hidden, Streams, find_streams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -190,9 +190,9 @@ class TargetModel(HookedModel):
         Raises:
             UnsupportedModelError: with the reason.
         """
-        if self.streams is None:
-            self.streams = find_streams(self)
-        self.streams.check(indices)
+        with nullcontext() if self.shard is None else self.shard.together("prepare_hidden", [*indices]):
+            self.streams = self.streams or find_streams(self)
+            self.streams.check(indices)
         if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
             self.compiled = None  # first, as a program holds weights of its own
             self.compiled = self._compile(tuple(sorted({*given, *indices})))

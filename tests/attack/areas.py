@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tests.support.backends import CONFIGS as BACKENDS
+
 from .changes import CHANGES
-from .histories import BACKENDS, History, draw_history
+from .histories import History, draw_history
 from .judge import Account
 from .kills import damaged_output
 from .plain import judged_by_plain

@@ -13,11 +13,9 @@ import torch
 from emssd.drafting import Draft, Drafter, Outcome
 
 from .histories import History
-from .moods import FORMS, MOODS, Mood
+from .moods import FORMS, MOODS, Mood, Tree, best_way, right_depths, shallow, tree
 from .policies import SHALLOW
-from .shapes import Tree, best_way, right_depths, shallow, tree
-from .sins import LATE, SINS, WHEN_TOLD
-from .tree_sins import OF_TREES
+from .sins import LATE, OF_TREES, SINS, WHEN_TOLD
 
 __all__ = ["HurtfulDrafter"]
 

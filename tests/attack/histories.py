@@ -6,30 +6,16 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from emssd_padded import PaddedConfig
-from emssd_ragged import Kernels, RaggedConfig
-
 from emssd.sampling import SamplingParams
+from tests.support.backends import CONFIGS as BACKENDS
 
-from .moods import FORMS, MOODS
+from .moods import FORMS, MOODS, SHAPES
 from .oracle import Ask
 from .policies import POLICIES
-from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World
 
-__all__ = ["BACKENDS", "PLACES", "Fault", "History", "differing_fields", "draw_history"]
-
-BACKENDS: dict[str, Any] = {
-    "fused": RaggedConfig(kernels=Kernels.fused),
-    "torch": RaggedConfig(kernels=Kernels.torch),
-    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
-    "page 3": RaggedConfig(page_size=3, kernels=Kernels.torch),
-    "padded": PaddedConfig(),
-    "unpad_kv": PaddedConfig(pad_kv=False),
-    "unpad_inputs": PaddedConfig(pad_inputs=False),
-    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
-}
+__all__ = ["PLACES", "Fault", "History", "differing_fields", "draw_history"]
 
 # Where something may fail in the middle of a step.
 PLACES = (

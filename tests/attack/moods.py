@@ -1,15 +1,16 @@
-"""Chains made to hurt: right, then wrong; ends, and ids at the edges; and the forms that a tensor of ids can have."""
+"""Chains and token trees made to hurt: where they are right, ids at the edges, and who stands beside the right way."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["FORMS", "MOODS", "Mood"]
+__all__ = ["FORMS", "MOODS", "SHAPES", "Mood", "Tree", "best_way", "right_depths", "shallow", "tree"]
 
 # What is drafted for one row: of what will come, room, ids at hand, and a source of chance.
 Mood = Callable[[list[int], int, Any, random.Random], list[int]]
@@ -68,3 +69,159 @@ FORMS: dict[str, Callable[[list[int]], torch.Tensor]] = {
         torch.tensor(ids[:1]).expand(len(ids)) if ids and ids == ids[:1] * len(ids) else torch.tensor(ids).long()
     ),
 }
+
+
+Tree = list[tuple[int, int]]  # of each node its token and the index of its parent, or -1
+
+# What grows around a way: of the way, room for nodes, the drafter, and a source of chance.
+Shape = Callable[[list[int], int, Any, random.Random], Tree]
+
+
+def tree(shape: str, way: list[int], room: int, deepest: int, own: Any, rng: random.Random) -> Tree:
+    """At most `room` nodes, none of them deeper than `deepest`, around the tokens `way`."""
+    grown = SHAPES[shape](way, room, own, rng)
+    if rng.random() < 0.5:
+        grown = _shuffled(grown, rng)
+    return shallow(grown, deepest)[:room]
+
+
+def shallow(nodes: Seq[tuple[Any, ...]], deepest: int) -> list[Any]:
+    """The nodes that are no deeper; a node is a tuple, and its second entry is its parent."""
+    depths: list[int] = []
+    places = {-1: -1}
+    kept = []
+    for node, (token, parent, *others) in enumerate(nodes):
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+        if depths[-1] <= deepest:
+            places[node] = len(kept)
+            kept.append((token, places[parent], *others))
+    return kept
+
+
+def right_depths(nodes: Seq[tuple[Any, ...]], coming: Seq[int]) -> list[int]:
+    """The depth of each node if all tokens from the root to it are those that come, else 0."""
+    depths: list[int] = []
+    for token, parent, *_ in nodes:
+        before = 0 if parent < 0 else depths[parent]
+        is_right = (parent < 0 or before > 0) and before < len(coming) and token == coming[before]
+        depths.append(before + 1 if is_right else 0)
+    return depths
+
+
+def best_way(nodes: Seq[tuple[Any, ...]], depths: Seq[int]) -> list[int]:
+    """The way from the root to the first of the deepest right nodes."""
+    node = max(range(len(nodes)), key=lambda node: (depths[node], -node)) if any(depths) else -1
+    way: list[int] = []
+    while node >= 0:
+        way.append(node)
+        node = nodes[node][1]
+    return way[::-1]
+
+
+def _chain(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    return [(token, node - 1) for node, token in enumerate(way)]
+
+
+def _siblings(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    tokens = [rng.choice((*way[:1], _noise(own, rng))) for _ in range(room)]
+    return [(token, -1) for token in tokens]
+
+
+def _twins(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """Each token of the way is drafted several times, and any of its twins may have the next ones as children."""
+    grown, before = Tree(), [-1]
+    for token in way:
+        twins = rng.randint(1, 3)
+        grown += [(token, rng.choice(before)) for _ in range(twins)]
+        before = list(range(len(grown) - twins, len(grown)))
+    return grown
+
+
+def _forest(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """Chains side by side, the way among them, the others like it up to some place; level by level."""
+    chains = [
+        [*way[: rng.randint(0, len(way))], *_noises(own, rng, rng.randint(0, 3))] for _ in range(rng.randint(1, 4))
+    ]
+    chains.insert(rng.randint(0, len(chains)), way)
+    grown, ends = Tree(), [-1] * len(chains)
+    for level in range(max(map(len, chains))):
+        for at, chain in enumerate(chains):
+            if level < len(chain):
+                grown.append((chain[level], ends[at]))
+                ends[at] = len(grown) - 1
+    return grown
+
+
+def _twice(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """The way, or a beginning of it, before the whole of it; perhaps with another below the first."""
+    begun = _chain(way[: rng.randint(0, len(way))], room, own, rng)
+    begun += [(token, len(begun) - 1) for token in _noises(own, rng, rng.randint(0, 2))]
+    again = [(token, -1 if parent < 0 else len(begun) + parent) for token, parent in _chain(way, room, own, rng)]
+    return begun + again
+
+
+def _comb(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """Each token of the way stands after wrong siblings."""
+    grown, before = Tree(), -1
+    for token in way:
+        grown += [(noise, before) for noise in _noises(own, rng, rng.randint(0, 2))]
+        grown.append((token, before))
+        before = len(grown) - 1
+    return grown
+
+
+def _bushy(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """The way, and anything below any of its nodes and theirs."""
+    grown = _chain(way, room, own, rng)
+    while len(grown) < room:
+        grown.append((_noise(own, rng), rng.randint(-1, len(grown) - 1)))
+    return _shuffled(grown, rng)
+
+
+def _any(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
+    """Any shape, in which right tokens are found wherever the way to them is right."""
+    grown, known = Tree(), {-1: 0}  # how much of the way lies after a node
+    for node in range(room):
+        parent = rng.randint(-1, node - 1)
+        depth = known.get(parent, len(way))
+        token = way[depth] if depth < len(way) and rng.random() < 0.6 else _noise(own, rng)
+        if depth < len(way) and token == way[depth]:
+            known[node] = depth + 1
+        grown.append((token, parent))
+    return grown
+
+
+SHAPES: dict[str, Shape] = {
+    "chain": _chain,
+    "siblings": _siblings,
+    "twins": _twins,
+    "forest": _forest,
+    "twice": _twice,
+    "comb": _comb,
+    "bushy": _bushy,
+    "any": _any,
+}
+
+
+def _noise(own: Any, rng: random.Random) -> int:
+    """Any token; often one of a few, so that siblings are equal, or one whose embedding is not finite."""
+    token: int = rng.choice((rng.randrange(own.vocab_size), rng.choice(own.foul), rng.choice(own.ends)))
+    return token
+
+
+def _noises(own: Any, rng: random.Random, count: int) -> list[int]:
+    return [_noise(own, rng) for _ in range(count)]
+
+
+def _shuffled(nodes: Tree, rng: random.Random) -> Tree:
+    """The same tree in any order that has parents before their children."""
+    children: dict[int, list[int]] = {}
+    for node, (_, parent) in enumerate(nodes):
+        children.setdefault(parent, []).append(node)
+    ready, places, shuffled = list(children.get(-1, ())), {-1: -1}, Tree()
+    while ready:
+        node = ready.pop(rng.randrange(len(ready)))
+        places[node] = len(shuffled)
+        shuffled.append((nodes[node][0], places[nodes[node][1]]))
+        ready += children.get(node, ())
+    return shuffled

@@ -22,10 +22,11 @@ from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request, StopStrings
+from tests.support.backends import CONFIGS as BACKENDS
 
 from .changes import CHANGES
 from .drafters import HurtfulDrafter
-from .histories import BACKENDS, History
+from .histories import History
 from .judge import Account, Judge
 from .policies import POLICIES
 from .worlds import Planted, Watch, World, watched

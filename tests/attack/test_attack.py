@@ -10,14 +10,15 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
+from tests.support.backends import CONFIGS as BACKENDS
 
 from .areas import run_seeds
-from .histories import BACKENDS, PLACES, Fault, History
+from .histories import PLACES, Fault, History
 from .judge import Account
+from .moods import SHAPES
 from .oracle import Ask, Oracle
 from .plain import judged_by_plain
 from .runner import run_history
-from .shapes import SHAPES
 from .sins import ALL
 from .worlds import World, draw_world, spoil
 from .zoo import draw_model

@@ -31,6 +31,7 @@ from emssd.model.target import Computed
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.backends import runner_of as reference_runner
 from tests.support.fused_kernels import Read, Twins, as_it_is
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
@@ -45,11 +46,8 @@ def model_of(architecture: str, num_layers: int = 2, dtype: torch.dtype = torch.
 
 
 def runner_of(model: Any, fusing: Fusing | None, capture: Any = rerun) -> CausalLMRunner:
-    target = TargetModel(model)
     kernels = ReferenceKernels((16, 64), capture=capture, max_graph_tokens=16, fusing=fusing)
-    backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
-    backend.allocate(target.kv_cache_spec(3))
-    return CausalLMRunner(target, backend)
+    return reference_runner(TargetModel(model), PagedBackend(kernels, page_size=4, memory_fraction=1.0))
 
 
 def history(model: Any, fusing: Fusing | None, num_tokens: int = 6) -> list[torch.Tensor]:

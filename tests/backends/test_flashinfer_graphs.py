@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emssd_flashinfer.graphs import CudaGraphCapture
-from emssd_flashinfer.recorded import Compute, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.recorded import Compute, CudaGraphCapture, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, step_pages
 from hypothesis import given
 from hypothesis import strategies as st

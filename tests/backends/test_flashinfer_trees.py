@@ -10,15 +10,14 @@ import torch
 from emssd_flashinfer.kernels import FlashInferKernels
 
 from emssd.attention import AttentionBackend, Kept, PackedInputs, PagedBackend, StepPlan
-from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
-from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sequences import Request, Row
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.backends import engine_of
 from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import looped
 
@@ -51,11 +50,8 @@ class CpuKernels(FlashInferKernels):
 
 def generate(backend: AttentionBackend, target: TargetModel, references: dict[str, list[int]], **options: Any) -> None:
     """Decode by trees, and compare with greedy decoding of each prompt alone."""
-    continuous, seed = options.get("continuous", True), options.get("seed", 1)
-    backend.allocate(replace(target.kv_cache_spec(3), trees=True, continuous=continuous))
-    scheduler = ContinuousScheduler(3, max_step_tokens=16) if continuous else StaticScheduler(3)
-    drafter = TreeDrafter(target.vocab_size, 6, references, seed=seed)
-    engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
+    drafter = TreeDrafter(target.vocab_size, 6, references, seed=options.get("seed", 1))
+    engine = engine_of(target, drafter, backend, max_step_tokens=16, static=not options.get("continuous", True))
     outputs = engine.generate(PROMPTS, NUM_NEW, ignore_eos=True)
     assert [list(output.token_ids) for output in outputs] == list(references.values())
     assert engine.report.mean_acceptance_length > 1, "no tree was of use"

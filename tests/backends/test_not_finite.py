@@ -16,15 +16,13 @@ import pytest
 import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
-from emssd.attention.seen import StepWatch
-from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Generation, Request, Row
+from emssd.attention.masked import StepWatch
+from emssd.model import TargetModel
+from emssd.sequences import Generation, Row
 from emssd.testing.drafters import ChainDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from tests.support.backends import MakeBackend, chosen
+from tests.support.backends import MakeBackend, chosen, engine_of
 from tests.support.tiers import looped
 
 BACKENDS = chosen("ragged-page-1", "paged-grows", "paged-page-1", "paged-page-16")
@@ -48,18 +46,7 @@ class DraftsTheBadToken(ChainDrafter):
 
 
 def decode(target: TargetModel, make: MakeBackend, prompts: Seq[list[int]], drafter: ChainDrafter) -> list[Generation]:
-    backend = make()
-    spec = target.kv_cache_spec(3)
-    continuous = dataclasses.replace(spec, continuous=True)
-    scheduler: Any = ContinuousScheduler(3, 16, headroom=0)
-    if backend.unsupported(continuous):
-        continuous, scheduler = spec, StaticScheduler(3)
-    backend.allocate(continuous)
-    engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
-    done = {each.request_id: each for each in engine.run(
-        [Request(str(number), tuple(prompt), NEW_TOKENS) for number, prompt in enumerate(prompts)]
-    )}  # fmt: skip
-    return [done[str(number)] for number in range(len(prompts))]
+    return engine_of(target, drafter, make(), max_step_tokens=16).generate(prompts, NEW_TOKENS, ignore_eos=True)
 
 
 def with_embedding(architecture: str, bad: Any, dtype: torch.dtype = torch.float64) -> Any:

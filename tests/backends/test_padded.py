@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_padded import backend as backend_module
-from emssd_padded.backend import PaddedBackend
-from emssd_padded.slab import SlabTable
+from emssd_padded.backend import PaddedBackend, SlabTable
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -16,7 +16,7 @@ from emssd_none import NoneDrafter
 from emssd.attention import AttentionBackend, Kept
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
-from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
+from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
@@ -24,7 +24,7 @@ from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from tests.support.backends import BACKENDS, MakeBackend
+from tests.support.backends import BACKENDS, MakeBackend, engine_of, runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped, only
@@ -81,11 +81,8 @@ def target() -> TargetModel:
 def build(
     target: TargetModel, make: MakeBackend, drafter: Drafter, *, batch_size: int = 4, static: bool = False, **spec: Any
 ) -> Engine:
-    backend = make()
-    asked = {"continuous": not static, "trees": drafter.drafts_trees, "prefix_caching": True} | spec
-    backend.allocate(dataclasses.replace(target.kv_cache_spec(batch_size), **asked))
-    scheduler = StaticScheduler(batch_size) if static else ContinuousScheduler(batch_size, 512)
-    return Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
+    spec = {"max_step_tokens": 512, "headroom": 64, "prefix_caching": True} | spec
+    return engine_of(target, drafter, make(), batch_size, static=static, **spec)
 
 
 def check(engine: Engine, target: TargetModel, prompts: list[tuple[int, ...]], new_tokens: int = 8) -> None:
@@ -258,9 +255,7 @@ def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetMod
     """No row of an engine is cut back so far, and a backend is right all the same."""
 
     def runner() -> CausalLMRunner:
-        backend = BACKENDS[name]()
-        backend.allocate(dataclasses.replace(target.kv_cache_spec(2), prefix_caching=True))
-        return CausalLMRunner(target, backend)
+        return runner_of(target, BACKENDS[name](), 2, prefix_caching=True)
 
     def step(on: CausalLMRunner, *rows: Row) -> torch.Tensor:
         with torch.inference_mode():

@@ -32,7 +32,7 @@ from emssd import __main__
 from emssd.cli import command, config
 from emssd.cli.config import register_configs
 from emssd.decoding import engine
-from emssd.model import cache, load_model
+from emssd.model import load_model, loading
 from emssd.plugins.registry import KINDS, Registry
 from emssd.testing.models import tiny_model
 
@@ -177,8 +177,8 @@ def loaded_once(of_all_tests: Kept, tmp_path: Path, monkeypatch: pytest.MonkeyPa
             of_all_tests.models[key] = load_model(path, **options)
         return of_all_tests.models[key]
 
-    monkeypatch.setattr(cache, "load_model", load)
-    monkeypatch.setattr(cache, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
+    monkeypatch.setattr(loading, "load_model", load)
+    monkeypatch.setattr(loading, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
 
 
 @pytest.fixture

@@ -13,8 +13,7 @@ from emssd import __version__
 from emssd.testing import authoring
 from emssd.testing.conformance.rules import rules_of
 from emssd.testing.conformance.setting import setting
-from tests.support.perfect_head import VOCAB, perfect_target
-from tests.support.random_heads import random_head
+from tests.support.perfect_head import VOCAB, perfect_target, random_head
 from tests.support.tiers import looped
 
 from .conftest import drafter

@@ -22,7 +22,7 @@ from emssd.simulate.recording import StepLog
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
-from tests.support.tree_drafts import chains_of
+from tests.support.trees import chains_of
 
 BATCH = Batch(tuple(Row(Request(name, (1,), 9)) for name in "abc"))
 

@@ -95,14 +95,11 @@ def test_a_manifest_of_another_form_is_not_believed(root: Path, manifest: str) -
     assert make().new
 
 
-def test_a_file_that_was_added_is_not_believed(root: Path) -> None:
+def test_a_file_that_was_added_or_an_entry_in_the_place_of_another_is_not_believed(root: Path) -> None:
     (make().folder / "more").write_text("")
     assert make().new
     (make().folder / "folder").mkdir()
     assert make().new
-
-
-def test_an_entry_in_the_place_of_another_is_written_again(root: Path) -> None:
     make().folder.rename(root / "kind" / "another")
     assert entry("kind", "another", files(library="right")).files == {"library": b"right"}
 
@@ -158,16 +155,13 @@ def test_a_link_within_the_cache_is_refused(root: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is of Linux")
-def test_a_cache_that_cannot_be_written_is_named_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EMSSD_CACHE", "/proc/emssd")
-    with pytest.raises(CacheError, match=r"^/proc/emssd: .+; set EMSSD_CACHE to a folder that can be written$"):
-        make()
-
-
-def test_a_file_in_the_place_of_the_cache_is_named(root: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named_with_a_way_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root.parent.mkdir()
     root.write_text("")
     with pytest.raises(CacheError, match=f"^{root} is no folder; set EMSSD_CACHE to one that can be written"):
+        make()
+    monkeypatch.setenv("EMSSD_CACHE", "/proc/emssd")
+    with pytest.raises(CacheError, match=r"^/proc/emssd: .+; set EMSSD_CACHE to a folder that can be written$"):
         make()
 
 

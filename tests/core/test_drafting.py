@@ -15,7 +15,9 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_cascade import CascadeConfig
 from emssd_llma import LLMADrafter
+from emssd_union import UnionConfig
 
 from emssd import Engine
 from emssd.drafting import Draft, Drafter, Outcome
@@ -277,3 +279,22 @@ def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.Mo
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_drafter_error is 'ignore'; choose disable or fail"):
         CheckedDrafter(Faulty("none"), None, 11, on_error="ignore")
+
+
+@looped(("name", "config"), [("cascade", CascadeConfig), ("union", UnionConfig)])
+@looped(
+    ("names", "options", "said"),
+    [
+        *((names, {}, "^drafter.drafters is .*give each drafter once, and not {} itself") for names in (
+            [], ["llma", "llma"], ["{}"], ["llma", "{}"]
+        )),
+        (["llma"], {"llmaa": {}}, r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"),
+        (["llma"], {"llma": {"copy": 3}}, "drafter 'llma' has no option 'copy'; it has match_length, copy_length"),
+        (["lama"], {}, r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "),
+    ],
+)  # fmt: skip
+def test_drafters_of_drafters_that_cannot_be_are_refused(
+    name: str, config: Any, names: list[str], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises((ConfigError, PluginError), match=said.format(name)):
+        Engine.from_model(tiny_model(), drafter=config([each.format(name) for each in names], options))

@@ -21,8 +21,8 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
 from emssd.sampling import SamplingParams
 from emssd.simulate.recording import StepLog
+from tests.support.budget_world import EndsByTurns
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
-from tests.support.ending import EndsByTurns
 from tests.support.right_drafters import decode, target, trial
 from tests.support.right_drafts import PROMPTS
 
@@ -109,7 +109,7 @@ def test_a_policy_that_does_not_mind_is_not_asked(policy: BudgetPolicy, monkeypa
     """So a drafter may draft a chain in one call, as before; and again after another policy had ended drafts."""
     at_once = list[bool]()
     monkeypatch.setattr(DraftModelDrafter, "_chains", tells(DraftModelDrafter._chains, at_once))
-    monkeypatch.setattr(PairedDrafter, "grow_chains", tells(PairedDrafter.grow_chains, at_once))
+    monkeypatch.setattr(PairedDrafter, "grow_at_once", tells(PairedDrafter.grow_at_once, at_once))
     for engine in (with_draft_model("chain", EndsByTurns()), trial("eagle3").make_engine({"tree": "chain"})):
         engine.drafting.policy = policy
         drafter: Any = engine.drafting.drafters[0].drafter

@@ -6,7 +6,6 @@ Oracle: `greedy_reference`, eager attention without a cache, float64, of equal l
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -18,9 +17,8 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, StepPlan
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
-from emssd.drafting import Draft, Drafter
-from emssd.errors import ConfigError, OutOfMemoryError, PluginError, PromptError
-from emssd.sequences import Batch, FinishReason, Generation, Request
+from emssd.errors import ConfigError, OutOfMemoryError, PromptError
+from emssd.sequences import FinishReason, Generation, Request
 from emssd.testing.drafters import RandomDrafter
 from tests.support.strategies import drafters_with_eos, prompt_batches
 from tests.support.tiers import looped
@@ -119,38 +117,6 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
 
 
-class FailsOnce(Drafter):
-    """Raises in step `due`."""
-
-    num_speculative_tokens = 3
-
-    def __init__(self, due: int = 0) -> None:
-        self.due, self.num_steps = due, 0
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        self.num_steps += 1
-        if self.num_steps == self.due:
-            raise ZeroDivisionError("of its own")
-        return Draft.from_chains([[1] * limit for limit in budget])
-
-
-def test_a_drafter_that_fails_is_named_its_memory_is_freed_and_finished_work_is_kept(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
-) -> None:
-    """`tests.core.test_drafting` has every fault."""
-    counting = FailsOnce()
-    first = build(oracle, make_ragged, counting, batch_size=2).generate(prompts[:2], 7)
-    failing = FailsOnce(counting.num_steps + 1)
-    engine = build(oracle, make_ragged, failing, batch_size=2, drafter_name="'bad' (x 1)")
-    with pytest.raises(PluginError, match=r"drafter 'bad' \(x 1\) failed in propose: ZeroDivisionError") as caught:
-        engine.generate(prompts, 7)
-    assert sorted(caught.value.finished, key=lambda generation: generation.request_id) == first
-    assert engine.runner.usage.held == 0
-    assert not engine.scheduler.has_work
-    done = engine.generate(prompts, 7)
-    assert [generation.token_ids for generation in done] == [oracle.reference(ids, 7) for ids in prompts]
-
-
 def test_an_error_inside_the_backend_frees_everything_too(
     oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,12 +190,6 @@ def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
         engine.generate([[1]])
     done = [first, *stream]
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 3) for ids in prompts[:2]]
-
-
-@pytest.mark.parametrize("batch_size", [0, -2])
-def test_batch_size_below_one_is_refused(batch_size: int, oracle: Any, make_ragged: MakeBackend, build: Any) -> None:
-    with pytest.raises(ConfigError, match=f"batch_size is {batch_size}; it must be at least 1"):
-        build(oracle, make_ragged, NoneDrafter(), batch_size=batch_size)
 
 
 def test_bad_limits_and_prompts_are_refused_before_anything_runs(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -20,17 +19,16 @@ from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.attention import AttentionBackend, PagedBackend
-from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import DraftError, PluginError, PluginWarning, UnsupportedModelError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.model.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request
 from emssd.testing.drafters import ChainDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from tests.support.backends import BACKENDS
+from tests.support.backends import BACKENDS, engine_of, runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.hidden import Listener
 from tests.support.preemption import run_with_preemption
@@ -53,19 +51,10 @@ def decode(
     *,
     prompts: Seq[tuple[int, ...]] = PROMPTS,
     eos: bool = False,
-    max_step_tokens: int = 16,
-    max_tokens: int | None = None,
-    prefix_caching: bool = False,
+    **options: Any,
 ) -> Engine:
     """Decode and hold every token to greedy decoding."""
-    target = references().target
-    trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
-    spec = replace(target.kv_cache_spec(3), trees=trees, prefix_caching=prefix_caching)
-    continuous = replace(spec, continuous=True, max_tokens=max_tokens)
-    is_continuous = not backend.unsupported(continuous)
-    backend.allocate(continuous if is_continuous else spec)
-    scheduler = ContinuousScheduler(3, max_step_tokens, headroom=0) if is_continuous else StaticScheduler(3)
-    engine = Engine(CausalLMRunner(target, backend), drafter, scheduler=scheduler, on_drafter_error="fail")
+    engine = engine_of(references().target, drafter, backend, **{"max_step_tokens": 16} | options)
     ends = [frozenset(references()[prompt][4:5]) if eos else frozenset[int]() for prompt in prompts]
     requests = [
         Request(f"r{i}", prompt, NEW_TOKENS, end) for i, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
@@ -267,16 +256,13 @@ def test_memory_that_runs_out_while_states_are_picked_is_the_drafters_failure(mo
         raise torch.OutOfMemoryError("no room")
 
     monkeypatch.setattr(HiddenStates, "of", full)
-    target, backend = references().target, BACKENDS["ragged-page-3"]()
-    backend.allocate(target.kv_cache_spec(3))
-    engine = Engine(CausalLMRunner(target, backend), Asks((0,)), batch_size=3)
+    runner = runner_of(references().target, BACKENDS["ragged-page-3"]())
+    engine = Engine(runner, Asks((0,)), batch_size=3)
     with pytest.warns(PluginWarning, match="failed in observe"):
         done = engine.generate(PROMPTS, NEW_TOKENS)
     assert [each.token_ids for each in done] == [references()[prompt][:NEW_TOKENS] for prompt in PROMPTS]
-    failing = Engine(CausalLMRunner(target, BACKENDS["dense"]()), Asks((0,)), on_drafter_error="fail")
-    failing.runner.backend.allocate(target.kv_cache_spec(8))
     with pytest.raises(PluginError, match="failed in observe"):
-        failing.generate(PROMPTS[:1], 3)
+        engine_of(references().target, Asks((0,)), BACKENDS["dense"]()).generate(PROMPTS[:1], 3)
 
 
 def test_a_union_hears_of_pieces_before_it_ever_drafted() -> None:

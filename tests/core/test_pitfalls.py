@@ -29,6 +29,7 @@ from emssd.sequences import FinishReason, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.backends import runner_of
 from tests.support.sampling import sampled
 from tests.support.strategies import EosDrafter
 from tests.support.tiers import looped
@@ -152,9 +153,7 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
 def test_4_a_draft_model_of_the_same_weights_is_never_rejected_whatever_the_budgets(
     oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
 ) -> None:
-    draft_backend = make_backend()
-    draft_backend.allocate(oracle.target.kv_cache_spec(3))
-    drafter = spy(DraftModelDrafter(CausalLMRunner(oracle.target, draft_backend), 11, 3))
+    drafter = spy(DraftModelDrafter(runner_of(oracle.target, make_backend()), 11, 3))
     engine = build(oracle, make_backend, drafter, batch_size=3)
     limits = [13, 6, 9, 2, 1]
     requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
@@ -291,9 +290,7 @@ def test_9_where_precision_is_low_the_first_difference_is_a_tie(
     """`largest_tie`: between the reference's choice and ours, in the reference's logits. The control drafts nothing."""
     target, references = low_precision(dtype, tuple(map(tuple, prompts)))
     drafter = RandomDrafter(61, 4, references) if drafting else NoneDrafter()
-    backend = make_backend()
-    backend.allocate(target.kv_cache_spec(5))
-    done = Engine(CausalLMRunner(target, backend), drafter, batch_size=5).generate(prompts, 12)
+    done = Engine(runner_of(target, make_backend(), 5), drafter, batch_size=5).generate(prompts, 12)
     for generation in done:
         reference = references[generation.request_id]
         agreed = 0

@@ -312,11 +312,8 @@ def test_batching_is_what_was_asked_for_and_auto_what_the_backend_can(
     engine = Engine.from_model(tiny_model(), backend=backend, batching=batching, batch_size=2, drafter="none")
     assert type(engine.scheduler) is expected
     assert engine.batch_size == 2
-    assert [len(done.token_ids) for done in engine.generate([[3], [4, 5], [6]], [2, 5, 1], ignore_eos=True)] == [
-        2,
-        5,
-        1,
-    ]
+    done = engine.generate([[3], [4, 5], [6]], [2, 5, 1], ignore_eos=True)
+    assert [len(each.token_ids) for each in done] == [2, 5, 1]
     assert engine.report.num_steps == (5 if expected is ContinuousScheduler else 6)
 
 

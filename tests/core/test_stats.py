@@ -46,20 +46,18 @@ DECODE = StepStats(
     drafted_by_depth=(3, 3, 1),
     confidence=((0.95, True), (1.0, True), (0.9, False), (0.25, False)),
 )
-LAST = StepStats(  # 5 of 6 tokens count: a limit cut one off
-    is_prefill=False,
+LAST = dataclasses.replace(  # 5 of 6 tokens count: a limit cut one off
+    DECODE,
     num_rows=1,
     num_waiting=0,
     num_tokens=6,
     num_kv_tokens=26,
-    num_new_tokens=5,
     drafted=(5,),
     acceptance=(6,),
     input_padding=0,
     kv_padding=0,
     num_preempted=2,
     num_adopted_tokens=7,
-    seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
     stages=(StageStats(budget=(5,), drafted=(5,), seconds=0.1), StageStats(budget=(0,), drafted=(0,), seconds=0.0)),
     depths=(5,),
     drafted_by_depth=(1, 1, 1, 1, 1),

@@ -17,14 +17,13 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
-from emssd.drafting import Drafter, Outcome
+from emssd.drafting import Outcome
 from emssd.model import TargetModel
 from emssd.sequences import Request
 from emssd.testing.conformance.setting import setting
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import References
-from emssd.testing.strategies import policies
 from tests.support.preemption import decode_in_little_memory
 from tests.support.tiers import few, looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter
@@ -93,25 +92,6 @@ def test_rows_with_trees_beside_rows_with_chains_or_nothing(
     references = oracle.references(prompts, NEW)
     drafter = MixedDrafter(oracle.vocab_size, 8, references, right=0.7, seed=seed)
     engine = build(oracle, make, drafter, data.draw(st.integers(2, 5), label="batch size"))
-    done = engine.generate(prompts, NEW)
-    assert [generation.token_ids for generation in done] == list(references.values())
-
-
-@every_backend
-@given(data=st.data(), seed=st.integers(0, 99))
-@settings(max_examples=8)
-def test_several_drafters_in_turn_some_of_trees(
-    make: MakeBackend, data: st.DataObject, seed: int, oracles: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    oracle = oracles(data.draw(st.sampled_from(["llama-11", "mistral-17"]), label="model"))
-    references = oracle.references(prompts, NEW)
-    kinds: dict[str, Drafter] = {
-        "chains": RandomDrafter(oracle.vocab_size, 4, references, seed=seed),
-        "trees": TreeDrafter(oracle.vocab_size, 8, references, seed=seed),
-        "decoys": DecoyDrafter(oracle.vocab_size, references),
-    }
-    names = data.draw(st.permutations(list(kinds)), label="drafters")[: data.draw(st.integers(2, 3), label="number")]
-    engine = build(oracle, make, [kinds[name] for name in names], budget=data.draw(policies(), label="policy"))
     done = engine.generate(prompts, NEW)
     assert [generation.token_ids for generation in done] == list(references.values())
 

@@ -13,6 +13,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from emssd.testing.strategies import trees
+from tests.support.strategies import drafts, prompt_batches
 from tests.support.trees import Tree, drawn_trees
 
 SHAPES = st.integers(0, 7).flatmap(trees)
@@ -74,15 +75,6 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
             expected = [draft.confidence[draft.indptr[row] + node] for node in nodes]
             assert list(picked.confidence[start : start + len(nodes)]) == expected
     assert confidence or picked.confidence is None
-
-
-def test_picked_nodes_know_their_parents_by_new_numbers() -> None:
-    draft = Draft.from_trees([[(1, -1), (2, 0), (3, 1), (4, -1), (5, 3)], [(6, -1), (7, -1), (8, 1)]])
-    picked = draft.pick([[3, 4], [1, 2]])
-    assert (picked.token_ids.tolist(), picked.indptr, picked.parents) == ([4, 5, 7, 8], (0, 2, 4), (-1, 0, -1, 0))
-    shallow = draft.shallow([2, 1])
-    assert (shallow.token_ids.tolist(), shallow.indptr) == ([1, 2, 4, 5, 6, 7], (0, 4, 6))
-    assert shallow.parents == (-1, 0, -1, 2, -1, -1)
 
 
 @pytest.mark.parametrize(
@@ -211,13 +203,37 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
     assert {tuple(place) for place in hidden.nonzero().tolist()} == expected
 
 
-def test_one_ragged_tree_step_by_hand() -> None:
-    rows = [Row(Request("tree", (1, 2, 3), 9), num_cached=2), Row(Request("chain", (4,), 9))]
-    packed: PackedInputs = pack(rows, Draft.from_trees([[(5, -1), (6, -1), (7, 0), (8, 1)], [(9, -1)]]))
-    assert packed.input_ids.tolist() == [3, 5, 6, 7, 8, 4, 9]
-    assert packed.position_ids.tolist() == [2, 3, 3, 4, 4, 0, 1]
-    assert packed.qo_indptr == (0, 5, 7)
-    assert packed.kv_lens == (7, 2)
-    assert packed.trees == ((-1, -1, 0, 1), ())
-    assert packed.kv_positions(0) == [0, 1, 2, 3, 3, 4, 4]
-    assert packed.logit_rows.tolist() == list(range(7))
+@st.composite
+def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Row], Draft]:
+    rows = [Row(Request(f"r{i}", tuple(ids), 9)) for i, ids in enumerate(draw(prompt_batches(50, 5)))]
+    for row in rows:
+        row.num_cached = draw(st.integers(0, len(row.tokens) - 1))
+    return rows, draw(drafts([draw(st.integers(0, 6)) for _ in rows], 50))
+
+
+def unpack(packed: PackedInputs, values: torch.Tensor) -> list[list[int]]:
+    return [values[a:b].tolist() for a, b in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
+
+
+@given(rows_and_drafts())
+def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple[list[Row], Draft]) -> None:
+    rows, draft = case
+    packed = pack(rows, draft)
+    wanted = [
+        (i, position)
+        for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True))
+        for position in range(len(row.tokens) - 1, len(row.tokens) + drafted)
+    ]
+    owner = [i for i, row in enumerate(unpack(packed, packed.input_ids)) for _ in row]
+    found = [(owner[token], int(packed.position_ids[token])) for token in packed.logit_rows.tolist()]
+    assert found == wanted
+    assert len(found) == len(rows) + draft.token_ids.numel()
+
+
+@given(rows_and_drafts())
+def test_packing_changes_nothing_it_is_given(case: tuple[list[Row], Draft]) -> None:
+    rows, draft = case
+    before = [(list(row.tokens), row.num_cached) for row in rows], draft.token_ids.clone()
+    pack(rows, draft)
+    assert [(row.tokens, row.num_cached) for row in rows] == before[0]
+    assert torch.equal(draft.token_ids, before[1])

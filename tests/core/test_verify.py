@@ -1,7 +1,8 @@
-"""Verification accepts the longest right beginning of a draft, and adds one token of the target's own."""
+"""Verification accepts the longest right beginning of a draft; a sequence grows by it, up to its EOS and its limit."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention.trees import path
+from emssd.decoding.top_tokens import top_tokens
 from emssd.decoding.verify import best_tokens, greedy_tokens, verify
 from emssd.drafting import Draft
 from emssd.native import load_kernels
+from emssd.sequences import FinishReason, Request, Row
 from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
 
@@ -98,16 +101,6 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
     assert found.new_tokens == expected
 
 
-@given(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=1, max_size=4), st.data())
-def test_a_chain_with_parents_is_verified_as_a_chain(chains: list[list[int]], data: st.DataObject) -> None:
-    ids = st.integers(0, VOCAB - 1)
-    choices = flat([data.draw(st.lists(ids, min_size=len(c) + 1, max_size=len(c) + 1)) for c in chains])
-    as_trees = [[(token, node - 1) for node, token in enumerate(chain)] for chain in chains]
-    ours, theirs = verify(choices, Draft.from_trees(as_trees)), verify(choices, Draft.from_chains(chains))
-    assert [list(row.accepted) for row in ours] == [list(row.accepted) for row in theirs]
-    assert [row.new_tokens for row in ours] == [row.new_tokens for row in theirs]
-
-
 def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
     draft = Draft.from_trees([[(1, -1), (1, -1), (3, 0), (2, 1)]])
     (result,) = verify(flat([[1, 2, 2, 0, 0]]), draft)
@@ -131,3 +124,89 @@ def test_of_logits_that_are_no_numbers_the_choice_is_torchs(kernels: None, dtype
         logits[torch.rand(60, size, generator=generator) < 0.1] = bad
     logits[0], logits[1], logits[2] = float("nan"), float("-inf"), float("inf")
     assert torch.equal(greedy_tokens(logits), logits.argmax(dim=-1))
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
+NEAR = {torch.bfloat16: 1e-5, torch.float16: 1e-5, torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+@looped("dtype", DTYPES)
+@looped("size", [1, 3, 16, 17, 100])
+@looped("width", [1, 3, 20])
+def test_tokens_are_the_largest_in_order_and_shares_those_of_softmax(
+    kernels: None, dtype: torch.dtype, size: int, width: int
+) -> None:
+    load_kernels()
+    generator = torch.Generator().manual_seed(size)
+    wide = (5 * torch.randn(20, 2 * size, generator=generator, dtype=torch.float64)).to(dtype)
+    logits = wide[:, :size]  # rows that lie apart, as those of a larger vocabulary do
+    for temperature in (1.0, 0.5, 2.0):
+        tokens, log_probs = top_tokens(logits, width, temperature)
+        right = (logits.double() / temperature).log_softmax(dim=1)
+        for row, (own, shares) in enumerate(zip(tokens, log_probs, strict=True)):
+            assert len(own) == len(set(own)) == len(shares) == min(width, size)
+            assert logits[row, own].tolist() == logits[row].sort(descending=True).values[: len(own)].tolist()
+            assert shares == pytest.approx(right[row, own].tolist(), abs=NEAR[dtype], rel=NEAR[dtype])
+
+
+def test_of_equals_the_kernel_takes_the_first(kernels: None) -> None:
+    load_kernels()
+    logits = torch.zeros(1, 50)
+    logits[0, [40, 7, 33]] = 1.0
+    assert top_tokens(logits, 5)[0] == [[7, 33, 40, 0, 1]]
+
+
+@looped("dtype", DTYPES)
+@looped("bad", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_no_number_is_never_hoped_for(kernels: None, dtype: torch.dtype, bad: float) -> None:
+    load_kernels()
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits[0], logits[1, ::2], logits[2, 5] = bad, bad, bad
+    tokens, log_probs = top_tokens(logits, 4)
+    assert all(0 <= token < 40 for row in tokens for token in row)
+    assert all(not math.isnan(share) and share <= 0 for row in log_probs for share in row)
+    assert log_probs[0] == [-math.inf] * 4
+    if bad == float("-inf"):
+        assert all(token % 2 for token in tokens[1])
+        assert sum(map(math.exp, top_tokens(logits[1:2], 20)[1][0])) == pytest.approx(1.0)
+    assert sum(map(math.exp, top_tokens(logits[3:], 40)[1][0])) == pytest.approx(1.0, abs=1e-3)
+
+
+def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Row:
+    return Row(Request("a", (7, 2, 8), max_new_tokens, eos))
+
+
+@looped(
+    ("new", "output", "reason"),
+    [
+        ([4, 5], [4, 5], None),
+        ([4, 2], [4, 2], FinishReason.EOS),
+        ([2], [2], FinishReason.EOS),
+        ([4, 2, 5, 2], [4, 2], FinishReason.EOS),
+        ([4, 4, 4, 4, 4], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+        ([4, 4, 4, 4, 2], [4, 4, 4, 4, 2], FinishReason.EOS),  # both at once: EOS is the reason
+        ([4, 4, 4, 4, 4, 2], [4, 4, 4, 4, 4], FinishReason.LENGTH),
+    ],
+)
+def test_is_cut_after_the_first_eos_and_at_the_limit(
+    new: list[int], output: list[int], reason: FinishReason | None
+) -> None:
+    row = sequence()
+    row.extend(new)
+    assert row.output_ids == output
+    assert row.tokens == [7, 2, 8, *output]
+    assert row.finish_reason is reason
+    assert row.num_remaining == 5 - len(output)
+
+
+@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 12))
+def test_growing_in_pieces_equals_growing_at_once(pieces: list[list[int]], limit: int) -> None:
+    piecewise, whole = sequence(limit), sequence(limit)
+    for piece in pieces:
+        if piecewise.finish_reason is None:
+            piecewise.extend(piece)
+    whole.extend([token for piece in pieces for token in piece])
+    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
+    assert len(whole.output_ids) <= limit
+    assert 2 not in whole.output_ids[:-1]

@@ -22,9 +22,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, PagedBackend, paged
-from emssd.attention.memory import free_bytes
 from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool
+from emssd.attention.pool import KVPool, free_bytes
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine

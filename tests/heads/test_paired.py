@@ -1,20 +1,31 @@
-"""A head's states of a row come from that row, even if the head drafts seldom or its reach ends.
+"""Options and states of drafters with heads, and heads that keep their weights as bytes.
 
-Oracle: plain decoding by hand, without a cache. float64.
+Oracles: plain decoding by hand, without a cache, float64; the module itself, with rounded weights.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import emssd.drafters.states
+from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.drafters.heads.weights import keep_bytes
 from emssd.drafting import BudgetPolicy, BudgetStep
+from emssd.errors import ConfigError
+from emssd.model.int8 import round_weights
+from emssd.native import NativeError, load_kernels
 from tests.support.perfect_head import write_perfect_eagle3
 from tests.support.right_drafters import DEPTH, trial
 from tests.support.right_drafts import NUM_NEW, PROMPTS
+from tests.support.tiers import looped
 
 
 def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
@@ -57,3 +68,112 @@ def test_a_head_with_a_longest_row_drafts_no_further() -> None:
     own.make_engine({"tree": "dynamic", "num_nodes": 14, "top_k": 3, "path": path})
     long = own.decode()[3]
     assert 0 < long.num_accepted < 12
+
+
+PAIRED = ("eagle", "eagle3", "mtp")
+OF_TREES = (*PAIRED, "hydra", "medusa")
+
+
+@looped(
+    ("heads", "options", "words"),
+    [
+        ((*OF_TREES, "kangaroo"), {"path": None}, "give drafter.path=FOLDER"),
+        ((*OF_TREES, "kangaroo"), {"path": "./nowhere"}, "there is no such folder"),
+        (OF_TREES, {"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'"),
+        (PAIRED, {"tree": "statics"}, "'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
+        (OF_TREES, {"depth": 0}, "drafter.depth is 0; it must be at least 1"),
+        (PAIRED, {"depth": 0, "tree": "chain"}, "drafter.depth is 0; it must be at least 1"),
+        (PAIRED, {"num_nodes": 0, "tree": "dynamic"}, "drafter.num_nodes is 0"),
+        (("hydra", "medusa"), {"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
+        (("hydra",), {"top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
+        (
+            PAIRED,
+            {"tree": "static", "static_tree": "mc_sim_7b"},
+            "drafter.static_tree is 'mc_sim_7b'; did you mean 'mc_sim_7b_63'",
+        ),
+        (PAIRED, {"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
+        (("medusa",), {"static_tree": "vicuna_7b"}, "static_tree is 'vicuna_7b'; did you mean 'vicuna_7b_stage"),
+        (("medusa",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63, "),
+        (("hydra",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63"),
+        (("kangaroo",), {"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
+        (("kangaroo",), {"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
+        (("kangaroo",), {"min_confidence": -0.1}, "drafter.min_confidence is -0.1; it must be from 0 to 1"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(heads: tuple[str, ...], options: dict[str, Any], words: str) -> None:
+    for head in heads:
+        with pytest.raises(ConfigError) as raised:
+            trial(head).make_engine(options)
+        assert words in str(raised.value), head
+        assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("held", "words"),
+    [
+        ("[]", "it needs a node at least"),
+        ("[[0], [-1]]", "numbers from 0 on"),
+        ("[[0.5]]", "numbers from 0 on"),
+        ('["a"]', "numbers from 0 on"),
+        ("[[0, 0], [0]]", "path [0, 0] comes twice, or before its parent"),
+        ("[0, 1]", "not iterable"),
+        ("7", "not iterable"),
+        ("[[0]", "Expecting"),
+    ],
+)
+def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(held)
+    with pytest.raises(ConfigError) as raised:
+        shape_of(TreeOptions(tree=TreeKind.static, static_tree=str(file)), "emssd.drafters.heads", top_k=4)
+    assert words in str(raised.value)
+
+
+def test_the_authors_tree_comes_along() -> None:
+    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.drafters.heads", top_k=4)
+    assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
+
+
+def some() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(21, 40), nn.ModuleDict({"a": nn.Linear(40, 40, bias=False)})["a"], nn.Linear(40, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_all_layers_within_are_as_if_rounded(kernels: None, dtype: torch.dtype) -> None:
+    module = some().to(dtype)
+    rounded = copy.deepcopy(module)
+    round_weights(rounded)
+    kept = keep_bytes(copy.deepcopy(module))
+    assert not [each for each in kept.modules() if isinstance(each, nn.Linear)]
+    assert not [*kept.parameters()]
+    inputs = torch.randn(3, 2, 21).to(dtype)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.03, "rtol": 0.03}
+    torch.testing.assert_close(kept(inputs), rounded(inputs), **close)
+    assert not torch.equal(kept(inputs), module(inputs))
+
+
+def test_a_layer_by_itself_is_freed_with_its_bytes(kernels: None) -> None:
+    layer = keep_bytes(nn.Linear(4, 3))
+    handle = layer._handle
+    load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
+    del layer
+    gc.collect()
+    with pytest.raises((IndexError, RuntimeError)):
+        load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
+
+
+def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = some().double()
+    assert keep_bytes(module) is module
+    assert [type(each) for each in module] == [nn.Linear] * 3
+
+    def none() -> None:
+        raise NativeError("no C++ compiler", "no compiler")
+
+    monkeypatch.setattr("emssd.drafters.heads.weights.load_kernels", none)
+    layer = nn.Linear(4, 3)
+    before = layer.weight.detach().clone()
+    assert keep_bytes(layer) is layer
+    assert torch.equal(layer.weight, before)

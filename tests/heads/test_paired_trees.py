@@ -15,11 +15,11 @@ import torch
 from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.sequences import Batch, Request
 from tests.support.heads import Weights, dense_layer, dense_rms
-from tests.support.random_heads import DRAFTED, random_head
+from tests.support.perfect_head import DRAFTED, random_head
 from tests.support.right_drafters import target, trial
 from tests.support.right_drafts import PROMPTS, Load
 from tests.support.tiers import looped
-from tests.support.tree_drafts import paths_of
+from tests.support.trees import paths_of
 
 NUM_NEW, EPS = 12, 1e-6
 PATHS = json.loads(files("emssd.drafters.heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]

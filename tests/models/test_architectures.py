@@ -12,22 +12,19 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
-from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from emssd import Engine, Generation
-from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
-from emssd.drafting import Drafter
-from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import TargetModel
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.backends import PADDED_CONFIGS
+from tests.support.draft_models import same_weights_drafter
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
 
@@ -40,13 +37,7 @@ PROMPTS = (
     (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
     (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
 )
-BACKENDS: dict[str, Any] = {
-    "ragged": "ragged",
-    "padded": PaddedConfig(),
-    "unpad_kv": PaddedConfig(pad_kv=False),
-    "unpad_inputs": PaddedConfig(pad_inputs=False),
-    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
-}
+BACKENDS: dict[str, Any] = {"ragged": "ragged", **PADDED_CONFIGS}
 # Looks everywhere after a single token, so that its drafts are often there, often wrong, and of every length.
 LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -72,15 +63,8 @@ def generate_row(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, 
     return tuple(out[0, len(prompt) :].tolist())
 
 
-def same_weights_drafter(model: PreTrainedModel, backend: Any) -> Drafter:
-    """A draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
-    draft = TargetModel(model)
-    cache = make_backend(draft.kv_cache_spec(len(PROMPTS)), backend, Registry())
-    return DraftModelDrafter(CausalLMRunner(draft, cache), VOCAB_SIZE, num_speculative_tokens=4)
-
-
 def generate(model: PreTrainedModel, drafter: str, backend: Any) -> tuple[Engine, list[Generation]]:
-    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(model, backend)
+    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(TargetModel(model), backend)
     engine = Engine.from_model(model, drafter=chosen, backend=backend, budget="fixed", batch_size=len(PROMPTS))
     return engine, engine.generate(PROMPTS, NEW_TOKENS)
 

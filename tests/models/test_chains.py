@@ -1,4 +1,4 @@
-"""Chains that a compiled draft model or head drafts in one call are those that it drafts level by level.
+"""Drafts that a compiled draft model or head makes in one call are those that it makes level by level.
 
 Oracles: the same program, called once a level, with attention called from Python; greedy decoding by the model itself.
 """
@@ -6,6 +6,7 @@ Oracles: the same program, called once a level, with attention called from Pytho
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,17 @@ from emssd.attention import PagedBackend
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import PairedDrafter
+from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, PairedDrafter
 from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter
-from emssd.model import CausalLMRunner, TargetModel
-from emssd.model.program import Chain, Program
+from emssd.model import CausalLMRunner, Growth, TargetModel
+from emssd.model.program import Program
 from emssd.native import cache_dir
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd.testing.models import tiny_model
-from tests.support.random_heads import random_head
+from tests.support.perfect_head import random_head
 from tests.support.right_drafters import trial
 from tests.support.right_drafts import Load
 from tests.support.tiers import few
@@ -48,11 +49,14 @@ def _kernels(kernels: None) -> None:
 class Uneven(BudgetPolicy):
     """Other lengths in each step and row, 0 among them."""
 
-    num_steps = 0
+    def __init__(self, longest: int = 6) -> None:
+        self._longest, self.num_steps = longest, 0
 
     def allot(self, step: BudgetStep) -> list[int]:
         self.num_steps += 1
-        return [min(limit, (self.num_steps * 3 + row * 5) % 7) for row, limit in enumerate(step.limits)]
+        return [
+            min(limit, (self.num_steps * 3 + row * 5) % (self._longest + 1)) for row, limit in enumerate(step.limits)
+        ]
 
 
 def record(drafter: Drafter, drafts: Drafts) -> None:
@@ -75,9 +79,13 @@ def models(kernels: None) -> dict[str, TargetModel]:
         return {name: TargetModel(make(seed=seed), compile=True) for seed, name in enumerate(("target", "draft"))}
 
 
-def decoded(models: dict[str, TargetModel], draft: str, kinds: list[SamplingParams | None]) -> tuple[Any, Drafts, Any]:
-    cache = make_backend(models[draft].kv_cache_spec(4), "ragged", Registry())
-    drafter = DraftModelDrafter(CausalLMRunner(models[draft], cache), VOCAB_SIZE, num_speculative_tokens=6)
+def decoded(
+    models: dict[str, TargetModel], draft: str, kinds: list[SamplingParams | None], tree: DynamicShape | None = None
+) -> tuple[Any, Drafts, Any]:
+    spec = replace(models[draft].kv_cache_spec(4), trees=tree is not None)
+    runner = CausalLMRunner(models[draft], make_backend(spec, "ragged", Registry()))
+    chains = DraftModelDrafter(runner, VOCAB_SIZE, num_speculative_tokens=6)
+    drafter: Drafter = chains if tree is None else ModelDrafter(runner, VOCAB_SIZE, tree)
     drafts = Drafts()
     record(drafter, drafts)
     options = EngineOptions(batch_size=3, max_step_tokens=24, on_drafter_error=OnDrafterError.fail)
@@ -90,27 +98,39 @@ def decoded(models: dict[str, TargetModel], draft: str, kinds: list[SamplingPara
     return {each.request_id: each.token_ids for each in done}, drafts, engine.report
 
 
-@pytest.mark.parametrize("draft", ["target", "draft"])
-def test_a_draft_model(models: dict[str, TargetModel], draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside rows that begin, in pieces, and end; of lengths that differ from row to row."""
-    at_once, run_chain = list[list[int]](), Program.run_chain
+SHAPES = {
+    "chain": None,
+    "tree": DynamicShape(9, 4, 3),
+    "unsure": DynamicShape(6, 6, 2, temperature=2.0, min_confidence=0.2),
+    "wide": DynamicShape(40, 5, 99),  # the vocabulary is smaller
+}
 
-    def counted(program: Program, inputs: Any, step: Any, chain: Chain) -> Any:
-        at_once.append(chain.lengths)
-        return run_chain(program, inputs, step, chain)
+
+@pytest.mark.parametrize(
+    ("draft", "kind"), [("target", "chain"), ("target", "tree"), *(("draft", kind) for kind in SHAPES)]
+)
+def test_a_draft_model(models: dict[str, TargetModel], draft: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows that begin, in pieces, and end; of lengths that differ from row to row."""
+    at_once, grow = list[list[int]](), Program.grow
+
+    def counted(program: Program, inputs: Any, step: Any, growth: Growth) -> Any:
+        at_once.append(growth.depths)
+        return grow(program, inputs, step, growth)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Program, "run_chain", counted)
+        patch.setattr(Program, "grow", counted)
         patch.setattr(PagedBackend, "forward", lambda *_: pytest.fail("attention from Python"))
-        texts, drafts, report = decoded(models, draft, [None] * 4)
+        texts, drafts, report = decoded(models, draft, [None] * 4, SHAPES[kind])
     assert len(at_once) > 10
     assert any(len({*lengths}) == 3 for lengths in at_once)
     with monkeypatch.context() as patch:
-        patch.setattr(CausalLMRunner, "run_chain", lambda *_: None)
+        patch.setattr(CausalLMRunner, "grow", lambda *_: None)
         patch.setattr(PagedBackend, "native_step", lambda *_: None)
-        assert decoded(models, draft, [None] * 4)[:2] == (texts, drafts)
-    if draft == "target":
+        assert decoded(models, draft, [None] * 4, SHAPES[kind])[:2] == (texts, drafts)
+    if draft == "target" and kind == "chain":
         assert report.num_accepted == report.num_drafted > 3 * NUM_NEW // 2
+    if draft == "target":
+        assert report.num_accepted > 3 * NUM_NEW // 2
 
 
 def test_rows_that_are_sampled_are_drafted_for_level_by_level(models: dict[str, TargetModel]) -> None:
@@ -135,44 +155,54 @@ def with_program(load: Load) -> Load:
 
 
 @pytest.mark.costly("compiles a head")
-def test_a_head_that_is_always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_head_that_is_always_right(tree: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PairedDrafter, "_grow_trees", lambda *_: pytest.fail("a pass for each level"))
     own = trial("eagle3")
     own.load = with_program(own.load)
-    own.make_engine({"tree": "chain"})
+    own.make_engine({"tree": tree})
     own.decode()
     assert own.is_full()
 
 
 @pytest.mark.costly("compiles a head")
-@pytest.mark.parametrize("least", few([0.3, 0.0], ci=1))
-def test_a_head_with_uneven_budgets(least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("tree", "least"), few([("chain", 0.3), ("dynamic", 0.0), ("chain", 0.0), ("dynamic", 0.3)], ci=2)
+)
+def test_a_head_with_uneven_budgets(tree: str, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a token that is not sure ends its chain, and where the head knows some of the target's tokens only."""
 
-    drafts = Drafts()
+    drafts, grown = Drafts(), list[Any]()
 
     def unsure(load: Load) -> Load:
         def loaded(options: Any, context: Any) -> Any:
             drafter: Any = with_program(load)(options, context)
             shape: Any = drafter.shape
             shape.temperature, shape.least = 3.0, math.log(least) if least else -math.inf
-            drafts[:] = []
+            drafts[:] = grown[:] = []
             record(drafter, drafts)
+            finish = drafter.finish
+
+            def finished(rows: list[GrowingRow]) -> None:
+                grown.extend((row.tree.token_ids, row.tree.parents, row.tree.log_probs) for row in rows)
+                finish(rows)
+
+            drafter.finish = finished
             return drafter
 
         return loaded
 
-    def run() -> Drafts:
-        options = {"tree": "chain", "depth": 6, "path": random_head("eagle3").path}
+    def run() -> tuple[Drafts, list[Any]]:
+        options = {"tree": tree, "depth": 6, "path": random_head("eagle3").path}
         own = trial("eagle3")
         own.load = unsure(own.load)
-        own.make_engine(options, batch_size=3).drafting.policy = Uneven()
+        own.make_engine(options, batch_size=3).drafting.policy = Uneven(6 if tree == "chain" else 16)
         own.decode()
-        return [*drafts]
+        return [*drafts], [*grown]
 
-    at_once = run()
-    monkeypatch.setattr(PairedDrafter, "grow_chains", lambda *_: False)
-    assert run() == at_once
+    at_once, trees = run()
+    monkeypatch.setattr(PairedDrafter, "grow_at_once", lambda *_: False)
+    assert run() == (at_once, trees)
     assert max(indptr[-1] for indptr, *_ in at_once) > 6
     cut = sum(least > min(sure) for _, _, sure in at_once if sure)
     assert cut > 3 or not least

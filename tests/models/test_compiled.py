@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
@@ -26,15 +25,15 @@ from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import ModelDrafter
-from emssd.drafting import Drafter
 from emssd.drafting.shapes import DynamicShape
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel, tracing
+from emssd.model import BorrowedTarget, TargetModel, tracing
 from emssd.native import cache_dir
 from emssd.plugins.registry import Registry
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states
 
 VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
@@ -182,12 +181,6 @@ def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monk
     for tokens, got in listener.finished.values():
         for mine, right in zip(got, right_states(make("opt-float32"), tokens[:-1], (-1, 0)), strict=True):
             assert_close(mine, right)
-
-
-def same_weights_drafter(target: TargetModel, backend: Any) -> Drafter:
-    """A compiled draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
-    cache = make_backend(target.kv_cache_spec(len(PROMPTS)), backend, Registry())
-    return DraftModelDrafter(CausalLMRunner(target, cache), VOCAB_SIZE, num_speculative_tokens=4)
 
 
 def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from emssd_padded import PaddedConfig
 
-from emssd.attention import KVCacheSpec, LayerSpec, memory, spread
+from emssd.attention import KVCacheSpec, LayerSpec, pool, spread
 from emssd.attention.spread import SpreadBackend, free_for, parts_of
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
@@ -52,8 +52,8 @@ def test_the_device_with_the_least_room_for_its_layers_limits_the_cache(monkeypa
     monkeypatch.setattr(spread, "free_bytes", lambda device: {META: 10_000, CPU: 1_000_000}[device])
     on_meta = parts_of(SPEC)[META][1].bytes_per_token()
     assert free_for(SPEC) == 10_000 * SPEC.bytes_per_token() // on_meta
-    assert memory.kv_bytes("0.5", CPU, lambda: free_for(SPEC)) == free_for(SPEC) // 2
-    assert memory.kv_bytes("5KB", CPU, lambda: free_for(SPEC)) == 5000
+    assert pool.kv_bytes("0.5", CPU, lambda: free_for(SPEC)) == free_for(SPEC) // 2
+    assert pool.kv_bytes("5KB", CPU, lambda: free_for(SPEC)) == 5000
 
 
 @pytest.mark.parametrize("name", ["ragged", "padded"])

@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_padded import PaddedConfig
 from transformers import LlamaForCausalLM
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec
 from emssd.decoding.caches import make_backend
+from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafting import Draft
+from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import UnsupportedModelError
-from emssd.model import BorrowedTarget, ModelRunner, TargetModel
-from emssd.model.borrowed import ShallowRunner
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
 from emssd.plugins.registry import Registry
+from emssd.sequences import Batch
 from emssd.testing.models import ARCHITECTURES, tiny_model
-from emssd.testing.oracle import DenseBackend
+from emssd.testing.oracle import DenseBackend, greedy_reference
 
 NUM_LAYERS = 3
 TEXTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5], "b": [7], "c": [8, 9, 7, 9, 3]}
@@ -130,7 +132,7 @@ def test_their_logits_are_those_of_a_model_with_fewer_layers(architecture: str, 
 def test_they_run_on_the_other_backends(backend: str) -> None:
     there = target("mistral")
     on_ragged, on_other = (
-        logits_in_steps(ShallowRunner(there, cache_of(there, 2, each), 2)) for each in ("ragged", backend)
+        logits_in_steps(CausalLMRunner(there, cache_of(there, 2, each), 2)) for each in ("ragged", backend)
     )
     for tokens, logits in on_other.items():
         torch.testing.assert_close(logits, on_ragged[tokens])
@@ -157,7 +159,7 @@ def test_their_hidden_states_are_those_of_the_target() -> None:
 def test_the_weights_are_the_targets_own() -> None:
     model = tiny_model("llama")
     there = TargetModel(model)
-    first, second = (ShallowRunner(there, cache_of(there, 1), 1) for _ in range(2))
+    first, second = (CausalLMRunner(there, cache_of(there, 1), 1) for _ in range(2))
     packed = pack([Row("a", TEXTS["a"])], Draft.empty(1))
     before = first.run(packed).logits
     model.lm_head.weight.mul_(2.0)
@@ -167,7 +169,7 @@ def test_the_weights_are_the_targets_own() -> None:
 @torch.inference_mode()
 def test_a_step_that_fails_leaves_the_target_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     there = target("llama")
-    runner = ShallowRunner(there, cache_of(there, 1), 1)
+    runner = CausalLMRunner(there, cache_of(there, 1), 1)
     packed = pack([Row("a", TEXTS["a"])], Draft.empty(1))
 
     def fails(*arguments: Any) -> torch.Tensor:
@@ -193,7 +195,7 @@ def test_a_forward_that_was_set_on_a_layer_is_there_afterwards() -> None:
 
     layer.forward = counted
     there = TargetModel(model)
-    runner = ShallowRunner(there, cache_of(there, 1), 1)
+    runner = CausalLMRunner(there, cache_of(there, 1), 1)
     calls.clear()
     with torch.inference_mode():
         runner.run(pack([Row("a", TEXTS["a"])], Draft.empty(1)))
@@ -212,4 +214,44 @@ def test_layers_that_give_more_than_a_stream_are_refused() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"^Pairs lends drafters no first layers: its layers give more than a residual"
     ):
-        ShallowRunner(there, cache_of(there, 1), 1)
+        CausalLMRunner(there, cache_of(there, 1), 1)
+
+
+PROMPTS = [[1, 5, 6, 7, 5, 6, 7], [9], [3] * 12, [8, 2, 8, 4, 8]]
+
+
+class Foresees(Drafter):
+    """Drafts what the target itself says, and asks it in `observe` as well: by a call of its own, with a cache."""
+
+    num_speculative_tokens = 3
+    target: BorrowedTarget
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        chains = []
+        for row, limit in zip(batch, budget, strict=True):
+            text = list(row.tokens)
+            for _ in range(limit):
+                text.append(int(self.target.logits(torch.tensor(text))[-1].argmax()))
+            chains.append(text[len(row.tokens) :])
+        return Draft.from_chains(chains)
+
+    def observe(self, outcome: Outcome) -> None:
+        for row in outcome.batch:
+            ids = torch.tensor(row.tokens)
+            said: Any = self.target.model(ids.unsqueeze(0), use_cache=True)
+            assert said.past_key_values.get_seq_length() == len(ids)
+            torch.testing.assert_close(said.logits[0], self.target.logits(ids))
+
+
+@pytest.mark.parametrize("backend", ["ragged", PaddedConfig()], ids=["ragged", "padded"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "opt"])
+def test_by_a_drafter_that_is_then_always_right(kind: str, backend: Any) -> None:
+    model, drafter = tiny_model(kind, max_model_len=64), Foresees()
+    options = {"budget": "fixed", "on_drafter_error": "fail"}
+    engine = Engine.from_model(model, drafter=drafter, backend=backend, batch_size=3, **options)
+    drafter.target = BorrowedTarget(engine.target)
+    before = model.config._attn_implementation
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, 12, ignore_eos=True), strict=True):
+        assert list(done.token_ids) == greedy_reference(model, prompt, 12)
+    assert engine.report.num_accepted == engine.report.num_drafted > 10
+    assert model.config._attn_implementation == before

@@ -12,7 +12,7 @@ import torch
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import states
-from emssd.model.mixing import _MIXER, Convolution, Mixer, Recurrence, keeps_states
+from emssd.model.mixing import _MIXER, Convolution, Recurrence, keeps_states
 from emssd.model.states import Feed, StateCache
 from emssd.testing.models import HYBRIDS, tiny_model
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
@@ -61,7 +61,7 @@ class Layers:
 
     def mixed(self, tokens: Text) -> torch.Tensor:
         """``[n, numbers]`` of fed tokens, by the mixer of this pass."""
-        mixer: Mixer | None = _MIXER.get()
+        mixer: states.Mixer | None = _MIXER.get()
         assert mixer is not None
         first, *rest = self.fed(tokens)
         return torch.cat([mixer.convolve(first), *(mixer.recur(each).flatten(1) for each in rest)], 1)
@@ -211,8 +211,8 @@ def test_drafters_with_a_model_have_states_of_their_own() -> None:
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = states._Mixer._room_for
-    monkeypatch.setattr(states._Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
+    kept = states.Mixer._room_for
+    monkeypatch.setattr(states.Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
     with pytest.raises(UnsupportedModelError, match="gives other logits"):
         texts_of("qwen3_5_text").engine("none")
 

@@ -26,7 +26,7 @@ from emssd.integrations.trl import Rollouts
 from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
-from tests.models.test_sinks import gpt_oss
+from tests.models.test_masks import gpt_oss
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 

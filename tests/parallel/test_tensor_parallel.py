@@ -21,7 +21,7 @@ from emssd.cli.jobs import Jobs
 from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import load_model
-from emssd.model.parallel.plans import check_shards
+from emssd.model.support import check_shards
 from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
 from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect

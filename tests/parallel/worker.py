@@ -17,8 +17,7 @@ from emssd.decoding.parallel import follow_unless_first
 from emssd.errors import ConfigError, EmssdError, GroupError
 from emssd.model import TargetModel, load_model, loading
 from emssd.model.parallel import follower
-from emssd.model.parallel.group import Group, join
-from emssd.model.parallel.messages import Message
+from emssd.model.parallel.group import Group, Message, join
 from emssd.plugins.registry import Registry
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 

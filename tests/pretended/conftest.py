@@ -10,7 +10,7 @@ import pytest
 import torch
 from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.fused import Fusing
-from emssd_flashinfer.graphs import CudaGraphCapture
+from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec, PagedBackend

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig
-from emssd_flashinfer.graphs import CudaGraphCapture
 from emssd_flashinfer.planned import PlannedKernels
+from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_padded import PaddedConfig
 
 from emssd.decoding.caches import make_backend

@@ -1,4 +1,4 @@
-"""Targets and drafts over three tokens, with zeros where they hurt, and the laws of the trees drawn from them."""
+"""Trees, their distributions, and the law of stochastic beams, in fractions; beams are the first texts of a race."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from fractions import Fraction
 from functools import cache
+from itertools import product
 from typing import Any
 
 from emssd.sampling.residual import SampledTree, Verdict
@@ -13,7 +14,18 @@ from emssd.sampling.residual.distributions import choose, excess, number, withou
 from tests.sampling.exact import Law, Model, Rule, add_up, behind, emitted, law_of, probabilities
 from tests.support.drawing import rsd_c
 
-__all__ = ["DRAFTS", "PAPER", "TARGETS", "Tree", "mixed", "rebuilt", "token_by_token", "trees_of"]
+__all__ = [
+    "DRAFTS",
+    "PAPER",
+    "TARGETS",
+    "Tree",
+    "beam_of",
+    "beam_trees",
+    "mixed",
+    "rebuilt",
+    "token_by_token",
+    "trees_of",
+]
 
 Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents
 
@@ -91,3 +103,41 @@ def token_by_token(
         if not accepted or accepted[-1] == node:
             return Verdict(accepted, choose(left, uniform()))
         node = accepted[-1]
+
+
+Text = tuple[int, ...]
+
+
+def beam_of(arrivals: list[Text], width: int, depth: int) -> Tree:
+    """The tree of the first `width` beginnings of each length, given all texts of length `depth` as they arrive."""
+    tree = SampledTree()
+    nodes: dict[Text, int] = {(): -1}
+    for length in range(1, depth + 1):
+        for text in list(dict.fromkeys(text[:length] for text in arrivals))[:width]:
+            nodes[text] = tree.add(nodes[text[:-1]], text[-1], None)  # type: ignore[arg-type]
+    return tuple(tree.token_ids), tuple(tree.parents)
+
+
+def beam_trees(draft: Model, width: int, depth: int, num_tokens: int = 3) -> dict[Tree, Fraction]:
+    """The probabilities of all trees. The next text to arrive is drawn in proportion to its probability."""
+    chances = {}
+    for text in product(range(num_tokens), repeat=depth):
+        chance = Fraction(1)
+        for place, token in enumerate(text):
+            chance *= draft(text[:place])[token]
+        if chance:
+            chances[text] = chance
+    found: dict[Tree, Fraction] = {}
+
+    def arrive(before: list[Text], chance: Fraction, left: Fraction) -> None:
+        enough = all(len({text[:length] for text in before}) >= width for length in range(1, depth + 1))
+        if enough or len(before) == len(chances):
+            tree = beam_of(before, width, depth)
+            found[tree] = found.get(tree, Fraction(0)) + chance
+            return
+        for text, own in chances.items():
+            if text not in before:
+                arrive([*before, text], chance * own / left, left - own)
+
+    arrive([], Fraction(1), Fraction(1))
+    return found

@@ -18,7 +18,7 @@ from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
-from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.sampling import params_of_any_kind
 
 VOCAB = 13
 MODEL: Any = tiny_model("opt", vocab_size=VOCAB)

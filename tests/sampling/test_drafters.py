@@ -22,14 +22,15 @@ from emssd.decoding.options import Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import BudgetPolicy, Draft
 from emssd.drafting.budget import FixedBudget
-from emssd.model import CausalLMRunner
 from emssd.plugins.registry import PluginWarning, Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
 from emssd.testing.drafters import PerfectDrafter
 from emssd.testing.strategies import policies
 from tests.sampling.test_engine import NUM_NEW, VOCAB, Expected, decode, requests, target
-from tests.support.every_drafter import BACKENDS, DRAFTERS, EveryDrafter
+from tests.support.backends import CONFIGS as BACKENDS
+from tests.support.backends import runner_of
+from tests.support.every_drafter import DRAFTERS, EveryDrafter
 from tests.support.tiers import only
 
 PAGED = tuple(name for name, config in BACKENDS.items() if isinstance(config, RaggedConfig))
@@ -206,9 +207,9 @@ def test_ids_of_no_token_are_not_believed_where_penalties_read_them(
     asked = [Request(str(number), (1, 2, 3, 4), 12, sampling=params) for number in range(3)]
     expected = Expected(asked)
     texts = right(asked, expected)
-    backend = ragged_backend(page_size=3)
-    backend.allocate(target().kv_cache_spec(3))
-    engine = Engine(CausalLMRunner(target(), backend), BeyondDrafter(beyond, VOCAB, 4, expected), batch_size=3)
+    engine = Engine(
+        runner_of(target(), ragged_backend(page_size=3)), BeyondDrafter(beyond, VOCAB, 4, expected), batch_size=3
+    )
     monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
     with pytest.warns(PluginWarning, match="outside the target's vocabulary of 11"):
         assert decode(engine, asked) == texts

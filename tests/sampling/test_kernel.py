@@ -18,7 +18,7 @@ from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
 from emssd.sampling.noise import gumbel, hashed, noise_key, noise_state
-from tests.support.sampling_strategies import params_of_any_kind
+from tests.support.sampling import params_of_any_kind
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -14,15 +14,15 @@ from emssd_none import NoneDrafter
 from emssd.decoding import logprobs as module
 from emssd.decoding.engine import Engine
 from emssd.decoding.logprobs import add_logprobs
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Generation, Request, Row
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
+from tests.support.backends import engine_of
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
 VOCAB, TOLERANCE = 11, 1e-9
@@ -86,14 +86,8 @@ def texts() -> dict[str, tuple[int, ...]]:
     }
 
 
-def make_engine(
-    drafter: Drafter, backend: str = "ragged-page-3", *, batch_size: int = 3, max_tokens: int | None = None
-) -> Engine:
-    made = TREE_BACKENDS[backend]()
-    spec = target().kv_cache_spec(batch_size)
-    made.allocate(dataclasses.replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
-    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    return Engine(CausalLMRunner(target(), made), drafter, scheduler=scheduler, on_drafter_error="fail")
+def make_engine(drafter: Drafter, backend: str = "ragged-page-3", **options: Any) -> Engine:
+    return engine_of(target(), drafter, TREE_BACKENDS[backend](), trees=True, **options)
 
 
 def check(done: Generation, params: SamplingParams | None) -> None:

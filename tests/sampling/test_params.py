@@ -1,15 +1,29 @@
-"""`SamplingParams` say in one sentence what was asked, and what is possible."""
+"""Sampling parameters, the noise that they seed, and the samples of one prompt."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from functools import cache
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from emssd.decoding.engine import Engine
+from emssd.drafting import Drafter
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
+from emssd.sampling.noise import gumbel, hashed, noise_key, noise_state
+from emssd.sequences import Request
+from emssd.testing.drafters import RandomDrafter, TreeDrafter
+from tests.sampling.test_engine import HOT, VOCAB, make_engine, target
+from tests.support import sampling as reference
+from tests.support.backends import BACKENDS, engine_of
 from tests.support.tiers import looped
+from tests.support.trees import TREE_BACKENDS
 
 
 @looped(
@@ -85,3 +99,135 @@ def test_params_are_values_that_nobody_changes_from_outside() -> None:
     assert params != SamplingParams(logit_bias={3: 2.0})
     assert params.processing == SamplingParams(logit_bias={3: 1.0}, seed=5, n=2, logprobs=1).processing
     assert params.processing != SamplingParams(logit_bias={3: 2.0}).processing
+
+
+CPU = torch.device("cpu")
+
+WHERE = st.tuples(st.integers(-(2**70), 2**70), st.text(), st.integers(0, 2**40))
+
+
+def state(seed: int, request_id: str, position: int) -> int:
+    return noise_state(noise_key(seed, request_id), position)
+
+
+@given(st.lists(WHERE, min_size=1, max_size=4), st.integers(1, 300))
+def test_bits_are_those_of_the_hash_in_python(places: list[tuple[int, str, int]], vocab_size: int) -> None:
+    found = hashed([state(*place) for place in places], vocab_size, CPU)
+    assert found.tolist() == [[reference.hashed(*place, token) for token in range(vocab_size)] for place in places]
+
+
+def test_bits_are_written_down() -> None:
+    """So that a change of the hash, which would change every text, cannot go unseen."""
+    assert noise_key(7, "a") == 0x490824F513A1AAA4
+    assert noise_state(0x490824F513A1AAA4, 3) == 0x0420E940BAB6377B
+    assert hashed([0x0420E940BAB6377B], 3, CPU).tolist() == [[3294546313, 2224496003, 1202606225]]
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 1000))
+def test_noise_is_that_of_python(state: int, token: int) -> None:
+    found = gumbel([state], token + 1, CPU)[0, token]
+    bits = int(hashed([state], token + 1, CPU)[0, token])
+    assert found.dtype is torch.float64
+    assert float(found) == pytest.approx(reference.gumbel(bits), rel=1e-13, abs=1e-15)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2**32 - 2, 2**32 - 1])
+def test_extreme_bits_give_finite_noise(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("emssd.sampling.noise.hashed", lambda *_: torch.tensor([[bits]]))
+    assert float(gumbel([0], 1, CPU)) == pytest.approx(reference.gumbel(bits), rel=1e-9)
+    assert math.isfinite(reference.gumbel(bits))
+
+
+def test_seed_request_sample_position_and_token_all_count() -> None:
+    keys = {
+        noise_key(seed, name, sample)
+        for seed in (0, 1, -1, 11)
+        for name in ("", "0", "1", "é\ud800")
+        for sample in (0, 1)
+    }
+    assert len(keys) == 4 * 4 * 2
+    states = {noise_state(key, position) for key in keys for position in range(200)}
+    assert len(states) == len(keys) * 200
+    found = hashed(sorted(states)[:64], 500, CPU)
+    assert len(set(found.flatten().tolist())) > 64 * 500 - 10  # by chance, two of 32,000 in 2^32 are equal
+
+
+def test_noise_has_gumbels_law() -> None:
+    """Over tokens, positions and seeds, by chi-squared: the shares in ten parts that are equally probable."""
+    along_tokens = gumbel([noise_state(noise_key(0, "0"), 0)], 100_000, CPU)[0]
+    along_positions = gumbel([noise_state(noise_key(0, "0"), position) for position in range(100_000)], 1, CPU)[:, 0]
+    along_seeds = gumbel([noise_state(noise_key(seed, "0"), 9) for seed in range(100_000)], 4, CPU)[:, 3]
+    for noise in (along_tokens, along_positions, along_seeds):
+        counts = torch.histc(torch.exp(-torch.exp(-noise)), bins=10, min=0, max=1)
+        assert float(((counts - 10_000) ** 2 / 10_000).sum()) < 27.9  # one in a thousand; the seeds are fixed
+
+
+PROMPTS = [(1, 2, 3, 4), (5,), (1, 2, 3, 4)]
+FOUR = dataclasses.replace(HOT, n=4)
+
+
+@cache
+def by_hand(prompt: tuple[int, ...], request_id: str, sample: int, num_new: int = 12) -> tuple[int, ...]:
+    return reference.sampled(target().model, prompt, num_new, HOT, request_id, sample=sample)
+
+
+@pytest.mark.parametrize("backend", TREE_BACKENDS)
+@pytest.mark.parametrize("drafter", [RandomDrafter(VOCAB, 4), TreeDrafter(VOCAB, 6, seed=1)], ids=["chains", "trees"])
+def test_they_are_told_apart_by_number_and_stand_behind_one_another(backend: str, drafter: Drafter) -> None:
+    done = make_engine(drafter, TREE_BACKENDS[backend], batch_size=5).generate(PROMPTS, 12, sampling=FOUR)
+    places = [(prompt, str(i), sample) for i, prompt in enumerate(PROMPTS) for sample in range(4)]
+    assert [(each.prompt_ids, each.request_id, each.sample) for each in done] == places
+    assert [each.token_ids for each in done] == [by_hand(*place) for place in places]
+    assert len({each.token_ids for each in done}) == len(done)
+    assert {each.seed for each in done} == {HOT.seed}
+
+
+def test_the_first_is_the_text_of_a_single_one_and_more_change_none() -> None:
+    def texts(n: int) -> list[tuple[int, ...]]:
+        params = dataclasses.replace(HOT, n=n)
+        return [
+            each.token_ids for each in make_engine(RandomDrafter(VOCAB, 4)).generate(PROMPTS[:1], 12, sampling=params)
+        ]
+
+    assert texts(4)[:1] == texts(1)
+    assert texts(4)[:2] == texts(2)
+
+
+def test_preempted_ones_go_on_with_the_same_text() -> None:
+    engine = make_engine(RandomDrafter(VOCAB, 5), batch_size=5, max_tokens=63)
+    done = engine.generate([(1, 2, 3, 4)], 24, sampling=dataclasses.replace(HOT, n=5))
+    assert engine.report.num_preempted
+    assert [each.token_ids for each in done] == [by_hand((1, 2, 3, 4), "0", sample, 24) for sample in range(5)]
+
+
+def sharing_engine(*, static: bool = False, batch_size: int = 8) -> Engine:
+    options = {"max_step_tokens": 512, "static": static, "prefix_caching": True}
+    return engine_of(target(), RandomDrafter(VOCAB, 3), BACKENDS["ragged-page-16"](), batch_size, **options)
+
+
+@looped(("length", "shared"), [(40, 32), (32, 16), (33, 32), (15, 0)])
+def test_all_start_together_and_the_prompts_whole_pages_are_computed_once(length: int, shared: int) -> None:
+    """The last token of a prompt is always computed, as its logits are wanted: of 32 tokens 16 are shared."""
+    engine, prompt = sharing_engine(), tuple(token % VOCAB for token in range(length))
+    done = engine.generate([prompt], 4, sampling=dataclasses.replace(HOT, n=6))
+    assert engine.report.num_adopted_tokens == 5 * shared
+    assert [each.token_ids for each in done] == [by_hand(prompt, "0", sample, 4) for sample in range(6)]
+
+
+def test_whoever_drives_the_loop_gets_all_of_them() -> None:
+    engine, ended = make_engine(RandomDrafter(VOCAB, 3)), {}
+    engine.add(Request("a", (1, 2), 5, sampling=dataclasses.replace(HOT, n=3)))
+    while engine.has_work:
+        ended |= {(row.request.prompt_id, row.request.sample): tuple(row.output_ids) for row in engine.step()}
+    assert ended == {("a", sample): by_hand((1, 2), "a", sample, 5) for sample in range(3)}
+
+
+def test_a_request_that_is_called_like_a_sample_is_refused() -> None:
+    engine = make_engine(RandomDrafter(VOCAB, 3))
+    asked = [Request("a", (1,), 2, sampling=FOUR), Request("a#1", (1,), 2)]
+    with pytest.raises(ConfigError, match="two requests have the same request_id 'a#1'"):
+        engine.run(asked)
+    engine.add(asked[1])
+    with pytest.raises(ConfigError, match="request 'a#1' is there already"):
+        engine.add(asked[0])
+    assert engine.scheduler.num_waiting == 1

@@ -24,7 +24,6 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
-from emssd.model import CausalLMRunner
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
 from emssd.sampling.residual import SampledTree, Verdict
@@ -36,7 +35,8 @@ from emssd.testing.oracle import DenseBackend
 from tests.sampling.cases import DRAFTS, TARGETS
 from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
 from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
-from tests.sampling.test_residual_trim import installed, lives, policies
+from tests.sampling.test_residual_drafts import installed, lives, policies
+from tests.support.backends import runner_of
 from tests.support.drawing import DrawingDrafter, even, joined, rsd_c
 from tests.support.tiers import only
 
@@ -53,9 +53,7 @@ def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: i
     engine = make_engine(drafter, batch_size=64, max_step_tokens=512)
     done = list(engine.run(rows))
     assert sum(row.num_accepted for row in done) > 100
-    backend = DenseBackend()
-    backend.allocate(target().kv_cache_spec(1))
-    return check_distribution(done, CausalLMRunner(target(), backend), {row.request_id: Row(row) for row in rows})
+    return check_distribution(done, runner_of(target(), DenseBackend()), {row.request_id: Row(row) for row in rows})
 
 
 # Right and wrong on the engine's path.
@@ -130,9 +128,7 @@ def test_a_drafter_that_knows_the_other_methods_noise_changes_nothing() -> None:
     rows = [Request(str(i), (3, 1, 4), 2, sampling=dataclasses.replace(WARM, temperature=2.0)) for i in range(300)]
     engine = make_engine(Knowing(even(VOCAB), [1]), batch_size=64, max_step_tokens=512)
     done = list(engine.run(rows))
-    backend = DenseBackend()
-    backend.allocate(target().kv_cache_spec(1))
-    report = check_distribution(done, CausalLMRunner(target(), backend), {row.request_id: Row(row) for row in rows})
+    report = check_distribution(done, runner_of(target(), DenseBackend()), {row.request_id: Row(row) for row in rows})
     assert report.p_value > 1e-3
 
 

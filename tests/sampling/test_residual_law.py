@@ -11,8 +11,7 @@ import pytest
 
 from emssd.sampling.residual import SampledTree, verify_deterministic, verify_traversal
 from emssd.sampling.residual.distributions import choose, without
-from tests.sampling.beams import beam_trees
-from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, mixed, rebuilt, token_by_token, trees_of
+from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, beam_trees, mixed, rebuilt, token_by_token, trees_of
 from tests.sampling.exact import (
     Law,
     Model,

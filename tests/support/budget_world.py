@@ -5,13 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
 
-__all__ = ["Curve", "World"]
+__all__ = ["Curve", "EndsByTurns", "World", "step_stats"]
 
 Curve = Callable[[int], float]
+
+
+def step_stats(budget: Seq[int], kept: Seq[int], gains: Seq[int], forward: float, draft: float = 0.0) -> StepStats:
+    """Of a step without prompts: by row what was allotted, verified and gained; and the seconds that it took."""
+    return StepStats(
+        is_prefill=False,
+        num_rows=len(kept),
+        num_waiting=0,
+        num_tokens=len(kept) + sum(kept),
+        num_kv_tokens=100 * len(kept),
+        num_new_tokens=sum(gains),
+        drafted=tuple(kept),
+        acceptance=tuple(gains),
+        input_padding=0,
+        kv_padding=0,
+        num_preempted=0,
+        seconds=dict.fromkeys(PHASES, 0.0) | {"forward": forward, "draft": draft},
+        stages=(StageStats(tuple(budget), tuple(kept), draft),),
+    )
 
 
 class World:
@@ -48,22 +67,8 @@ class World:
         accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
         for row, count in zip(self.rows, accepted, strict=True):
             row.advance([1] * (count + 1), None, num_drafted=count, num_accepted=count)
-        num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
-        stats = StepStats(
-            is_prefill=False,
-            num_rows=len(batch),
-            num_waiting=0,
-            num_tokens=num_tokens,
-            num_kv_tokens=100 * len(batch),
-            num_new_tokens=sum(accepted) + len(batch),
-            drafted=tuple(kept),
-            acceptance=tuple(count + 1 for count in accepted),
-            input_padding=0,
-            kv_padding=0,
-            num_preempted=0,
-            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "draft": draft_seconds},
-            stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
-        )
+        forward = self.seconds(len(batch) + sum(kept))
+        stats = step_stats(budget, kept, [count + 1 for count in accepted], forward, self.per_token * sum(budget))
         self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted), ()), stats)
         return budget, kept
 
@@ -76,3 +81,51 @@ class World:
     def run(self, num_steps: int, limit: int) -> list[list[int]]:
         """Steps of one limit. Returns what was verified in each."""
         return [self.step([limit] * len(self.rows))[1] for _ in range(num_steps)]
+
+
+class EndsByTurns(BudgetPolicy):
+    """Lets the drafts of the rows have one level, two, three and so on, in turn; row by row, and step by step.
+
+    Attributes:
+        num_asked: how often it was asked.
+        depths: of all drafts of steps in which it was asked.
+        told: nodes of all levels.
+    """
+
+    def __init__(self) -> None:
+        self.num_asked, self.depths, self.told = 0, list[int](), list[DraftedNode]()
+        self._num_steps, self._level = 0, 0
+
+    def _most(self, row: int) -> int:
+        return 1 + (row + self._num_steps) % 4
+
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        self._num_steps += 1
+        self._level = 0
+        return step.limits
+
+    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
+        self.num_asked, self._level = self.num_asked + 1, self._level + 1
+        assert len(newest) == len(step.batch)
+        assert any(newest)
+        for row, nodes in enumerate(newest):
+            assert not nodes or self._level <= self._most(row), "a row that ended is drafted further"
+            self.told += nodes
+        return [self._level < self._most(row) for row in range(len(newest))]
+
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        if self._level:
+            for row in range(draft.num_rows):
+                at = {-1: 0}
+                for node, parent in enumerate(draft.tree(row)):
+                    at[node] = at[parent] + 1
+                assert max(at.values()) <= self._most(row)
+                self.depths.append(max(at.values()))
+        return draft.lengths
+
+    def check(self) -> None:
+        """Assert that it ended drafts and saw what can be."""
+        assert {1, 2, 3} <= {*self.depths}
+        assert all(0 <= node.chance <= node.confidence + 1e-12 and node.confidence <= 1 for node in self.told)
+        assert all(node.entropy >= 0 for node in self.told)
+        assert len({node.entropy for node in self.told}) > 1

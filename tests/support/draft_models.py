@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 from emssd_draft_model.drafter import DraftModelDrafter
 
+from emssd.decoding.caches import make_backend
 from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape
 from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
-from tests.support.trees import TREE_BACKENDS
+from emssd.plugins.registry import Registry
+from tests.support.backends import BACKENDS, runner_of
 
-__all__ = ["DRAFT_MODEL_OPTIONS", "draft_model_drafter"]
+__all__ = [
+    "DRAFT_MODEL_OPTIONS",
+    "draft_model_drafter",
+    "same_weights_drafter",
+]
 
 DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
@@ -28,9 +33,7 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 
 def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
-    backend = TREE_BACKENDS["paged-page-4"]()
-    backend.allocate(replace(model.kv_cache_spec(5), trees=True))
-    runner = CausalLMRunner(model, backend)
+    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True)
     if tree == "chain":
         return DraftModelDrafter(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
     if isinstance(tree, str):
@@ -41,3 +44,9 @@ def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) 
     if isinstance(shape, SampledShape):
         return SampledDrafter(runner, vocab_size, shape)
     return ModelDrafter(runner, vocab_size, shape)
+
+
+def same_weights_drafter(target: TargetModel, backend: Any) -> DraftModelDrafter:
+    """A draft model that is the target itself, with a KV cache of its own: it must be right everywhere."""
+    cache = make_backend(target.kv_cache_spec(4), backend, Registry())
+    return DraftModelDrafter(CausalLMRunner(target, cache), target.vocab_size, num_speculative_tokens=4)

@@ -28,10 +28,8 @@ from emssd_medusa import MedusaConfig
 from emssd_mtp import MtpConfig
 from emssd_ngrammys import NGrammysConfig
 from emssd_none import NoneConfig
-from emssd_padded import PaddedConfig
 from emssd_pard import PardConfig
 from emssd_pld import PLDConfig
-from emssd_ragged import Kernels, RaggedConfig
 from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_self_draft import SelfConfig
@@ -45,18 +43,8 @@ from emssd.model import BorrowedTarget, TargetModel
 from emssd.testing.models import tiny_model
 from tests.support import random_drafters as written
 
-__all__ = ["BACKENDS", "COINS", "DRAFTERS", "EveryDrafter"]
+__all__ = ["COINS", "DRAFTERS", "EveryDrafter"]
 
-BACKENDS: dict[str, Any] = {
-    "fused": RaggedConfig(kernels=Kernels.fused),
-    "torch": RaggedConfig(kernels=Kernels.torch),
-    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
-    "page 3": RaggedConfig(page_size=3, kernels=Kernels.torch),
-    "padded": PaddedConfig(),
-    "unpad_kv": PaddedConfig(pad_kv=False),
-    "unpad_inputs": PaddedConfig(pad_inputs=False),
-    "unpad_both": PaddedConfig(pad_kv=False, pad_inputs=False),
-}
 Texts = Mapping[str, tuple[int, ...]]
 _COPY: dict[str, Any] = {"match_length": 1, "copy_length": 3, "search": Search.prompt_and_output}
 _SHAPE: dict[str, Any] = {"num_nodes": 9, "depth": 4, "top_k": 3}

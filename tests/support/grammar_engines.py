@@ -22,7 +22,8 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Generation, Request
 from emssd.testing.drafters import RandomDrafter, ScriptedBudget, TreeDrafter
 from emssd.testing.models import tiny_model
-from tests.support.every_drafter import BACKENDS, COINS, EveryDrafter
+from tests.support.backends import CONFIGS as BACKENDS
+from tests.support.every_drafter import COINS, EveryDrafter
 from tests.support.every_drafter import DRAFTERS as EVERY
 from tests.support.grammars import EOS, is_valid, random_grammar, tokenizer
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -15,15 +15,14 @@ import pytest
 import torch
 
 from emssd.attention import PackedInputs
-from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
-from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from tests.support import sampling as reference
+from tests.support.backends import context_of
 
 __all__ = ["KINDS", "NUM_NEW", "PROMPTS", "Load", "Trial"]
 
@@ -68,16 +67,8 @@ class Trial:
         spec, limit = self.target.kv_cache_spec(chosen.batch_size), None
         if chosen.kv_memory is not None:
             limit = int(chosen.kv_memory) // spec.bytes_per_token()
-        context = DrafterContext(
-            self.target.vocab_size,
-            None,
-            lambda path, trees=False: pytest.fail("asks for no model"),
-            lambda name, values: pytest.fail("asks for no other"),
-            "fail",
-            BorrowedTarget(self.target),
-            replace(spec, continuous=backend != "padded", max_tokens=limit),
-            lambda own: make_backend(own, backend, Registry()),
-        )
+        continuous = backend != "padded"
+        context = context_of(self.target, backend, chosen.batch_size, continuous=continuous, max_tokens=limit)
         made = self.load(options or {}, context)
         self.engine = Engine.assemble(self.target, None, drafter=made, backend=backend, budget="fixed", options=chosen)
         assert context.target is not None

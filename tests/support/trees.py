@@ -1,4 +1,4 @@
-"""Trees that several test files draw, and drafters of trees."""
+"""Trees and drafts of trees: drawn, written out as paths, and drafters of them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,26 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft
-from emssd.sequences import Batch, Row
+from emssd.attention.trees import Parents
+from emssd.drafting import Draft, Drafter
+from emssd.drafting.checked import check_draft
+from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.strategies import trees
 from tests.support.backends import BACKENDS
 
-__all__ = ["TREE_BACKENDS", "DecoyDrafter", "MixedDrafter", "Tree", "drawn_trees"]
+__all__ = [
+    "TREE_BACKENDS",
+    "DecoyDrafter",
+    "MixedDrafter",
+    "Tree",
+    "chains_of",
+    "drawn_trees",
+    "paths",
+    "paths_of",
+    "row_of",
+    "tree_of",
+]
 
 TREE_BACKENDS = {name: make for name, make in BACKENDS.items() if make().takes_trees}
 
@@ -65,3 +78,35 @@ class MixedDrafter(TreeDrafter):
                     tree = []
             trees.append(tree)
         return Draft.from_trees(trees).shallow([max(0, row.num_remaining - 1) for row in batch])
+
+
+def row_of(prompt: Seq[int], output: Seq[int] = (), name: str = "a", max_new_tokens: int = 100) -> Row:
+    """A row whose prompt is `prompt`, and that has generated `output`."""
+    return Row(Request(name, tuple(prompt), max_new_tokens), [*prompt, *output])
+
+
+def chains_of(draft: Draft) -> list[list[int]]:
+    """The token ids of each row of a draft."""
+    tokens = draft.token_ids.tolist()
+    return [tokens[start:stop] for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)]
+
+
+def paths(token_ids: Seq[int], parents: Parents) -> list[tuple[int, ...]]:
+    """The tokens on the way to each node of a tree, the node's own last."""
+    found: list[tuple[int, ...]] = []
+    for token, parent in zip(token_ids, parents, strict=True):
+        found.append(((*found[parent], token)) if parent >= 0 else (token,))
+    return found
+
+
+def paths_of(draft: Draft, row: int = 0) -> list[tuple[int, ...]]:
+    """The same for a row of a draft."""
+    return paths(draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist(), draft.tree(row))
+
+
+def tree_of(drafter: Drafter, row: Row, budget: int, vocab_size: int = 99) -> Draft:
+    """The draft of `drafter` for one row, tested against the rules."""
+    batch = Batch((row,))
+    draft = drafter.propose(batch, [budget])
+    check_draft(draft, batch, [budget], vocab_size, trees=drafter.drafts_trees)
+    return draft

@@ -1,14 +1,81 @@
-"""The pytest plugin: its options and markers work, and sessions that do not use it are left alone."""
+"""`emssd-plugins new KIND NAME` writes a plugin whose own tests, style and types are in order as it is."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
 
-from emssd.testing import pytest_plugin
+from emssd.testing import authoring, pytest_plugin
+
+
+def run(*command: object, cwd: Path) -> None:
+    done = subprocess.run([sys.executable, "-m", *map(str, command)], cwd=cwd, text=True, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A new plugin, whose name has all that a name may have; its tests and types are run by nox -s new_plugin."""
+    return write("drafter", tmp_path, monkeypatch)
+
+
+def write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    authoring.main(["new", kind, "my_own2_drafter"])
+    return tmp_path / "emssd-my-own2-drafter"
+
+
+@pytest.mark.parametrize(("kind", "module"), [("drafter", "drafter.py"), ("budget", "policy.py")])
+def test_it_is_complete_and_in_good_style(
+    kind: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = write(kind, tmp_path, monkeypatch)
+    files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
+    package = "emssd_my_own2_drafter"
+    assert files == sorted(
+        ["README.md", "pyproject.toml", "tests/test_my_own2_drafter.py"]
+        + [f"{package}/{name}" for name in ("__init__.py", module, "py.typed")]
+    )
+    for path in made.rglob("*.*"):
+        assert "$" not in path.read_text().replace("$ ", ""), f"{path} has a place that was not filled in"
+    run("ruff", "check", ".", cwd=made)
+    run("ruff", "format", "--check", ".", cwd=made)
+
+
+def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (made / "README.md").read_text()
+    (made / "README.md").write_text("mine")
+    with pytest.raises(SystemExit) as stop:
+        authoring.main(["new", "drafter", "my_own2_drafter"])
+    assert stop.value.code == 2
+    assert "emssd-my-own2-drafter is there already, and nothing in it is overwritten" in capsys.readouterr().err
+    assert (made / "README.md").read_text() == "mine" != before
+
+
+@pytest.mark.parametrize("name", ["My_drafter", "my-drafter", "1st", "_mine", "mine_", "class", "é", "", "a b", "a.b"])
+def test_a_name_that_cannot_be_is_refused(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stop:
+        authoring.main(["new", "drafter", name])
+    assert stop.value.code == 2
+    message = capsys.readouterr().err
+    assert message.startswith(f"emssd-plugins: error: {name!r} cannot name a drafter: it becomes a Python package")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", sorted(point.name for point in entry_points(group="emssd") if point.name != "data"))
+def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        authoring.main(["new", "drafter", name, "--folder", str(tmp_path / "new")])
+    assert f"{name!r} is taken by emssd 0." in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
 
 SUITE = """
 from emssd.testing import DrafterConformance
@@ -29,7 +96,7 @@ def test_what_was_asked_for():
 ALONE = ["-q", "--strict-markers", "-p", "no:cacheprovider"]
 
 
-def run(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_session(folder: Path, source: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_it.py").write_text(source)
     command = [sys.executable, "-m", "pytest", *ALONE, *arguments]
     return subprocess.run(command, cwd=folder, text=True, capture_output=True)
@@ -54,9 +121,9 @@ def test_a_session_without_a_suite_imports_nothing_heavy(tmp_path: Path) -> None
     source = (
         "import sys\ndef test_it():\n    assert not {'torch', 'transformers', 'emssd.decoding'} & set(sys.modules)\n"
     )
-    done = run(tmp_path, source)
+    done = run_session(tmp_path, source)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "cost of drafting" not in done.stdout
-    refused = run(tmp_path, source, "--emssd-examples=0")
+    refused = run_session(tmp_path, source, "--emssd-examples=0")
     assert refused.returncode == 4
     assert "--emssd-examples" in refused.stderr

@@ -17,8 +17,8 @@ from emssd.errors import CompileError
 from emssd.model import tracing
 from emssd.model.fingerprint import fingerprint_of
 from emssd.model.int8 import round_drafter
-from emssd.model.program import Chain
-from emssd.model.proven import ProvenProgram, in_one_row, sources
+from emssd.model.program import Growth
+from emssd.model.tracing import ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan
@@ -113,13 +113,13 @@ class CompiledHead(ProvenProgram):
         inputs, position_ids = inputs.view(1, -1, inputs.shape[-1]), position_ids.view(1, -1)
         return tuple(self._program([inputs, position_ids, kept], attend, step))
 
-    def run_chain(
-        self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, chain: Chain
+    def grow(
+        self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, growth: Growth
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Chains after ``inputs [1, n, input_size]``, see `Program.run_chain`; ``None`` without logits of its own."""
+        """Drafts after ``inputs [1, n, input_size]``, see `Program.grow`; ``None`` without logits of its own."""
         if not self._has_logits:
             return None
-        return self._program.run_chain([inputs, plan.position_ids, plan.logits_to_keep], step, chain)
+        return self._program.grow([inputs, plan.position_ids, plan.logits_to_keep], step, growth)
 
 
 class _Traced(nn.Module):

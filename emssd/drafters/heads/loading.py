@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec
-from emssd.drafters.heads.containers import unwrapped
 from emssd.drafters.heads.files import Checkpoint, cannot_load, read_checkpoint, reading_config
-from emssd.drafters.heads.formats import Format, expect
+from emssd.drafters.heads.formats import Format, expect, unwrapped
 from emssd.drafters.heads.target import TargetSizes
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError, OutOfMemoryError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,10 +12,9 @@ import torch
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.errors import EmssdError, GroupError, UnsupportedModelError
 from emssd.model.loading import Wanted, load_shard
-from emssd.model.parallel.group import Group, Shard
-from emssd.model.parallel.leader import CacheWanted, Checksums
+from emssd.model.parallel.group import Group, Shard, packed_of
+from emssd.model.parallel.leader import Checksums
 from emssd.model.parallel.lending import whole_weights
-from emssd.model.parallel.messages import packed_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import TargetModel
 
@@ -57,9 +57,10 @@ class _Follower:
         with suppress(EmssdError):  # process 0 has failed too, and says so; it may go on with something else
             self._targets[number], _ = load_shard(wanted, Shard(self._group, number, wanted.checksums))
 
-    def make_cache(self, number: int, wanted: CacheWanted) -> None:
-        target = self._targets[wanted.model]
-        self._runners[number] = CausalLMRunner(target, self._make_backend(wanted.backend, wanted.spec(target)))
+    def make_cache(self, number: int, model: int, recipe: Any, spec: KVCacheSpec) -> None:
+        target = self._targets[model]
+        spec = replace(spec, layers=target.layers, dtype=target.dtype, device=target.device)
+        self._runners[number] = CausalLMRunner(target, self._make_backend(recipe, spec))
         if target.shard is not None and target.shard.checksums:
             self._checksums[number] = Checksums(target)
 

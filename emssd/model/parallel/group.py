@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from emssd.attention import PackedInputs
 from emssd.errors import ConfigError, EmssdError, GroupError
-from emssd.model.parallel.messages import Message
 
-__all__ = ["Group", "Shard", "join"]
+__all__ = ["Group", "Message", "Shard", "join", "packed_of", "step_of"]
 
 _FRAME, _LENGTH = 32768, 8  # bytes of a broadcast, and of the number at its head; longer messages take several
 _PASS_TIMEOUT = timedelta(minutes=30)  # of a forward pass; loading may be in it, and disks differ
@@ -28,6 +28,19 @@ _IDLE_TIMEOUT = timedelta(days=365)  # process 0 may have nothing to say for lon
 _BEAT_SECONDS, _BEAT_TIMEOUT, _GRACE_SECONDS = 1.0, timedelta(seconds=30), 5.0
 _FROM_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _ENDED = "another process of this tensor parallel run has ended, or hangs; rows that were finished are kept"
+
+
+class Message(NamedTuple):
+    """A call that the other processes make of the model, or the cache, of a number.
+
+    Attributes:
+        call: a method of `emssd.model.parallel.follower` or of the cache's runner; ``end`` for nothing more.
+        arguments: of that method; they hold no tensors.
+    """
+
+    call: str
+    number: int
+    arguments: tuple[Any, ...] = ()
 
 
 class Group:
@@ -65,7 +78,6 @@ class Group:
         atexit.register(self.close)
 
     def number(self) -> int:
-        """A new number, for a model or a cache."""
         self._num_made += 1
         return self._num_made
 
@@ -75,9 +87,7 @@ class Group:
             self._pending.append(message)
 
     def say(self, message: Message) -> bytes:
-        """Process 0: tell the others everything that is noted, and this. Returns it as they get it. Raises GroupError:
-        one of them has ended, or an earlier step failed.
-        """
+        """Process 0: tell the others everything that is noted, and this. Returns it as they get it."""
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
@@ -111,9 +121,7 @@ class Group:
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """The body succeeds in every process, or is an error in every process. Raises EmssdError: this
-        process failed, or another one.
-        """
+        """The body succeeds in every process, or is an error in every process."""
         fault: EmssdError | None = None
         try:
             yield
@@ -182,24 +190,49 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The place of a shard among those of its model.
+    """The place of a shard among those of its model, which has a `number` in what process 0 says.
 
-    Attributes:
-        group: the processes that have them.
-        number: of the model in what process 0 says.
-        checksums: whether they compare what they were told and what they computed in every step.
+    With `checksums`, they compare what they were told and what they computed in every step.
     """
 
     group: Group
     number: int
     checksums: bool = False
 
+    @contextmanager
+    def together(self, call: str, *arguments: Any) -> Iterator[None]:
+        """Within, process 0 calls its shard, and has told the others to make this `call` of theirs."""
+        if self.group.rank:
+            yield
+            return
+        self.group.say(Message(call, self.number, arguments))
+        with self.group.in_step():
+            yield
+
+
+_Step = tuple[Any, ...]
+"""The fields of `PackedInputs`, with lists in the place of tensors; it pickles in a twentieth of their time."""
+
+
+def step_of(packed: PackedInputs) -> _Step:
+    """A step, with all of its tokens; those that only a device knows are fetched."""
+    token_ids = packed.input_ids
+    if packed.drafted is not None:
+        token_ids = token_ids.index_copy(0, packed.drafted.places, packed.drafted.token_ids.to(token_ids.device))
+    inputs = token_ids.tolist(), packed.position_ids.tolist(), packed.logit_rows.tolist()
+    return packed.request_ids, *inputs, packed.qo_indptr, packed.kv_lens, packed.trees
+
+
+def packed_of(step: _Step) -> PackedInputs:
+    """The step that `step_of` was given."""
+    request_ids, token_ids, position_ids, logit_rows, qo_indptr, kv_lens, trees = step
+    tokens, positions, logits = (torch.tensor(x, dtype=torch.int64) for x in (token_ids, position_ids, logit_rows))
+    return PackedInputs(request_ids, tokens, positions, qo_indptr, kv_lens, logits, trees)
+
 
 @cache
 def join() -> Group:
-    """The group of this process, which the first call joins. Raises ConfigError: torchrun did not start this process,
-    or only this one.
-    """
+    """The group of this process, which the first call joins."""
     return Group()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 import zlib
 from collections.abc import Iterable, Iterator
@@ -14,32 +13,11 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
 from emssd.errors import GroupError
-from emssd.model.parallel.lending import prepare_hidden
-from emssd.model.parallel.messages import Message, step_of
+from emssd.model.parallel.group import Message, step_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
 
-__all__ = ["CacheWanted", "Checksums", "LeadingRunner"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CacheWanted:
-    """The KV cache that every process makes for its shard: of which model, by which recipe, and with which limits."""
-
-    model: int
-    backend: Any
-    values: dict[str, Any]
-
-    @classmethod
-    def of(cls, model: int, backend: Any, spec: KVCacheSpec) -> CacheWanted:
-        """A cache like that of `spec`, for whatever layers a process has."""
-        own = ("layers", "dtype", "device")
-        values = {each.name: getattr(spec, each.name) for each in dataclasses.fields(spec) if each.name not in own}
-        return cls(model, backend, values)
-
-    def spec(self, target: TargetModel) -> KVCacheSpec:
-        """The spec of the cache for the shard `target`."""
-        return dataclasses.replace(target.kv_cache_spec(self.values["max_batch_size"]), **self.values)
+__all__ = ["Checksums", "LeadingRunner"]
 
 
 class Checksums:
@@ -63,11 +41,8 @@ class Checksums:
         def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
             computed.append(_checksum(arguments[0]))
 
-        hook = self._head.register_forward_pre_hook(note)
-        try:
+        with self._head.register_forward_pre_hook(note):
             yield
-        finally:
-            hook.remove()
         mine = zlib.crc32(told), *computed
         ours = self._group.gathered(mine)
         self._num_steps += 1
@@ -84,16 +59,11 @@ def _checksum(states: torch.Tensor) -> int:
 class LeadingRunner(CausalLMRunner):
     """A shard of a model and of its KV cache, with those of the other processes, which do as this one does.
 
-    What happens to KV between two steps is told together with the next step.
-
-    Args:
-        model: a shard, in process 0.
-        backend: for `model`.
-        spec: for which `backend` is allocated.
-        recipe: of the backend; the others make theirs by it.
+    The others make their backends by the `recipe`. What happens to KV between two steps is told together with the next
+    step.
     """
 
-    _takes_chains = _in_one_process = False
+    _in_one_process = False
 
     def __init__(self, model: TargetModel, backend: AttentionBackend, spec: KVCacheSpec, recipe: Any) -> None:
         super().__init__(model, backend)
@@ -101,13 +71,8 @@ class LeadingRunner(CausalLMRunner):
         self._group = model.shard.group
         self._number = self._group.number()
         self._checksums = Checksums(model) if model.shard.checksums else None
-        self._note("make_cache", CacheWanted.of(model.shard.number, recipe, spec))
+        self._note("make_cache", model.shard.number, recipe, spec)
         weakref.finalize(self, self._group.note, Message("drop", self._number)).atexit = False
-
-    def take_hidden(self, indices: Seq[int]) -> None:
-        if indices:
-            prepare_hidden(self.model, indices)
-        self._hidden = tuple(indices)
 
     def _announce(self, packed: PackedInputs) -> None:
         self._told = self._group.say(Message("run", self._number, (step_of(packed),)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from functools import cached_property
 
@@ -11,27 +10,16 @@ import torch
 import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
-from emssd.errors import UnsupportedModelError
-from emssd.model.borrowed import BorrowedTarget
-from emssd.model.parallel.messages import Message
+from emssd.model.borrowed import BorrowedTarget, runs_no_layers
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import ModelRunner
 from emssd.model.streams import Streams
 from emssd.model.target import TargetModel
 
-__all__ = ["LendingShard", "prepare_hidden", "whole_weights"]
+__all__ = ["LendingShard", "whole_weights"]
 
 Weights = dict[str, torch.Tensor]
 """The parameters of a module, by name."""
-
-
-def prepare_hidden(target: TargetModel, indices: Seq[int]) -> Streams:
-    """`TargetModel.prepare_hidden` in process 0, with the others, as it runs the model."""
-    assert target.shard is not None, "a model that is whole needs nobody else"
-    group = target.shard.group
-    group.say(Message("prepare_hidden", target.shard.number, ([*indices],)))
-    with group.in_step():
-        return target.prepare_hidden(indices)
 
 
 def whole_weights(target: TargetModel) -> tuple[Weights, Weights]:
@@ -73,31 +61,23 @@ class LendingShard(BorrowedTarget):
             return super().project(hidden)
 
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        raise UnsupportedModelError(
-            "with model.tensor_parallel=true, no drafter runs the target; choose one that has a model or a head of its "
-            "own, or reads tokens, such as drafter=suffix"
-        )
+        raise runs_no_layers("model.tensor_parallel=true")
 
     def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
-        return self.first_layers(0, None)  # type: ignore[arg-type, return-value]  # which refuses
+        raise runs_no_layers("model.tensor_parallel=true")
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
-        raise UnsupportedModelError(
-            "with model.tensor_parallel=true, no drafter runs layers of the target; choose one that has a model or a "
-            "head of its own, or reads tokens, such as drafter=suffix"
-        )
+        raise runs_no_layers("model.tensor_parallel=true")
 
     @cached_property
     def _streams(self) -> Streams:
-        return self._target.streams or prepare_hidden(self._target, ())
+        return self._target.streams or self._target.prepare_hidden(())
 
     @cached_property
     def _weights(self) -> tuple[Weights, Weights]:
-        group = self._shard.group
         if self._target.streams is None:  # what proves them is a pass of all processes, so before anything is whole
-            prepare_hidden(self._target, ())
-        group.say(Message("gather", self._shard.number))
-        with group.in_step(), torch.inference_mode():
+            self._target.prepare_hidden(())
+        with self._shard.together("gather"), torch.inference_mode():
             return whole_weights(self._target)
 
 

@@ -50,7 +50,7 @@ TORCH_LIBRARY(emssd_native, library) {
                        Integers, std::vector<double>, std::vector<std::optional<Tensor>>>())
       .def("attend", &attend_step)
       .def("run", &run_step)
-      .def("run_chain", &run_chain);
+      .def("grow", &grow);
   library.def("attend_layer(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor");
   library.impl("attend_layer", c10::DispatchKey::CPU, TORCH_FN(attend_layer));
   library.def("open_program(Tensor handle, str path) -> str[]");

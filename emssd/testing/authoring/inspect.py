@@ -8,9 +8,8 @@ from collections.abc import Iterator
 
 from rich.table import Table
 
-from emssd.drafters.heads.containers import unwrapped
 from emssd.drafters.heads.files import Checkpoint, read_checkpoint, reading_config
-from emssd.drafters.heads.formats import Format, detect
+from emssd.drafters.heads.formats import Format, detect, unwrapped
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console
 from emssd.plugins.hookspecs import DrafterSpec

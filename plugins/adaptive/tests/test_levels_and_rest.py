@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from emssd.attention.trees import depths
 from emssd.drafting import BudgetStep, Draft, Outcome
-from emssd.metrics.stats import PHASES, StageStats, StepStats
+from emssd.metrics.stats import StageStats
 from emssd.sequences import Batch, Request, Row
+from tests.support.budget_world import step_stats
 
 SHAPE = (-1, 0, -1, 1, 0, 1, 3, 2)  # 4 levels; the first two, four and seven nodes have 2, 3 and 4
 
@@ -57,13 +58,7 @@ class Run:
         budget = list(self.policy.allot(step))
         kept = list(self.policy.trim(step, draft := draft_of(budget, self.shape)))
         accepted = tuple(range(number if accepts else 0) for number in kept)
-        num_tokens = len(batch) + sum(kept)
-        stats = StepStats(
-            is_prefill=False, num_rows=len(batch), num_waiting=0, num_tokens=num_tokens, num_kv_tokens=100,
-            num_new_tokens=len(batch), drafted=tuple(kept), acceptance=(1,) * len(batch), input_padding=0, kv_padding=0,
-            num_preempted=0, seconds=dict.fromkeys(PHASES, 0.0) | {"forward": 0.1 + self.seconds * num_tokens},
-            stages=(StageStats(tuple(budget), tuple(kept), 0.0),),
-        )  # fmt: skip
+        stats = step_stats(budget, kept, [1] * len(kept), 0.1 + self.seconds * (len(batch) + sum(kept)))
         self.policy.observe(Outcome(batch, draft.cut(kept), accepted, ()), stats)
         return budget
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetStep, Draft, Outcome
-from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
+from tests.support.budget_world import step_stats
 from tests.support.tiers import looped
 
 # In tenths: equal worths are the rule, not the exception.
@@ -283,25 +283,9 @@ class TreeWorld:
         accepted = [self._way(draft.tree(row)) for row in range(len(batch))]
         for row, way, length in zip(self.rows, accepted, kept, strict=True):
             row.advance([1] * (len(way) + 1), None, num_drafted=length, num_accepted=len(way))
-        num_tokens, draft_seconds = len(batch) + sum(kept), self.per_token * sum(budget)
-        seconds = {"forward": self.seconds(num_tokens), "draft": draft_seconds}
-        num_new = len(batch) + sum(map(len, accepted))
-        self.tokens, self.time = self.tokens + num_new, self.time + sum(seconds.values())
-        stats = StepStats(
-            is_prefill=False,
-            num_rows=len(batch),
-            num_waiting=0,
-            num_tokens=num_tokens,
-            num_kv_tokens=100 * len(batch),
-            num_new_tokens=num_new,
-            drafted=tuple(kept),
-            acceptance=tuple(len(way) + 1 for way in accepted),
-            input_padding=0,
-            kv_padding=0,
-            num_preempted=0,
-            seconds=dict.fromkeys(PHASES, 0.0) | seconds,
-            stages=(StageStats(tuple(budget), tuple(kept), draft_seconds),),
-        )
+        forward, drafting = self.seconds(len(batch) + sum(kept)), self.per_token * sum(budget)
+        stats = step_stats(budget, kept, [len(way) + 1 for way in accepted], forward, drafting)
+        self.tokens, self.time = self.tokens + stats.num_new_tokens, self.time + forward + drafting
         policy.observe(Outcome(batch, draft, tuple(accepted), ()), stats)
         return kept
 

@@ -14,17 +14,14 @@ from emssd_cascade import CascadeConfig, emssd_drafters
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
-from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.errors import PluginWarning
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import ScriptedBudget
-from emssd.testing.models import tiny_model
-from tests.support.tiers import looped
-from tests.support.tree_drafts import chains_of
+from tests.support.trees import chains_of
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 
@@ -196,24 +193,3 @@ def test_drafters_are_made_in_order_each_with_its_own_options() -> None:
     drafters = spec.build(CascadeConfig(["x", "y"], {"y": {"length": 3}}), make_context(made))
     assert [type(drafter) for drafter in drafters] == [Told, Told]
     assert made == [("x", {}), ("y", {"length": 3})]
-
-
-@looped("names", [[], ["llma", "llma"], ["cascade"], ["llma", "cascade"]])
-def test_no_drafters_or_one_of_them_twice_is_refused(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"drafter.drafters is .*give each drafter once, and not cascade itself"):
-        Engine.from_model(tiny_model(), drafter=CascadeConfig(names))
-
-
-def test_options_of_a_drafter_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"):
-        Engine.from_model(tiny_model(), drafter=CascadeConfig(["llma"], {"llmaa": {}}))
-
-
-def test_unknown_options_are_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="drafter 'llma' has no option 'copy'; it has match_length, copy_length"):
-        Engine.from_model(tiny_model(), drafter=CascadeConfig(["llma"], {"llma": {"copy": 3}}))
-
-
-def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "):
-        Engine.from_model(tiny_model(), drafter=CascadeConfig(["lama"]))

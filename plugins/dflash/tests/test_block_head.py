@@ -6,7 +6,6 @@ float64; the target's hidden states are those of Transformers, and nothing is ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,13 @@ import torch
 from emssd_dflash import DFlashConfig
 from emssd_dflash.drafter import DFlashDrafter
 
-from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError, PluginError
-from emssd.model import BorrowedTarget, TargetModel
-from emssd.plugins.registry import Registry
+from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.support.backends import context_of
 from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, write_head
 
 VOCAB, SIZE, NUM_NEW = 17, 32, 14
@@ -283,20 +280,6 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     return found
 
 
-def make_context(backend: Any, max_tokens: int | None = None) -> DrafterContext:
-    spec = replace(target().kv_cache_spec(3), continuous=backend == "ragged", max_tokens=max_tokens)
-    return DrafterContext(
-        VOCAB,
-        None,
-        lambda path: pytest.fail("asks for no model"),
-        lambda name, values: pytest.fail("asks for no other"),
-        "fail",
-        BorrowedTarget(target()),
-        spec,
-        lambda own: make_backend(own, backend, Registry()),
-    )
-
-
 def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[int, float]]]) -> list[int]:
     """Compare all that `drafter` drafts from now on. Gives the numbers of rows that it drafted for."""
     propose, counts = drafter.propose, list[int]()
@@ -321,7 +304,7 @@ def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[i
 )
 def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
     path, config, weights = written(tmp_path, kind)
-    drafter = DFlashDrafter.load(DFlashConfig(path=path), make_context(backend))
+    drafter = DFlashDrafter.load(DFlashConfig(path=path), context_of(target(), backend, continuous=backend == "ragged"))
     counts = checked(drafter, lambda tokens: dense_draft(weights, config, tokens))
     steps = {"max_step_tokens": 16} if backend == "ragged" else {}
     options = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail, **steps)
@@ -386,7 +369,7 @@ def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
 
 
 def load(path: str, **options: Any) -> DFlashDrafter:
-    return DFlashDrafter.load(DFlashConfig(path=path, **options), make_context("ragged"))
+    return DFlashDrafter.load(DFlashConfig(path=path, **options), context_of(target(), continuous=True))
 
 
 def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from emssd.drafters import (
 )
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
-from emssd.model import Chain, ModelRunner
+from emssd.model import Growth, ModelRunner
 from emssd.sequences import Batch
 
 __all__ = ["DraftModelDrafter"]
@@ -38,9 +38,6 @@ class DraftModelDrafter(ModelDrafter):
     read them. For the same reason a chain has no confidence. Where a budget policy ends drafts between passes, chains
     are trees without branches, and have one.
     """
-
-    has_own_ids = False
-    """Whether the model's ids are others than those of the columns of its logits."""
 
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
         if num_speculative_tokens < 1:
@@ -82,9 +79,11 @@ class DraftModelDrafter(ModelDrafter):
         """``[r, k]`` drafted tokens; anything stands after what a row wants."""
         if not self.has_own_ids and all(row.node.params.is_greedy for row in rows):
             packed = pack(rows, Draft.empty(len(rows)))
-            if (found := self._runner.run_chain(packed, Chain(wanted, self._vocab_size))) is not None:
+            if (found := self._runner.grow(packed, Growth.chains(wanted, self._vocab_size))) is not None:
                 self._have_cached(rows)
-                return found[0]
+                tokens = torch.zeros(max(wanted), len(rows), dtype=torch.int64)
+                tokens[torch.arange(max(wanted))[:, None] < torch.tensor(wanted)] = found[0].flatten()
+                return tokens.T
         columns = [_chosen(self.catch_up(rows), [row.node for row in rows])]
         columns += self._greedy_behind(rows, wanted, columns[0])
         while len(columns) < max(wanted):
@@ -98,8 +97,8 @@ class DraftModelDrafter(ModelDrafter):
         if not active or not is_greedy or self.has_own_ids or not self.plans_passes:
             return []
         index = on_device(active, first.device)
-        chain = Chain([wanted[i] - 1 for i in active], self._vocab_size)
-        found = self.passes([rows[i] for i in active], first[index], chain, active)
+        growth = Growth.chains([wanted[i] - 1 for i in active], self._vocab_size)
+        found = self.passes([rows[i] for i in active], first[index], growth, active)
         return [] if found is None else [first.index_copy(0, index, column) for column in found[0].long()]
 
     def _next(self, rows: list[GrowingRow], wanted: list[int], columns: list[torch.Tensor]) -> torch.Tensor:

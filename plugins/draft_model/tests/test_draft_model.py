@@ -25,7 +25,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from tests.support.tree_drafts import chains_of
+from tests.support.trees import chains_of
 
 VOCAB_SIZE = 13
 TOKENS = st.integers(3, VOCAB_SIZE - 1)

@@ -14,19 +14,18 @@ from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafters import BeamShape, ChildrenShape, SampledShape
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
+from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import draft_model_drafter
 from tests.support.tiers import looped
-from tests.support.trees import TREE_BACKENDS
 
 VOCAB = 11
 PROMPT = (3, 4, 5, 3)
@@ -133,12 +132,7 @@ def test_other_rows_get_the_most_probable_tokens_and_no_distributions(shape: str
 
 
 def make_engine(drafter: Drafter, batch_size: int = 4) -> Engine:
-    backend, target = TREE_BACKENDS["ragged-page-3"](), model(seed=0)
-    backend.allocate(replace(target.kv_cache_spec(batch_size), continuous=True, trees=True))
-    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    return Engine(
-        CausalLMRunner(target, backend), drafter, scheduler=scheduler, budget=FixedBudget(), on_drafter_error="fail"
-    )
+    return engine_of(model(seed=0), drafter, BACKENDS["ragged-page-3"](), batch_size, budget=FixedBudget(), trees=True)
 
 
 @shapes

@@ -6,7 +6,6 @@ Oracle of tokens: sampling written out by hand, without a cache. float64.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,18 +13,17 @@ from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.sequoia import SequoiaShape
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafters import StaticShape
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.shapes import DynamicShape, Shape
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
+from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.tiers import looped
-from tests.support.trees import TREE_BACKENDS
 
 VOCAB, MOST_NEW = 11, 31
 KINDS = {
@@ -58,18 +56,8 @@ def sure_shapes() -> dict[str, Shape]:
     }
 
 
-def make_engine(
-    drafter: Drafter | Seq[Drafter],
-    batch_size: int = 3,
-    max_tokens: int | None = None,
-    budget: BudgetPolicy | None = None,
-) -> Engine:
-    backend = TREE_BACKENDS["ragged-page-3"]()
-    spec = target().kv_cache_spec(batch_size)
-    backend.allocate(replace(spec, continuous=True, trees=True, max_tokens=max_tokens))
-    scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    runner = CausalLMRunner(target(), backend)
-    return Engine(runner, drafter, scheduler=scheduler, budget=budget, on_drafter_error="fail")
+def make_engine(drafter: Drafter, batch_size: int = 3, budget: BudgetPolicy | None = None) -> Engine:
+    return engine_of(target(), drafter, BACKENDS["ragged-page-3"](), batch_size, budget=budget, trees=True)
 
 
 def requests_of(kinds: Seq[SamplingParams | None], num_new: int) -> list[Request]:

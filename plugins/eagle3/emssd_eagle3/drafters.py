@@ -127,7 +127,7 @@ class ParallelDrafter(SlotDrafter, PairedDrafter):
     output at the n-th is for all nodes of level ``n + 1``.
     """
 
-    def grow_chains(self, rows: Seq[GrowingRow]) -> bool:
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
         return False  # one pass is all there is
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:

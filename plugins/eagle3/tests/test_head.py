@@ -16,7 +16,7 @@ from emssd_eagle3.loading import LoadedEagle3, load_eagle3
 from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.errors import CompileError
-from emssd.model import proven, tracing
+from emssd.model import tracing
 from emssd.model.program import Program
 from emssd.native import Entry, NativeError
 from tests.support.heads import (
@@ -344,7 +344,7 @@ def test_a_program_that_computes_nan_is_compiled_again_and_then_refused(
     num_wrong: int, kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = load(write_head(tmp_path, CONFIG, head_weights())).head
-    asked, run, kept = list[bool](), Program.__call__, proven.entry
+    asked, run, kept = list[bool](), Program.__call__, tracing.entry
 
     def entry(*names: Any, replace: bool = False) -> Entry:
         asked.append(replace)
@@ -353,7 +353,7 @@ def test_a_program_that_computes_nan_is_compiled_again_and_then_refused(
     def call(program: Program, *arguments: Any) -> list[torch.Tensor]:
         return [each * (math.nan if len(asked) <= num_wrong else 1) for each in run(program, *arguments)]
 
-    monkeypatch.setattr(proven, "entry", entry)
+    monkeypatch.setattr(tracing, "entry", entry)
     monkeypatch.setattr(Program, "__call__", call)
     if num_wrong == 1:
         CompiledHead(head)
@@ -367,7 +367,7 @@ def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: py
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr(proven, "declare_operators", none)
+    monkeypatch.setattr(tracing, "declare_operators", none)
     head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(head, rows, compile=True)

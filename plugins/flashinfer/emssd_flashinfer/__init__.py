@@ -70,8 +70,8 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     if found := unavailable():
         raise PluginError(f"backend 'flashinfer' is not available: {found}.")
     from emssd_flashinfer.availability import point_to_toolkit
-    from emssd_flashinfer.graphs import CudaGraphCapture
     from emssd_flashinfer.kernels import FlashInferKernels
+    from emssd_flashinfer.recorded import CudaGraphCapture
 
     point_to_toolkit()
     kernels = FlashInferKernels(

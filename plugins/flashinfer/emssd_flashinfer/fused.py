@@ -44,11 +44,7 @@ class Group:
 
 
 class Kernels(Protocol):
-    """Makes kernels.
-
-    Attributes:
-        inexact: operations that its kernels may round otherwise than PyTorch.
-    """
+    """Makes kernels. They may round the operations `inexact` otherwise than PyTorch."""
 
     inexact: frozenset[Any]
 
@@ -60,12 +56,7 @@ class Kernels(Protocol):
 
 
 class Fusing:
-    """Makes passes that launch less.
-
-    Args:
-        kernels: makes kernels; ``None`` leaves operations as they are.
-        joined_bytes: what copies of weights may take, which become one product.
-    """
+    """Makes passes that launch less. Copies of weights, which become one product, may take `joined_bytes`."""
 
     def __init__(self, kernels: Kernels | None, joined_bytes: int) -> None:
         self._kernels, self._most = kernels, joined_bytes
@@ -131,10 +122,8 @@ class Fusing:
 def joined(ops: list[Op], weight_of: Callable[[Seq[torch.Tensor]], torch.Tensor], most: int) -> list[Op]:
     """`ops` with one product in the place of several that read the same; `ops` itself where there are none.
 
-    Args:
-        ops: of a pass.
-        weight_of: ``[sum(out), in]`` of weights ``[in, out]`` that are transposed, or ``[sum(out)]`` of biases.
-        most: bytes that joined weights may take. Those come first that take the least for a launch.
+    `weight_of` gives ``[sum(out), in]`` of transposed weights ``[in, out]``, or ``[sum(out)]`` of biases. These take
+    at most `most` bytes. Those come first that take the least for a launch.
     """
     groups: dict[tuple[Any, Value], list[Op]] = {}
     for op in ops:

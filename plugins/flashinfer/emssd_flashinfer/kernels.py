@@ -30,15 +30,9 @@ class FlashInferKernels(PlannedKernels):
     """FlashInfer's kernels.
 
     ``fa2`` is asked for by name. FlashInfer would choose ``fa3`` on Hopper; it takes no mask, does not split long KV,
-    and works in tiles of 128 queries, while a row to verify has a few.
-
-    Args:
-        workspace_mib: the most MiB for partial results; ``None`` for as much as it takes. All kernels share them, as
-            they run one after another.
-        prefill_kernel: ``fa2`` or ``fa3``, for steps with a row of 256 new tokens or more.
-        capture, max_graph_tokens: see `emssd_flashinfer.planned.PlannedKernels`.
-        query_tile: of recorded steps, see `emssd_flashinfer.sizes.recorded_rows`.
-        fusing: see `emssd_flashinfer.planned.PlannedKernels`.
+    and works in tiles of 128 queries, while a row to verify has a few. All kernels share one workspace for partial
+    results, as they run one after another. The arguments are those of `emssd_flashinfer.FlashInferConfig` and of
+    `PlannedKernels`.
     """
 
     def __init__(
@@ -79,7 +73,6 @@ class FlashInferKernels(PlannedKernels):
             self._reserve(eager_workspace(*sizes), "a step that is not recorded")
 
     def num_multiprocessors(self, device: torch.device) -> int:
-        """Of the GPU."""
         return torch.cuda.get_device_properties(device).multi_processor_count
 
     def num_rows(self, size: int) -> int:
@@ -89,12 +82,7 @@ class FlashInferKernels(PlannedKernels):
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
     ) -> FlashInferAttention:
-        """See `emssd_flashinfer.planned.PlannedKernels`. The first use of a kernel on a machine compiles it.
-
-        Raises:
-            PluginError: it cannot be compiled.
-            ConfigError: its workspace is larger than the limit.
-        """
+        """The first use of a kernel on a machine compiles it."""
         fa3 = self._prefill_kernel == "fa3" and not masked and static is None
         for_prompts = self._wrapper("fa3") if fa3 else None
         staging = self._mask_of(layer) if masked and static is not None else None
@@ -187,7 +175,7 @@ class FlashInferKernels(PlannedKernels):
 
 
 class FlashInferAttention:
-    """An `emssd_flashinfer.planned.PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
+    """A `PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
 
     Masks of recorded steps come through `for_masks`.
     """

@@ -40,12 +40,9 @@ class PagedAttention(Protocol):
     def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
         """Prepare a step.
 
-        Attention is causal, within the layer's window if it has one. A mask replaces both rules. An attention of a
-        fixed shape takes metadata with exactly that number of rows.
-
-        Args:
-            metadata: of the step.
-            mask: of its rows; a recorded step has absent ones after them.
+        Attention is causal, within the layer's window if it has one. A mask replaces both rules; a recorded step has
+        absent rows after those of the mask. An attention of a fixed shape takes metadata with exactly that number of
+        rows.
         """
 
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
@@ -80,7 +77,6 @@ class _Attention(NamedTuple):
     by_layer: list[PagedAttention]
 
     def plan(self, packed: PackedInputs, metadata: PagedMetadata) -> None:
-        """Prepare a step."""
         for layer, attention in self.by_rules.items():
             attention.plan(metadata, None if packed.trees is None else tree_mask(packed, layer.sliding_window))
 
@@ -88,12 +84,9 @@ class _Attention(NamedTuple):
 class PlannedKernels(PagedKernels):
     """Pages ``[page_size, num_kv_heads, dim]``; inputs are padded in recorded steps only.
 
-    Args:
-        head_dims: elements per head that the kernels take, ascending. Other heads are padded with zeros to the next.
-        capture: records the forward passes of small steps; ``None`` runs all steps as they are. It needs a pool of a
-            fixed size, as a recording reads fixed addresses.
-        max_graph_tokens: steps with more tokens are not recorded.
-        fusing: makes what is recorded launch less; ``None`` records passes as they are.
+    The kernels take heads of `head_dims` elements, ascending. Other heads are padded with zeros to the next. `capture`
+    records the forward passes of steps of up to `max_graph_tokens`. It needs a pool of a fixed size, as a recording
+    reads fixed addresses. `fusing` makes what is recorded launch less.
     """
 
     takes_trees = True
@@ -123,10 +116,7 @@ class PlannedKernels(PagedKernels):
     ) -> PagedAttention:
         """Attention by the rules of `layer`, whose heads are padded already and whose scale is the true one.
 
-        Args:
-            layer: shape and rules.
-            masked: whether it is always planned with a mask.
-            static: if it is to be recorded, its limits, and the tables on the device that it reads.
+        If `masked`, it is always planned with a mask. If it is to be recorded, `static` has what it reads.
         """
 
     def forget_steps(self) -> None:
@@ -254,7 +244,6 @@ class PlannedKernels(PagedKernels):
         return self._static[key]
 
     def _shape(self, size: int) -> FixedShape:
-        """The shape of a recording of `size` tokens."""
         num_rows, page_size = self.num_rows(size), self._pool.page_size
         largest = num_rows + (size - num_rows) // page_size  # pages of `largest_metadata`
         max_kv_len = self._spec.max_model_len + self._ladder[-1]

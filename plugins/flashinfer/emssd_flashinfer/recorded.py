@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -11,9 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from emssd.attention import PackedInputs
+from emssd.errors import PluginError
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages
 
-__all__ = ["Capture", "Compute", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
+__all__ = ["Capture", "Compute", "CudaGraphCapture", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
 
 Compute = Callable[[], Any]
 """A pass, which returns tensors."""
@@ -66,15 +69,7 @@ class Staging:
     """Memory of a device that is filled anew in each step, in one copy from pinned memory of the host.
 
     There are two buffers on the host, which take turns. So a step is written while the one before is still read.
-
-    Args:
-        num_bytes: of the memory.
-        device: of the memory.
-        make_event: makes what tells whether the device has come so far, on a GPU ``torch.cuda.Event``.
-
-    Attributes:
-        memory: ``[num_bytes]`` uint8 on the device.
-        buffers: two of ``[num_bytes]`` uint8 on the host.
+    `make_event` makes what tells whether the device has come so far, on a GPU ``torch.cuda.Event``.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
@@ -105,10 +100,7 @@ class Staging:
 class StaticInputs:
     """The tensors that the recorded passes of one size read. Each step fills them anew; their addresses never change.
 
-    Attributes:
-        shape: as given.
-        tables: on the device.
-        fed: ``[1, num_tokens]`` token ids and positions, as a model reads them.
+    The `tables` are on the device, and so is `fed`: ``[1, num_tokens]`` token ids and positions, as a model reads them.
     """
 
     def __init__(self, shape: FixedShape, staging: Staging) -> None:
@@ -121,20 +113,14 @@ class StaticInputs:
 
     @staticmethod
     def num_bytes(shape: FixedShape) -> int:
-        """Bytes of staging memory that tensors of this shape take."""
+        """Of staging memory that tensors of this shape take."""
         return _sections(shape)[-1][1]
 
     def fill(self, packed: PackedInputs, pages: StepPages, scrap_slots: NDArray[np.int64]) -> PagedMetadata:
-        """Write one step. A padding token is token 0 at position 0, and nobody reads the slot that its KV goes to.
+        """Write one step. A padding token is token 0 at position 0, and its KV goes to one of `scrap_slots`.
 
-        Args:
-            packed: the step.
-            pages: its tables.
-            scrap_slots: at least one for each padding token.
-
-        Returns:
-            The tables with absent rows, which have no query and no page, up to the rows of the shape. `kv_indices` and
-            `slots` are on the device; the others are on the host, and may be read until `done`.
+        The result has absent rows, without query and page, up to the rows of the shape. `kv_indices` and `slots` are on
+        the device; the others are on the host, and may be read until `done`.
         """
         assert packed.num_rows <= self.shape.num_rows, f"{packed.num_rows} rows in a recording of {self.shape.num_rows}"
         turn = self._staging.next()
@@ -190,3 +176,57 @@ def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]
 def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int64]) -> None:
     array[: len(values)] = values
     array[len(values) :] = rest
+
+
+class CudaGraphCapture:
+    """A `Capture`. Its graphs share one memory pool and must not run at the same time.
+
+    All are recorded on one stream, as cuBLAS keeps a workspace for each stream that it has seen.
+    """
+
+    _WARM_UPS = 2  # passes that compile, tune and allocate what must not be allocated while recording
+
+    def __init__(self) -> None:
+        self._pool: Any = None
+        self._side: Any = None
+
+    def __call__(self, compute: Compute) -> Compute:
+        main = torch.cuda.current_stream()
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's
+            gc.collect()
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            for _ in range(self._WARM_UPS):
+                compute()
+        main.wait_stream(self._side)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+                result = compute()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise PluginError(
+                f"backend 'flashinfer' cannot record this model's forward pass as a CUDA graph: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Set backend.cuda_graphs=false"
+            ) from error
+        self._pool = graph.pool()
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Within, no garbage is collected: to free another graph, say, can break the recording of one."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

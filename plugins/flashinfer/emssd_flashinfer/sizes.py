@@ -11,10 +11,8 @@ _BLOCKS_PER_SM = 2
 def query_tile(packed_q_len: int, head_dim: int) -> int:
     """The number of queries, counted for each head of a group, of a block of the kernel (``FA2DetermineCtaTileQ``).
 
-    Args:
-        packed_q_len: queries of a row times heads of a group. An eager plan takes the mean over its rows, a recorded
-            one its longest possible row, as if all other rows of the recording had one query.
-        head_dim: elements of a head, at most 256.
+    `packed_q_len` is queries of a row times heads of a group. An eager plan takes the mean over its rows. A recorded
+    one takes its longest possible row, as if all other rows had one query. A head has at most 256 elements.
     """
     if packed_q_len > 64 and head_dim < 256:
         return 128
@@ -26,13 +24,7 @@ def recorded_rows(size: int, max_batch_size: int, group: int, tile: int) -> int:
 
     A recorded plan is for any lengths of its rows, so FlashInfer takes the tile of the longest: all tokens but one for
     each other row. Rows that are always empty make that one shorter. The tile is right for the real steps; a row that
-    is longer after all takes several.
-
-    Args:
-        size: tokens of the recording.
-        max_batch_size: rows of the largest batch.
-        group: query heads for each key head.
-        tile: 16, 64 or 128.
+    is longer after all takes several. A recording has `size` tokens, and a `group` of query heads for each key head.
     """
     return min(size, max(max_batch_size, size - tile // group + 1 if tile < 128 else 0))
 

@@ -51,12 +51,11 @@ class PagedMetadata:
 
     @property
     def num_tokens(self) -> int:
-        """Number of queries ``nnz``."""
+        """Queries ``nnz``."""
         return int(self.qo_indptr[-1])
 
     @property
     def max_q_len(self) -> int:
-        """Queries of the longest row."""
         return int(np.diff(self.qo_indptr.numpy()).max())
 
     @property
@@ -77,7 +76,6 @@ class StepPages(NamedTuple):
     page_size: int
 
     def metadata(self) -> PagedMetadata:
-        """As tensors."""
         arrays = self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_last_page_len
         qo_indptr, kv_indptr, pages, last = (torch.from_numpy(each.astype(np.int32, copy=False)) for each in arrays)
         return PagedMetadata(qo_indptr, kv_indptr, pages, last, torch.from_numpy(self.slots), self.page_size)
@@ -111,16 +109,13 @@ class TreeMask(NamedTuple):
 
     @classmethod
     def of(cls, rows: Seq[NDArray[np.uint8]]) -> TreeMask:
-        """The table of rows with these bits."""
         return cls(np.concatenate(rows), np.array([0, *accumulate(map(len, rows))], dtype=np.int32))
 
 
 def tree_mask(packed: PackedInputs, sliding_window: int | None = None) -> TreeMask:
     """A token sees those before the tree, its ancestors and itself, or all up to itself in a chain.
 
-    Args:
-        packed: a step.
-        sliding_window: a token sees this many of the latest positions, by depth in the tree; ``None`` for all.
+    Of these, it sees as many of the latest positions, by depth in the tree, as the `sliding_window` says.
     """
     rows = list[NDArray[np.uint8]]()
     for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):

@@ -28,12 +28,7 @@ class UntraceableError(Exception):
 
 
 class Value:
-    """A tensor of a pass.
-
-    Attributes:
-        tensor: itself, if it is there before the pass; ``None`` if the pass makes it.
-        shape, stride, dtype: as it was seen last.
-    """
+    """A tensor of a pass, as it was seen last; itself only if it is there before the pass."""
 
     __slots__ = ("dtype", "shape", "stride", "tensor")
 
@@ -42,7 +37,6 @@ class Value:
         self.see(seen)
 
     def see(self, seen: torch.Tensor) -> None:
-        """Take note of what it looks like."""
         self.shape, self.stride, self.dtype = tuple(seen.shape), tuple(seen.stride()), seen.dtype
 
 
@@ -66,12 +60,10 @@ class Op:
 
     @property
     def reads(self) -> list[Value]:
-        """The values that it is given."""
         return _values((self.args, self.kwargs))
 
     @property
     def made(self) -> list[Value]:
-        """The values that it gives."""
         return _values(self.out)
 
 
@@ -150,12 +142,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
 
 
 def run(ops: Seq[Op], results: Any, *, look: bool = False) -> Any:
-    """Do `ops`. Returns `results` with tensors in the place of values.
+    """Do `ops` in this order. Returns `results`, of any structure, with tensors in the place of values.
 
-    Args:
-        ops: in an order in which each reads what is there.
-        results: values, in any structure.
-        look: take note of what their results look like now.
+    `look` takes note of what results look like now.
     """
     last: dict[Value, int] = {value: place for place, op in enumerate(ops) for value in (*op.reads, *op.made)}
     ends: dict[int, list[Value]] = {}

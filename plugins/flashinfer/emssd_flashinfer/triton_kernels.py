@@ -31,18 +31,13 @@ def rsqrt(x):
 
 
 class TritonKernels:
-    """An `emssd_flashinfer.fused.Kernels`. Groups of the same text share a kernel, whatever their number of tokens.
-
-    Args:
-        head: what stands before a kernel: imports, and how it is compiled.
-    """
+    """A `Kernels` of Triton, `head` before each. Groups of the same text share one, whatever their number of tokens."""
 
     def __init__(self, head: str = _HEAD) -> None:
         self._head, self._compiled = head, dict[str, Any]()
         self.inexact: frozenset[Any] = frozenset()
 
     def prove(self, device: torch.device, dtype: torch.dtype) -> None:
-        """See which functions have PyTorch's bits there."""
         self.inexact = inexact_functions(self, device, dtype)
 
     def __call__(self, group: Group) -> Callable[..., None]:
@@ -68,10 +63,8 @@ def inexact_functions(
 ) -> frozenset[Any]:
     """The `FUNCTIONS` that have other bits in a kernel.
 
-    Args:
-        kernels: makes kernels.
-        device, dtype: all 2¹⁶ numbers of `dtype` are tried, and for the root of a mean those of float32.
-        last: of these, in the order of their bits, the first that is not tried; all positive ones by default.
+    All 2¹⁶ numbers of `dtype` are tried. For the root of a mean, it is those of float32, in the order of their bits,
+    before `last`; all positive ones by default.
     """
     found = set()
     for function in FUNCTIONS:

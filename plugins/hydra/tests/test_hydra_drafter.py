@@ -16,9 +16,8 @@ import pytest
 import torch
 from emssd_hydra.drafter import HydraDrafter
 
-from emssd.drafters.heads.trees import read_trees
+from emssd.drafters.heads.options import read_trees
 from emssd.drafting import Draft
-from emssd.errors import ConfigError
 from emssd.sequences import Batch
 from tests.support import right_drafters
 from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, random_weights, write_head
@@ -26,8 +25,7 @@ from tests.support.hidden import right_states
 from tests.support.perfect_head import SIZE, VOCAB
 from tests.support.perfect_hydra import PREFIX
 from tests.support.right_drafts import PROMPTS, Trial
-from tests.support.tiers import looped
-from tests.support.tree_drafts import paths_of
+from tests.support.trees import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"tree": "chain"},
@@ -157,22 +155,3 @@ def test_drafts_are_those_of_the_formulas(shape: str, arch: str, monkeypatch: py
     monkeypatch.setattr(HydraDrafter, "propose", compared)
     engine.generate(PROMPTS, 12, ignore_eos=True)
     assert num_compared > 8
-
-
-@looped(
-    ("options", "words"),
-    [
-        ({"path": None}, "give drafter.path=FOLDER"),
-        ({"path": "./nowhere"}, "there is no such folder"),
-        ({"tree": "statics"}, "drafter.tree is 'statics'; did you mean 'static'"),
-        ({"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63"),
-        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
-        ({"num_nodes": 0}, "drafter.num_nodes is 0; it must be at least 1"),
-        ({"top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        trial().make_engine(options)
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from emssd_hydra.heads import LoadedHydra, load_hydra
 
+from emssd.drafters.heads.options import read_trees
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
-from emssd.drafters.heads.trees import read_trees
 from emssd.errors import ConfigError
 from tests.support.heads import (
     Weights,

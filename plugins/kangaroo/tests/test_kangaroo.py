@@ -182,19 +182,3 @@ def test_files_of_something_else_are_refused(file: str) -> None:
     with pytest.raises(ConfigError) as raised:
         trial({"path": written(config, weights)})
     assert f": {words}" in str(raised.value)
-
-
-@looped(
-    ("options", "words"),
-    [
-        ({"path": None}, "give drafter.path=FOLDER, or a hub id"),
-        ({"path": "./nowhere"}, "there is no such folder"),
-        ({"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
-        ({"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
-        ({"min_confidence": -0.1}, "drafter.min_confidence is -0.1; it must be from 0 to 1"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError) as raised:
-        trial(options)
-    assert words in str(raised.value)

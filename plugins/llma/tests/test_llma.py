@@ -1,4 +1,4 @@
-"""The meaning of LLMA's options. `tests.core.test_lookup_trees` holds its drafts against a search of the whole text."""
+"""The meaning of LLMA's options. `tests.core.test_lookup` holds its drafts against a search of the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
-from tests.support.tree_drafts import row_of
+from tests.support.trees import row_of
 
 
 def chain(drafter: LLMADrafter, row: Row, budget: int) -> list[int]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from emssd_lookahead import LookaheadConfig
 from emssd_lookahead.drafter import LookaheadDrafter, NGramPool, Window, merged
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import PagedBackend
-from emssd.decoding.engine import Engine
 from emssd.drafting import Outcome
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
-from tests.support.reference_kernels import ReferenceKernels
+from tests.support.backends import BACKENDS, engine_of
 from tests.support.tiers import looped
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
@@ -71,12 +67,6 @@ def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     assert pool.behind(6) == []
 
 
-def engine_of(model: Any, drafter: LookaheadDrafter) -> Engine:
-    target, backend = TargetModel(model), PagedBackend(ReferenceKernels())
-    backend.allocate(target.kv_cache_spec(3))
-    return Engine(CausalLMRunner(target, backend), drafter, batch_size=3, on_drafter_error="fail")
-
-
 @looped("shape", [(3, 3), (1, 2), (4, 2), (2, 4)])
 def test_an_ngram_of_the_window_ends_with_what_the_target_says_behind_it(shape: tuple[int, int]) -> None:
     model = tiny_model(max_model_len=64)
@@ -104,7 +94,7 @@ def test_an_ngram_of_the_window_ends_with_what_the_target_says_behind_it(shape: 
             texts.append(list(outcome.batch.rows[0].tokens))
 
     drafter = Watched(LookaheadConfig(width, ngram, 2))
-    engine_of(model, drafter).generate(PROMPTS[:1], 24, ignore_eos=True)
+    engine_of(TargetModel(model), drafter, BACKENDS["paged-grows"]()).generate(PROMPTS[:1], 24, ignore_eos=True)
     assert checked >= 8 * width
 
 

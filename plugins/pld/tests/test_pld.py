@@ -1,6 +1,6 @@
 """Prompt lookup against Transformers' own, and what its options mean.
 
-`tests.core.test_lookup_trees` holds its drafts against a search of the whole text.
+`tests.core.test_lookup` holds its drafts against a search of the whole text.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
-from tests.support.tree_drafts import row_of
+from tests.support.trees import row_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 

@@ -14,9 +14,7 @@ __all__ = ["ragged_backend"]
 
 
 def ragged_backend(page_size: int = PAGE_SIZE, kernels: Kernels | str = Kernels.auto) -> PagedBackend:
-    """`PagedBackend` with the kernels of this plugin, in a pool that grows; see `emssd_ragged.RaggedConfig`. Raises
-    ConfigError: there are no such pages or kernels.
-    """
+    """`PagedBackend` with the kernels of this plugin, in a pool that grows; see `emssd_ragged.RaggedConfig`."""
     choice: dict[Kernels, tuple[PagedKernels, ...]] = {
         Kernels.auto: (FusedKernels(), _InPlaceOfFused()),
         Kernels.fused: (FusedKernels(),),

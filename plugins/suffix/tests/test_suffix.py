@@ -20,7 +20,7 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason, Row
 from tests.support.tiers import looped
-from tests.support.tree_drafts import chains_of, row_of
+from tests.support.trees import chains_of, row_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(

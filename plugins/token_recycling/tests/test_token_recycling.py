@@ -11,14 +11,12 @@ from emssd_token_recycling import TokenRecyclingConfig, TokenRecyclingDrafter, g
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from emssd.attention import PagedBackend
-from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Outcome
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
-from tests.support.reference_kernels import ReferenceKernels
+from tests.support.backends import BACKENDS, engine_of
 
 SHARES = [0.5, 0.3, 0.1]
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
@@ -53,12 +51,6 @@ def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
     assert [likely[way] for way in ways] == pytest.approx(sorted(likely.values(), reverse=True)[: len(ways)])
 
 
-def engine_of(model: torch.nn.Module, drafter: TokenRecyclingDrafter, batch_size: int = 3) -> Engine:
-    target, backend = TargetModel(model), PagedBackend(ReferenceKernels())
-    backend.allocate(target.kv_cache_spec(batch_size))
-    return Engine(CausalLMRunner(target, backend), drafter, batch_size=batch_size, on_drafter_error="fail")
-
-
 def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step() -> None:
     model = tiny_model(max_model_len=64)
     said: dict[int, list[int]] = {}
@@ -82,7 +74,7 @@ def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step(
 
     before_of = {"0": PROMPTS[0]}
     watched = Watched(TokenRecyclingConfig(num_candidates=3, num_nodes=6, depth=3))
-    engine_of(model, watched).generate(PROMPTS[:1], 20, ignore_eos=True)
+    engine_of(TargetModel(model), watched, BACKENDS["paged-grows"]()).generate(PROMPTS[:1], 20, ignore_eos=True)
     assert len(said) > 3
 
 

@@ -8,7 +8,7 @@ from emssd_union.drafter import RowDraft, children_of, merge, places
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.tree_drafts import paths
+from tests.support.trees import paths
 
 TOKENS = st.integers(0, 2)  # three letters: drafts agree, and siblings are drafted twice
 

@@ -32,15 +32,16 @@ from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import CheckedDrafter, check_draft
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.model import CausalLMRunner, TargetModel
+from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
 from tests.support import paged_plugin
+from tests.support.backends import runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
-from tests.support.tree_drafts import paths_of, row_of, tree_of
+from tests.support.trees import paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
 
@@ -244,27 +245,6 @@ def draft_model() -> TargetModel:
     return TargetModel(tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, max_model_len=64))
 
 
-@looped("names", [[], ["llma", "llma"], ["union"], ["llma", "union"]])
-def test_no_drafters_one_of_them_twice_or_itself_is_refused(names: list[str]) -> None:
-    with pytest.raises(ConfigError, match=r"^drafter.drafters is .*give each drafter once, and not union itself, as"):
-        assembled(UnionConfig(names))
-
-
-def test_options_of_a_drafter_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"):
-        assembled(UnionConfig(["llma"], {"llmaa": {}}))
-
-
-def test_unknown_options_are_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="drafter 'llma' has no option 'copy'; it has match_length, copy_length"):
-        assembled(UnionConfig(["llma"], {"llma": {"copy": 3}}))
-
-
-def test_an_unknown_drafter_is_refused_with_those_there_are() -> None:
-    with pytest.raises(PluginError, match=r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "):
-        assembled(UnionConfig(["lama"]))
-
-
 def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
     with pytest.raises(ConfigError, match=r"'cascade' is several drafters, which are asked in turn; name these"):
         assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
@@ -286,9 +266,7 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
 
 
 def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
-    backend = ragged_backend(4)
-    backend.allocate(draft_model().kv_cache_spec(5))
-    return DraftModelDrafter(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+    return DraftModelDrafter(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
 
 
 class AsFresh(DraftModelDrafter):
@@ -304,9 +282,7 @@ class AsFresh(DraftModelDrafter):
 
     @classmethod
     def make(cls, num_tokens: int) -> AsFresh:
-        backend = ragged_backend(4)
-        backend.allocate(draft_model().kv_cache_spec(5))
-        return cls(CausalLMRunner(draft_model(), backend), VOCAB_SIZE, num_tokens)
+        return cls(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
 
 
 def retrieval(branches: int = 2) -> list[Drafter]:
