@@ -26,7 +26,8 @@ def processed(
     """
     scores = raw = logits.double()
     if params.logit_bias:
-        scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), _biases(params, scores))
+        biases = _row([*params.logit_bias.values()], scores).expand(len(scores), -1)
+        scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), biases)
     if params.reads_prefix:
         rows = zip(scores.unsqueeze(1), prefixes, num_prompt, strict=True)
         scores = torch.cat([_after(row, params, prefix, length) for row, prefix, length in rows])
@@ -79,10 +80,6 @@ def _after(scores: torch.Tensor, params: SamplingParams, prefix: Seq[int], num_p
         costs = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
         scores = scores.index_add(1, on_device([*counts], scores.device), _row(costs, scores), alpha=-1)
     return scores
-
-
-def _biases(params: SamplingParams, scores: torch.Tensor) -> torch.Tensor:
-    return _row(list(params.logit_bias.values()), scores).expand(len(scores), -1)
 
 
 def _row(values: list[float], like: torch.Tensor) -> torch.Tensor:

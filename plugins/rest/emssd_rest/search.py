@@ -62,7 +62,10 @@ class StoreSearch:
 
         Of more places than `max_matches`, a sample at even distances is looked at.
         """
-        return self._sample(places, max_matches) + match
+        found = self._suffixes[places.start : places.stop]
+        if len(places) > max_matches:
+            found = found[np.arange(max_matches) * len(places) // max_matches]
+        return found + match
 
     def tree(self, behind: npt.NDArray[Any], depth: int, num_nodes: int, branches: int) -> Tree:
         """The most frequent continuations, best first; see `emssd.drafting.growth.grow_tree`. One branch is a chain.
@@ -85,11 +88,6 @@ class StoreSearch:
 
         origin: _Texts = behind
         return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
-
-    def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
-        if len(places) <= max_matches:
-            return self._suffixes[places.start : places.stop]
-        return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches]
 
     def _texts(self, places: npt.NDArray[Any], num_tokens: int) -> list[list[int]]:
         """The tokens from a few `places` on; after the last document, all are `END`."""
