@@ -19,7 +19,7 @@ from emssd.decoding import choosing, engine
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.drafting import stages
-from emssd.drafting.forced import ForcedTokens
+from emssd.drafting.stages import ForcedTokens
 from emssd.model import load_model
 from emssd.sampling import SamplingParams, choice, matching
 from emssd.sequences import Row

@@ -152,7 +152,6 @@ class Assembled:
         Args:
             drafter, backend, budget: as in `from_pretrained`.
             eos: what ends a sequence; what the model says by default.
-            load: loads the models of drafters.
         """
         registry, options = registry or Registry(), options or EngineOptions()
         caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
@@ -205,11 +204,8 @@ def _context(
         return CausalLMRunner(model, cache), own_tokenizer
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
-        plugin = registry.find("drafter", name)
-        known = [field.name for field in dataclasses.fields(plugin.config)]
-        if unknown := [value for value in values if value not in known]:
-            raise ConfigError(f"drafter {name!r} has no option {unknown[0]!r}; it has {', '.join(known) or 'none'}")
-        drafter: Drafter = registry.build("drafter", plugin, plugin.config(**values), context)
+        config = registry.configured("drafter", name, values)
+        drafter: Drafter = registry.build("drafter", registry.find("drafter", name), config, context)
         return drafter
 
     context = DrafterContext(

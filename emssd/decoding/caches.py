@@ -30,12 +30,7 @@ def make_backend(spec: KVCacheSpec, choice: Any, registry: Registry) -> Attentio
 
 @dataclass(slots=True)
 class Caches:
-    """First every cache is asked for, then the memory is divided, so that all of them hold equally many tokens.
-
-    Args:
-        backend: name or config of the plugin that all of them use.
-        target: what the target's cache has to hold.
-    """
+    """First every cache is asked for, then the memory is divided, so that all of them hold equally many tokens."""
 
     backend: Any
     options: EngineOptions

@@ -14,8 +14,7 @@ from emssd.decoding.distribution_check import DistributionReport
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node, scores_of
-from emssd.sampling.processing import processed
+from emssd.sampling.choice import Node, processed_at, scores_of
 from emssd.sequences import Generation, Request, Row
 
 __all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
@@ -87,7 +86,6 @@ def compare(
     A difference is judged by one fresh run of the target over the common prefix, by `runner`, which must be idle.
 
     Args:
-        generations, plain: of the same requests, in the same order.
         rows: by request id, as it began, which says how both chose their tokens; greedily by default.
     """
     num_exact = 0
@@ -128,12 +126,12 @@ def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: flo
     """
     whole = replace(node, params=replace(node.params, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0))
     every = scores_of(logits[None], [whole])[0]
-    order = processed(logits[None], whole.params, [node.prefix], [node.num_prompt])[0]
+    order = processed_at(logits[None], [whole])[0]
     compared = [scores_of(logits[None], [node])[0]]
     itself = {token: (torch.arange(len(order), device=order.device) == token).double() for token in tokens}
     orders = [order]
     if node.params.typical_p < 1:
-        rest = processed(logits[None], replace(node.params, typical_p=1.0), [node.prefix], [node.num_prompt])[0]
+        rest = processed_at(logits[None], [replace(node, params=replace(node.params, typical_p=1.0))])[0]
         surprise = -rest.log_softmax(0)
         orders.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())  # it takes the largest first
     for (token, other), ranks in product(permutations(tokens, 2), orders):

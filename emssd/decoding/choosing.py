@@ -10,12 +10,10 @@ import torch
 from emssd.attention.trees import Parents, depths
 from emssd.drafting import Draft
 from emssd.sampling import SamplingParams
-from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.choice import Node, choose, greedy_tokens, probabilities
 from emssd.sampling.matching import MatcherState
-from emssd.sampling.noise import noise_key
+from emssd.sampling.noise import noise_key, uniforms
 from emssd.sampling.residual import Verdict, verify_deterministic, verify_traversal
-from emssd.sampling.residual.probabilities import probabilities
-from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Row
 
 __all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
@@ -32,7 +30,6 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
 
     Args:
         logits: ``[R, vocab]``: of each row the logits after its newest token, then after each of its drafted tokens.
-        draft: trees for them; all ids are in the vocabulary.
     """
     if all(map(_is_greedy, rows)):
         return greedy_tokens(logits)
@@ -51,7 +48,6 @@ def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[in
     Args:
         logits: ``[B + num_draft, vocab]``: of each row the logits after its newest token, then after each of its
             drafted tokens.
-        draft: trees for them; all ids are in the vocabulary.
     """
     found = dict[int, Verdict]()
     for place, row in enumerate(rows):

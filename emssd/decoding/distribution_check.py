@@ -28,8 +28,8 @@ from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
-from emssd.sampling.residual.probabilities import probabilities
-from emssd.sampling.residual.streams import uniforms
+from emssd.sampling.choice import BLOCK, probabilities
+from emssd.sampling.noise import uniforms
 from emssd.sequences import Generation, Request, Row
 
 __all__ = ["LEAST_P_VALUE", "DistributionReport", "check_distribution"]
@@ -37,7 +37,6 @@ __all__ = ["LEAST_P_VALUE", "DistributionReport", "check_distribution"]
 LEAST_P_VALUE = 1e-6  # once in a million right runs is called wrong
 _MOST_BINS, _TOKENS_PER_BIN = 20, 20
 _LAST = 1 - 2**-53  # the largest number below 1
-_BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +71,6 @@ def check_distribution(
     """Test the tokens of `generations` together.
 
     Args:
-        generations: rows that were sampled, at least one.
-        runner: of the target; it must be idle.
         rows: by request id, as it began, which says how their tokens were drawn.
     """
     parts = [_tokens_of(each, runner, rows[each.request_id]) for each in generations]
@@ -111,7 +108,7 @@ def _tokens_of(done: Generation, runner: ModelRunner, begun: Row) -> torch.Tenso
         logits = runner.run(pack([sequence], chain)).logits
     finally:
         runner.release([request.request_id])
-    nodes, size = list(drawn_nodes(sequence, chain, 0)), max(1, _BLOCK // logits.shape[1])
+    nodes, size = list(drawn_nodes(sequence, chain, 0)), max(1, BLOCK // logits.shape[1])
     blocks = [slice(start, start + size) for start in range(0, len(tokens), size)]
     return torch.cat([_token_numbers(probabilities(logits[at], nodes[at]), tokens[at]).cpu() for at in blocks])
 

@@ -11,13 +11,10 @@ from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
-from emssd.sampling.choice import Node, alike, within_grammars
-from emssd.sampling.processing import processed
+from emssd.sampling.choice import BLOCK, Node, alike, processed_at, within_grammars
 from emssd.sequences import Row, TokenLogprob
 
 __all__ = ["add_logprobs"]
-
-_BLOCK = 2**22  # entries of logits at a time: a float64 tensor of them takes 32 MiB
 
 
 def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verified: Seq[Verified]) -> None:
@@ -62,7 +59,7 @@ def _found(
     logits: torch.Tensor, places: list[int], tokens: list[int], nodes: list[Node | None], width: int
 ) -> list[list[float]]:
     """``[n][1 + 2 width]``: for each token, chosen at a row of `logits`, its own, the best ids, and theirs."""
-    num_together = max(1, _BLOCK // logits.shape[1])
+    num_together = max(1, BLOCK // logits.shape[1])
     parts = []
     for start in range(0, len(places), num_together):
         rows, own = (on_device(each[start : start + num_together], logits.device) for each in (places, tokens))
@@ -80,8 +77,7 @@ def _scores(logits: torch.Tensor, nodes: list[Node | None]) -> torch.Tensor:
     known = [(place, node) for place, node in enumerate(nodes) if node is not None]
     for block in alike([node for _, node in known], range(len(known)), logits.shape[1]):
         index, own = on_device([known[each][0] for each in block], logits.device), [known[each][1] for each in block]
-        prefixes, lengths = [node.prefix for node in own], [node.num_prompt for node in own]
-        scores[index] = processed(within_grammars(logits[index], own), own[0].params, prefixes, lengths)
+        scores[index] = processed_at(within_grammars(logits[index], own), own)
     return scores
 
 

@@ -24,12 +24,7 @@ __all__ = ["StepTimer", "outcome_of", "step_stats"]
 def outcome_of(
     batch: Batch, draft: Draft, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput
 ) -> Outcome:
-    """The outcome of a step whose rows have been advanced.
-
-    Args:
-        draft, verified: what was verified, and the result of each row.
-        packed: the step: the rows of the batch, each with its draft after its tokens, then pieces of prompts.
-    """
+    """The outcome of a step whose rows have been advanced. `packed` has rows of the batch, then pieces of prompts."""
     best = [each.candidates for each in verified if each.candidates is not None]
     return Outcome(
         batch,
@@ -123,14 +118,7 @@ def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:
 
 
 class StepTimer:
-    """Times one step; `Engine.step` ends each phase with a `lap`.
-
-    Args:
-        clock: seconds since any fixed moment; ``perf_counter`` by default.
-
-    Attributes:
-        seconds: of each of `PHASES`, up to the latest lap.
-    """
+    """Times one step; `Engine.step` ends each phase with a `lap`. Its `seconds` go up to the latest lap."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.seconds = dict.fromkeys(PHASES, 0.0)

@@ -20,13 +20,7 @@ __all__ = ["follow_unless_first", "lent", "make_runner"]
 def make_runner(
     target: TargetModel, backend: AttentionBackend, spec: KVCacheSpec, choice: Any, registry: Registry
 ) -> CausalLMRunner:
-    """The runner of a target, whole or in shards.
-
-    Args:
-        backend: made by `choice`, and allocated for `spec`.
-        spec: what it has to hold.
-        choice: name or config of the backend's plugin.
-    """
+    """The runner of a target, whole or in shards. The `backend` is made by `choice`, and allocated for `spec`."""
     if target.shard is None:
         return CausalLMRunner(target, backend)
     plugin, config = registry.resolve("backend", choice)
@@ -40,10 +34,7 @@ def lent(target: TargetModel) -> BorrowedTarget:
 
 
 def follow_unless_first(registry: Registry) -> None:
-    """Process 0 of a tensor parallel run goes on; the others do their part here until it ends, and end then. Raises
-    ConfigError: torchrun did not start this process; or GroupError: another process has ended; or SystemExit: process 0
-    has ended as it should.
-    """
+    """Process 0 of a tensor parallel run goes on; the others do their part here until it ends, and end then."""
 
     def make(recipe: tuple[str, dict[str, Any]], spec: KVCacheSpec) -> AttentionBackend:
         name, values = recipe

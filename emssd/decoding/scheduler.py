@@ -56,7 +56,6 @@ class Scheduler(ABC):
     """Holds the waiting and the running rows.
 
     Attributes:
-        batch_size: the most rows that run at once.
         prefixes: what rows share; an engine sets it.
         trees: whether a row may draft more tokens than it may still generate, as they need not follow each other; an
             engine sets it.
@@ -74,12 +73,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
-        """The next step; it has rows as long as there is work.
-
-        Args:
-            fits: of the target's KV cache. Every row fits if it is alone.
-            num_speculative_tokens: the most tokens to draft for a row.
-        """
+        """The next step; it has rows as long as there is work. Every row `fits` if it is alone."""
 
     def add(self, row: Row) -> None:
         """Queue a row."""
@@ -139,8 +133,7 @@ class Scheduler(ABC):
 class StaticScheduler(Scheduler):
     """Fills a batch from the queue and refills it when all of its rows are done, as in the paper's experiments.
 
-    Args:
-        batch_size: rows of a batch, at least one; fewer run if the KV cache may not hold them to their ends.
+    Fewer rows than `batch_size` run if the KV cache may not hold them to their ends.
     """
 
     def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
@@ -167,7 +160,6 @@ class ContinuousScheduler(Scheduler):
     again later; the earliest never is, so that there is always progress.
 
     Args:
-        batch_size: the most rows that run at once.
         max_step_tokens: the most tokens that a step computes, as far as prompts are concerned: decoding rows, at
             ``1 + num_speculative_tokens`` each, come first, and prompts share what is left, but at least a quarter.
         worst_case: admit a row only if all rows could grow to their full length, so that none is ever preempted.

@@ -62,7 +62,6 @@ def verify(
     Args:
         choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token after each row's newest token, then
             after each of its drafted tokens.
-        draft: the trees that were verified.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
         verdicts: by row, those that were decided already; there, only drafters get `choices`.
     """

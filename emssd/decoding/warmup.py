@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 from emssd.decoding.engine import Engine
-from emssd.drafting.budget import HeldBudget
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.metrics.stats import RunReport
 from emssd.sequences import Request
 
-__all__ = ["NEW_TOKENS", "PROMPT_TOKENS", "warm_up"]
+__all__ = ["NEW_TOKENS", "PROMPT_TOKENS", "HeldBudget", "warm_up"]
 
 NEW_TOKENS = 8
 PROMPT_TOKENS = 128  # the end of a prompt is enough to see steps of every size
@@ -42,3 +43,25 @@ def warm_up(engine: Engine, requests: Seq[Request]) -> None:
     finally:
         engine.drafting.policy, engine.report = policy, RunReport()
         engine.runner.forget_prefixes()
+
+
+class HeldBudget(BudgetPolicy):
+    """Holds every row to the same number of drafted tokens. `inner` watches: it is asked too, but not heeded."""
+
+    def __init__(self, inner: BudgetPolicy, num_tokens: int) -> None:
+        self._inner, self.max_depth = inner, inner.max_depth
+        self._num_tokens = num_tokens
+
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        self._inner.allot(step)
+        return [min(limit, self._num_tokens) for limit in step.limits]
+
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        self._inner.trim(step, draft)
+        return draft.lengths
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        self._inner.observe(outcome, stats)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._inner.release(request_ids)

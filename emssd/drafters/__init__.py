@@ -5,6 +5,7 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 """
 
 from emssd.decoding.packing import pack, pack_nodes
+from emssd.decoding.top_tokens import behind
 from emssd.drafters.heads.config import DecoderConfig
 from emssd.drafters.heads.files import Checkpoint
 from emssd.drafters.heads.formats import Format
@@ -24,7 +25,6 @@ from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
 from emssd.sampling.choice import Node, choose, greedy_tokens
-from emssd.sampling.draws import behind
 
 __all__ = [
     "LAST_NORMED",

@@ -19,16 +19,15 @@ from emssd.attention import PackedInputs
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import likelihood, top_choices, top_tokens
+from emssd.decoding.top_tokens import behind, likelihood, top_choices, top_tokens
 from emssd.drafters.lanes import Lane
-from emssd.drafting import Draft, Drafter, GoesOn
+from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
 from emssd.drafting.budget import DraftedNode
-from emssd.drafting.levels import Child, Expansion, GrowingTree, joined_best
+from emssd.drafting.levels import Child, Expansion, GrowingTree
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model.program import Growth
 from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node
-from emssd.sampling.draws import behind
 from emssd.sequences import Batch, Row
 
 __all__ = ["GrowingRow", "Level", "LevelDrafter", "SlotDrafter", "nodes_of", "pack_level"]
@@ -98,7 +97,8 @@ class LevelDrafter(Drafter):
             self._grow_trees(rows)
         self.finish(rows)
         trees = {row.request_id: row.tree for row in rows}
-        return joined_best([trees.get(row.request_id) for row in batch], chains=not self.drafts_trees)
+        drafted = [trees[name].drafted() if name in trees else Tree([], [], []) for name in batch.request_ids]
+        return joined_trees(drafted, chains=not self.drafts_trees)
 
     @abstractmethod
     def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:

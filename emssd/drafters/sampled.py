@@ -23,10 +23,9 @@ from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.drafting.shapes import Shape, StaticShape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node, scores_of
+from emssd.sampling.choice import Node, probabilities, scores_of
+from emssd.sampling.noise import exponentials, stream_key
 from emssd.sampling.residual import Beam, SampledTree, extend_beam
-from emssd.sampling.residual.probabilities import probabilities
-from emssd.sampling.residual.streams import exponentials, stream_key
 from emssd.sequences import Batch, Row
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]

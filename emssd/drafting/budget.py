@@ -13,7 +13,7 @@ from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch
 
-__all__ = ["BudgetPolicy", "BudgetStep", "DraftedNode", "FixedBudget", "GoesOn", "HeldBudget"]
+__all__ = ["BudgetPolicy", "BudgetStep", "DraftedNode", "FixedBudget", "GoesOn"]
 
 
 class DraftedNode(NamedTuple):
@@ -112,30 +112,3 @@ class FixedBudget(BudgetPolicy):
     def allot(self, step: BudgetStep) -> Seq[int]:
         most = self.num_tokens
         return step.limits if most is None else [min(limit, most) for limit in step.limits]
-
-
-class HeldBudget(BudgetPolicy):
-    """Holds every row to the same number of drafted tokens; what is observed goes to the policy that runs later.
-
-    Args:
-        inner: the policy that watches. It is asked too, but its answer is ignored.
-        num_tokens: for every row and step.
-    """
-
-    def __init__(self, inner: BudgetPolicy, num_tokens: int) -> None:
-        self._inner, self.max_depth = inner, inner.max_depth
-        self._num_tokens = num_tokens
-
-    def allot(self, step: BudgetStep) -> Seq[int]:
-        self._inner.allot(step)
-        return [min(limit, self._num_tokens) for limit in step.limits]
-
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        self._inner.trim(step, draft)
-        return draft.lengths
-
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        self._inner.observe(outcome, stats)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self._inner.release(request_ids)

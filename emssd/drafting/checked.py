@@ -159,10 +159,6 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
 def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
     """Test a draft against the rules of the interface.
 
-    Args:
-        batch, budget: the arguments of `Drafter.propose`.
-        trees: the drafter's `drafts_trees`.
-
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
             that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where

@@ -7,6 +7,8 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
 
+import torch
+
 from emssd.drafting.draft import Draft
 from emssd.errors import ConfigError
 
@@ -81,11 +83,16 @@ def grow_tree(
     return tree
 
 
-def joined_trees(trees: Iterable[Tree]) -> Draft:
-    """A draft of one tree per row."""
-    rows = list(trees)
-    nodes = [list(zip(row.token_ids, row.parents, strict=True)) for row in rows]
-    return Draft.from_trees(nodes, [row.confidence for row in rows])
+def joined_trees(trees: Iterable[Tree], *, chains: bool = False) -> Draft:
+    """A draft of one tree per row; `chains` says that all of them are chains."""
+    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
+    for tree in trees:
+        token_ids += tree.token_ids
+        parents += tree.parents
+        confidence += tree.confidence
+        indptr.append(len(token_ids))
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))
 
 
 def check_branches(branches: int) -> None:

@@ -1,4 +1,4 @@
-"""`GrowingTree`: the token tree of one row while it is drafted level by level, and `joined_best`, their draft."""
+"""`GrowingTree`: the token tree of one row while it is drafted level by level."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
-import torch
+from emssd.drafting.growth import Tree
 
-from emssd.drafting.draft import Draft
-
-__all__ = ["Child", "Expansion", "GrowingTree", "joined_best"]
+__all__ = ["Child", "Expansion", "GrowingTree"]
 
 Expansion = tuple[int, Seq[int]]
 """A node to expand, and which of its likeliest tokens become its children, counted from 0."""
@@ -121,24 +119,19 @@ class GrowingTree:
             found.append(node)
         return found
 
+    def drafted(self) -> Tree:
+        """The best nodes, the most probable first, as a draft."""
+        best = self.best()
+        places = {node: place for place, node in enumerate(best)} | {-1: -1}
+        return Tree(
+            [self.token_ids[node] for node in best],
+            [places[self.parents[node]] for node in best],
+            [math.exp(self.log_probs[node]) for node in best],
+        )
+
     def _upwards(self, node: int, values: Seq[int]) -> list[int]:
         found = list[int]()
         while node >= 0:
             found.append(values[node])
             node = self.parents[node]
         return found[::-1]
-
-
-def joined_best(trees: Seq[GrowingTree | None], *, chains: bool = False) -> Draft:
-    """A draft of the best nodes of each row, the most probable first; of nothing for rows without a tree."""
-    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
-    for tree in trees:
-        best = [] if tree is None else tree.best()
-        if tree is not None:
-            places = {node: place for place, node in enumerate(best)} | {-1: -1}
-            token_ids += [tree.token_ids[node] for node in best]
-            parents += [places[tree.parents[node]] for node in best]
-            confidence += [math.exp(tree.log_probs[node]) for node in best]
-        indptr.append(indptr[-1] + len(best))
-    tokens = torch.tensor(token_ids, dtype=torch.int64)
-    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))

@@ -27,7 +27,6 @@ class NGramIndex:
 
     Args:
         num_behind: how many tokens must follow an n-gram before it counts.
-        occurrence: which places of an n-gram are found, if it has more than `num_places`.
     """
 
     def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:

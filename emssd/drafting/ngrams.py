@@ -17,14 +17,7 @@ _NONE: Mapping[int, int] = {}
 
 
 class NGramCounts:
-    """Counts what follows the n-grams of texts.
-
-    Args:
-        max_size: the longest n-grams that are counted, in tokens; at least 1.
-
-    Attributes:
-        num_tokens: how many were counted.
-    """
+    """Counts what follows the n-grams of texts, up to `max_size` tokens long."""
 
     def __init__(self, max_size: int) -> None:
         self._max_size, self.num_tokens = max_size, 0
@@ -45,11 +38,7 @@ class NGramCounts:
 
 
 class _Text:
-    """The counts of one text, or of the texts of one prompt.
-
-    Attributes:
-        known: by request id, a row's request, and how many of its tokens were counted.
-    """
+    """The counts of one text, or of one prompt's texts; by request id, `known` requests and their counted tokens."""
 
     def __init__(self, max_size: int) -> None:
         self.counts = NGramCounts(max_size)
@@ -93,9 +82,7 @@ class NGramDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._tree(row, limit) for row, limit in zip(batch, budget, strict=True)]
-        if self.drafts_trees:
-            return joined_trees(rows)
-        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
+        return joined_trees(rows, chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Remember what is new of each row."""

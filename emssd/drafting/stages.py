@@ -20,25 +20,29 @@ from emssd.attention.packed import on_device
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
-from emssd.drafting.forced import ForcedTokens
+from emssd.drafting.drafter import Drafter
 from emssd.errors import PluginError
 from emssd.errors.faults import guarded
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.sequences import Batch
 
-__all__ = ["DraftStages"]
+__all__ = ["DraftStages", "ForcedTokens"]
 
 _MOST_NODES = 4096  # of a row's tree, whatever a drafter asks for: policies look at each of them
 
 
-class DraftStages:
-    """One drafter or several, the first to be asked first.
+class ForcedTokens(Drafter):
+    """Drafts what the grammar of a row forces, and nothing for other rows: the stages after it draft for these."""
 
-    Args:
-        drafters: at least one.
-        policy: decides before each drafter what it may draft, and afterwards what of it is verified.
-        policy_name: how messages call the plugin that it comes from.
-    """
+    num_speculative_tokens = 16
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        rows = zip(batch, budget, strict=True)
+        return Draft.from_chains([[] if row.grammar is None else row.grammar.forced(limit) for row, limit in rows])
+
+
+class DraftStages:
+    """One drafter or several, the first to be asked first. The policy decides before each drafter, and afterwards."""
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)

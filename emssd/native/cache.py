@@ -36,7 +36,6 @@ class Entry:
     """Files that belong together.
 
     Attributes:
-        folder: where they are.
         files: the content of each by its name, as it was checked.
         new: whether they were written just now.
     """
@@ -47,11 +46,7 @@ class Entry:
 
 
 def cache_dir() -> Path:
-    """The folder of what is compiled: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``.
-
-    Raises:
-        CacheError: none is set, and this user has no home.
-    """
+    """The folder of what is compiled: ``$EMSSD_CACHE``, else ``$XDG_CACHE_HOME/emssd``, else ``~/.cache/emssd``."""
     chosen = os.environ.get("EMSSD_CACHE")
     try:
         if chosen:
@@ -67,8 +62,6 @@ def entry(kind: str, key: str, write: Callable[[Path], None], *, replace: bool =
     Processes that ask for the same one wait for the first of them. One that is killed leaves nothing that is read.
 
     Args:
-        kind: folder of entries of a kind.
-        key: what the entry depends on.
         write: puts its files into an empty folder; what it raises is passed on.
         replace: whether it is written anew in any case.
 
@@ -92,11 +85,7 @@ def entry(kind: str, key: str, write: Callable[[Path], None], *, replace: bool =
 
 
 def is_kept(kind: str, key: str) -> bool:
-    """Whether there is an entry of that key; `entry` tells whether it is whole. Nothing is written, nobody waited for.
-
-    Raises:
-        CacheError: others than this user could change what is there.
-    """
+    """Whether there is an entry of that key; `entry` tells whether it is whole. Nobody is waited for."""
     return trusted(cache_dir(), kind, key).is_dir()
 
 
@@ -104,9 +93,6 @@ def trusted(root: Path, *below: str, variable: str = "EMSSD_CACHE") -> Path:
     """The folder `below` `root` without symbolic links, once only this user and root can change what is there.
 
     Folders that are not there yet are nobody's. Above `root`, a sticky folder such as ``/tmp`` will do.
-
-    Args:
-        variable: the environment variable by which another folder is chosen.
 
     Raises:
         CacheError: others can.

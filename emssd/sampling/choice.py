@@ -26,6 +26,7 @@ from emssd.sampling.params import SamplingParams
 from emssd.sampling.processing import processed
 
 __all__ = [
+    "BLOCK",
     "Node",
     "alike",
     "as_arrays",
@@ -33,11 +34,13 @@ __all__ = [
     "greedy_tokens",
     "is_quick",
     "kernels_for",
+    "probabilities",
+    "processed_at",
     "scores_of",
     "within_grammars",
 ]
 
-_BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
+BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 _AS_IT_IS = SamplingParams()  # scores that are processed already
 
 
@@ -101,7 +104,7 @@ def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[
     for place in places:
         params = nodes[place].params
         groups.setdefault(None if params.takes_largest else params.processing, []).append(place)
-    num_together = max(1, _BLOCK // num_tokens)
+    num_together = max(1, BLOCK // num_tokens)
     for group in groups.values():
         for start in range(0, len(group), num_together):
             yield group[start : start + num_together]
@@ -114,8 +117,13 @@ def scores_of(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         logits: ``[r, vocab]`` of the model.
         nodes: ``[r]``, at least one, all with the same `SamplingParams.processing`.
     """
-    scores = _processed(within_grammars(logits, nodes), nodes)
+    scores = processed_at(within_grammars(logits, nodes), nodes)
     return scores + _noise(scores, nodes) if nodes[0].params.temperature else scores
+
+
+def probabilities(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    """``[r, vocab]`` float64, the distributions that tokens are drawn from at `nodes`, as `scores_of` takes them."""
+    return processed_at(within_grammars(logits, nodes), nodes).softmax(-1)
 
 
 def within_grammars(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
@@ -123,7 +131,8 @@ def within_grammars(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     return masked(logits, [node.state for node in nodes])
 
 
-def _processed(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+def processed_at(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
+    """`processed` logits ``[r, vocab]`` of nodes as `scores_of` takes them; no grammar is looked at."""
     return processed(logits, nodes[0].params, [node.prefix for node in nodes], [node.num_prompt for node in nodes])
 
 
@@ -133,7 +142,7 @@ def _noise(scores: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
 
 def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     """``[r]`` int64, the largest entry of each row of `scores_of`."""
-    scores = _processed(logits, nodes)
+    scores = processed_at(logits, nodes)
     if nodes[0].params.temperature == 0:
         return greedy_tokens(scores)
     if (kernels := kernels_for(scores)) is not None:
@@ -151,12 +160,7 @@ def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node])
 
 
 def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.Tensor]:
-    """The kernels' inputs of nodes: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps, float64.
-
-    Args:
-        rows: ``[n]`` of the logits, which are on the CPU.
-        nodes: ``[n]``, whose params are quick.
-    """
+    """The kernels' inputs of nodes with quick params: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps."""
     each = [node.params for node in nodes]
     warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
     arrays = (

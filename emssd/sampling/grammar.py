@@ -28,9 +28,6 @@ class Grammar:
 
         A mapping is a JSON schema; so is a text that begins with a brace. ``json`` is any JSON object. A text that ends
         with ``.json`` or ``.lark`` is a file; other texts begin with ``regex:`` or ``lark:``.
-
-        Raises:
-            ConfigError: it is none of these, or the file cannot be read.
         """
         if isinstance(value, Grammar):
             return value

@@ -154,14 +154,7 @@ def _bit(token: int) -> np.int32:
 
 
 class Grammars:
-    """Grammars for the tokenizer of an engine.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer, or ``None``.
-
-    Attributes:
-        waited: seconds for which the latest step waited for masks.
-    """
+    """Grammars for the tokenizer of an engine. The latest step `waited` so many seconds for masks."""
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -170,15 +163,7 @@ class Grammars:
         self.waited = 0.0
 
     def begin(self, grammar: Any, ends: Iterable[int]) -> MatcherState:
-        """The state in front of an output.
-
-        Args:
-            grammar: of the output, as `Grammar.of` takes it.
-            ends: token ids that end a row.
-
-        Raises:
-            ConfigError: the grammar, the tokenizer, or the installation cannot serve; or no token ends a row.
-        """
+        """The state in front of an output of `grammar`, see `Grammar.of`, whose rows end with the tokens `ends`."""
         grammar, known = Grammar.of(grammar), self._known
         ends = frozenset(token for token in ends if token < self._vocab_size)
         if not ends:

@@ -21,13 +21,13 @@ def processed(
     """``[r, vocab]`` float64 logits that tokens are drawn with; the softmax of them is the target's distribution.
 
     Args:
-        logits: ``[r, vocab]`` of the model.
         prefixes: ``[r]`` the tokens before each choice, prompt included; only where `params` read it.
         num_prompt: ``[r]`` how many of these are the prompt; as `prefixes`.
     """
     scores = raw = logits.double()
     if params.logit_bias:
-        scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), _biases(params, scores))
+        biases = _row([*params.logit_bias.values()], scores).expand(len(scores), -1)
+        scores = scores.index_add(1, on_device([*params.logit_bias], scores.device), biases)
     if params.reads_prefix:
         rows = zip(scores.unsqueeze(1), prefixes, num_prompt, strict=True)
         scores = torch.cat([_after(row, params, prefix, length) for row, prefix, length in rows])
@@ -80,10 +80,6 @@ def _after(scores: torch.Tensor, params: SamplingParams, prefix: Seq[int], num_p
         costs = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
         scores = scores.index_add(1, on_device([*counts], scores.device), _row(costs, scores), alpha=-1)
     return scores
-
-
-def _biases(params: SamplingParams, scores: torch.Tensor) -> torch.Tensor:
-    return _row(list(params.logit_bias.values()), scores).expand(len(scores), -1)
 
 
 def _row(values: list[float], like: torch.Tensor) -> torch.Tensor:

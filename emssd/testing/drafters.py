@@ -24,6 +24,7 @@ __all__ = [
     "ScriptedDrafter",
     "TreeDrafter",
     "WrongDrafter",
+    "any_parents",
 ]
 
 _SURE = (0.0, 0.2, 0.7, 1.0)
@@ -78,11 +79,7 @@ class WrongDrafter(ChainDrafter):
 
 
 class RandomDrafter(ChainDrafter):
-    """Drafts of random length, none included: a right beginning of random length, then random ids.
-
-    Args:
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
-    """
+    """Drafts of random length, none included: a right beginning of random length, then random ids."""
 
     def __init__(
         self,
@@ -107,7 +104,6 @@ class ScriptedDrafter(ChainDrafter):
     Args:
         script: the ``i``-th time that a row is drafted for, entry ``i`` modulo the script's length tells how many right
             tokens come first and which ids follow them; ids wrap around at the vocabulary size.
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`.
     """
 
     def __init__(
@@ -132,7 +128,6 @@ class TreeDrafter(_Informed):
     siblings may be equal.
 
     Args:
-        vocab_size, num_speculative_tokens, references: see `ChainDrafter`; without references, all ids are random.
         sure: whether it says how sure it is, which means nothing.
     """
 
@@ -160,7 +155,7 @@ class TreeDrafter(_Informed):
 
     def tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         """At most `limit` nodes for one row, each a token and the index of its parent, or -1; of any depth."""
-        parents, upcoming = self.parents(self._random.randint(0, limit)), self.upcoming(row)
+        parents, upcoming = any_parents(self._random.randint(0, limit), self._random), self.upcoming(row)
         known = {-1: 0}  # nodes of the right way, by their depth
         tokens = []
         for node, parent in enumerate(parents):
@@ -171,17 +166,18 @@ class TreeDrafter(_Informed):
                 known[node] = depth + 1
         return list(zip(tokens, parents, strict=True))
 
-    def parents(self, num_nodes: int) -> Parents:
-        """The shape of a tree."""
-        match self._random.choice(["chain", "siblings", "forest", "any", "any"]):
-            case "chain":
-                return range(-1, num_nodes - 1)
-            case "siblings":
-                return [-1] * num_nodes
-            case "forest":
-                num_roots = self._random.randint(1, 4)
-                return [max(-1, node - num_roots) for node in range(num_nodes)]
-        return [self._random.randint(-1, node - 1) for node in range(num_nodes)]
+
+def any_parents(num_nodes: int, draw: random.Random) -> Parents:
+    """The shape of a tree of `num_nodes` nodes: any at all, a chain, all siblings, or a forest of chains."""
+    match draw.choice(["any", "any", "chain", "siblings", "forest"]):
+        case "chain":
+            return range(-1, num_nodes - 1)
+        case "siblings":
+            return [-1] * num_nodes
+        case "forest":
+            num_roots = draw.randint(1, 4)
+            return [max(-1, node - num_roots) for node in range(num_nodes)]
+    return [draw.randint(-1, node - 1) for node in range(num_nodes)]
 
 
 class ScriptedBudget(BudgetPolicy):

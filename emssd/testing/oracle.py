@@ -32,11 +32,6 @@ def greedy_reference(
     Args:
         model: any causal LM; left as it was.
         prompt_ids: one prompt. It and its new tokens must fit into the model.
-        max_new_tokens: upper limit of generated tokens.
-        eos_token_ids: generation ends after the first of these.
-
-    Returns:
-        The generated token ids, EOS included.
     """
     anything: Any = model  # Transformers' own annotations do not describe how its models are called
     eos, tokens, output = frozenset(eos_token_ids), list(prompt_ids), list[int]()

@@ -19,6 +19,7 @@ from emssd.testing.drafters import (
     ScriptedDrafter,
     TreeDrafter,
     WrongDrafter,
+    any_parents,
 )
 
 __all__ = ["Waves", "drafters", "kv_layers", "layer_specs", "policies", "trees"]
@@ -47,18 +48,9 @@ def kv_layers() -> st.SearchStrategy[tuple[LayerSpec, ...]]:
     return st.lists(layer_specs(), min_size=1, max_size=3).map(tuple)
 
 
-@st.composite
-def trees(draw: st.DrawFn, num_nodes: int) -> tuple[int, ...]:
-    """The parents of a token tree of `num_nodes` nodes: any at all, a chain, all siblings, or a forest of chains."""
-    match draw(st.sampled_from(["any", "chain", "siblings", "forest"])):
-        case "chain":
-            return tuple(range(-1, num_nodes - 1))
-        case "siblings":
-            return (-1,) * num_nodes
-        case "forest":
-            num_roots = draw(st.integers(1, max(1, num_nodes)))
-            return tuple(max(-1, node - num_roots) for node in range(num_nodes))
-    return tuple(draw(st.integers(-1, node - 1)) for node in range(num_nodes))
+def trees(num_nodes: int) -> st.SearchStrategy[tuple[int, ...]]:
+    """The parents of any token tree of `num_nodes` nodes, see `any_parents`."""
+    return st.randoms(use_true_random=False).map(lambda random: tuple(any_parents(num_nodes, random)))
 
 
 def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:

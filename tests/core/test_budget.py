@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 import pytest
 
 from emssd import Engine
+from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
-from emssd.drafting.budget import FixedBudget, HeldBudget
+from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, PluginError

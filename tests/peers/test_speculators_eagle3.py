@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_eagle3 import Eagle3Config, emssd_drafters
-from emssd_eagle3.parallel import ParallelDrafter
+from emssd_eagle3.drafters import ParallelDrafter
 
 from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext

@@ -84,7 +84,7 @@ def test_scores_of_a_row_have_the_same_bits_beside_any_others(monkeypatch: pytes
     for row, node in enumerate(nodes):
         assert torch.equal(scores_of(logits[row : row + 1], [node])[0], together[row])
     whole = choose(logits, nodes)
-    monkeypatch.setattr("emssd.sampling.choice._BLOCK", 2100)
+    monkeypatch.setattr("emssd.sampling.choice.BLOCK", 2100)
     assert torch.equal(choose(logits, nodes), whole)
 
 

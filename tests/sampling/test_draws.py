@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
-from emssd.decoding.top_tokens import top_choices, top_tokens
+from emssd.decoding.top_tokens import behind, top_choices, top_draws, top_tokens
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
-from emssd.sampling.draws import behind, top_draws
 from emssd.sequences import Request, Row
 from tests.support import sampling as reference
 from tests.support.tiers import looped
@@ -66,7 +65,7 @@ def by_hand(row: Row, values: Seq[float], path: Seq[int], error: float) -> list[
 def test_the_likeliest_come_first_at_nodes_of_any_kind(
     path: list[int], width: int, error: float, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.sampling.choice._BLOCK", block)
+    monkeypatch.setattr("emssd.sampling.choice.BLOCK", block)
     sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
     nodes = [behind(first_node(row), len(path), path) for row in sequences]
     tokens, log_probs = top_choices(values, nodes, width, error)

@@ -10,9 +10,9 @@ import torch
 
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
+from emssd.sampling.noise import uniforms
 from emssd.sampling.residual import Beam, SampledTree, extend_beam
 from emssd.sampling.residual.distributions import Uniform, choose, number, without
-from emssd.sampling.residual.streams import uniforms
 from emssd.sequences import Batch, Row
 
 __all__ = ["DrawingDrafter", "even", "joined", "rsd_c", "rsd_s"]

@@ -16,8 +16,7 @@ from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.loading import load_eagle3
 from emssd_medusa import MedusaConfig
 from emssd_medusa.drafter import MedusaDrafter
-from emssd_medusa.heads import MedusaHeads
-from emssd_medusa.loading import load_medusa
+from emssd_medusa.heads import MedusaHeads, load_medusa
 from emssd_pard.drafter import PardDrafter
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence

@@ -14,7 +14,7 @@ import pytest
 import torch
 from emssd_eagle3.loading import load_eagle3
 from emssd_medusa import MedusaConfig
-from emssd_medusa.loading import load_medusa
+from emssd_medusa.heads import load_medusa
 from emssd_pard import PardConfig
 from safetensors.torch import load_file
 from transformers import AutoTokenizer

@@ -104,7 +104,7 @@ struct Places {
 // The tokens [num] that are drawn. -1 where rounding could decide, and in rows with NaN or without a finite largest logit.
 void sample(const Logits& logits, const Places& places, int64_t* chosen);
 
-// The `width` likeliest draws [num, width] under an error of the logits: see emssd/sampling/draws.py. Tokens, and the
+// The `width` likeliest draws [num, width] under an error of the logits: see emssd/decoding/top_tokens.py. Tokens, and the
 // logarithms of how likely; -inf where no token is left.
 void top_draws(const Logits& logits, const Places& places, double error, int64_t width, double* tokens, double* shares);
 

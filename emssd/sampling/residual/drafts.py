@@ -61,13 +61,8 @@ def extend_beam(tree: SampledTree, beam: Beam, rows: Seq[torch.Tensor], width: i
     exponential race of their own.
 
     Args:
-        beam: its deepest level, ``r`` nodes; `Beam()` at first.
         rows: ``[r]`` the ``q [vocab]`` after each.
-        width: the most nodes of the new level.
         noise: ``[r, vocab]`` independent standard exponentials, above 0; not those of other levels or steps.
-
-    Returns:
-        The new level; empty if nothing can follow.
     """
     q = torch.stack(list(rows)).double()
     probs = beam.probs[:, None] * q

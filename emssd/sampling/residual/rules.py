@@ -29,12 +29,7 @@ Rows = torch.Tensor | Seq[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The tokens that a step emits for one row.
-
-    Attributes:
-        path: the accepted nodes, from the origin down.
-        token: the token that follows them.
-    """
+    """The tokens that a step emits for one row: those of accepted nodes, from the origin down, and one after them."""
 
     path: list[int]
     token: int

@@ -54,7 +54,7 @@ def _run(given: argparse.Namespace, notes: Notes) -> int:
             from emssd.testing.authoring.inspect import print_inspected
 
             return print_inspected(given.path)
-    from emssd.testing.authoring.listing import print_plugins
+    from emssd.testing.authoring.inspect import print_plugins
 
     return print_plugins(notes)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import warnings
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.errors.faults import guarded
 from emssd.plugins import DrafterSpec
 from emssd.plugins.registry import Registry
-from emssd.testing.authoring.watched import LOAD_SECONDS, Notes
+from emssd.testing.authoring.watched import Notes
 from emssd.testing.conformance.rules import RULES, rules_of
 
 if TYPE_CHECKING:
@@ -43,28 +42,13 @@ class TestPlugin({suite}):
 
 
 def check(given: Namespace, notes: Notes) -> int:
-    """Test a plugin against the rules of its interface, and print the result of each.
-
-    Args:
-        given: what ``emssd-plugins check`` was called with.
-        notes: of what is being done, for whoever watches.
-
-    Returns:
-        0 if no rule was broken, else 1.
-
-    Raises:
-        PluginError: there is no such plugin, it cannot run here, or pytest and Hypothesis are missing.
-        ConfigError: an option that is no ``OPTION=VALUE``, that the plugin does not have, or that it needs; or a
-            flag for another kind of plugin.
-    """
+    """Test a plugin against the rules of its interface, and print the result of each. Returns 1 if one was broken."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
             f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "
             f"pip install 'emssd[testing]'"
         )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a plugin that is asked for and failed is named by the error
-        registry = Registry(on_load=lambda owner: notes.note(owner, "while it was loaded", LOAD_SECONDS))
+    registry = notes.registry()
     name, kind = given.name, given.kind or _kind(given.name, registry)
     spec = registry.find(kind, name)
     for flag, is_given, kinds, whose in (
@@ -112,7 +96,7 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
     """The options of the user, tried on the config, so that mistakes are found before anything runs."""
     from omegaconf.errors import OmegaConfBaseException
 
-    from emssd.testing.conformance.options import from_text, made
+    from emssd.testing.conformance.suite import from_text, made
 
     if wrong := [option for option in options if "=" not in option]:
         raise ConfigError(f"{wrong[0]!r} is no option; write OPTION=VALUE, as in length=3")
@@ -127,9 +111,9 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
 
 def _try_build(spec: DrafterSpec, values: dict[str, Any], model: str | None) -> None:
     """Refuse a drafter that says that it is none for the targets of the check; how else it fails, its rules tell."""
-    from emssd.testing.conformance.options import made
     from emssd.testing.conformance.probes import VOCAB_SIZE
     from emssd.testing.conformance.setting import setting
+    from emssd.testing.conformance.suite import made
 
     context = setting(model or "llama", VOCAB_SIZE).context
     try:

@@ -1,17 +1,21 @@
-"""``emssd-plugins inspect PATH``: what a checkpoint is, which drafter reads it and what is missing, in five lines."""
+"""``emssd-plugins list``: every plugin, where it comes from, and its state. And ``emssd-plugins inspect PATH``: what a
+checkpoint is, which drafter reads it and what is missing, in five lines.
+"""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
+
+from rich.table import Table
 
 from emssd.drafters.heads.files import Checkpoint, read_checkpoint, reading_config
 from emssd.drafters.heads.formats import Format, detect, unwrapped
 from emssd.errors import ConfigError
+from emssd.errors.terminal import plain_console
 from emssd.plugins.hookspecs import DrafterSpec
-from emssd.plugins.registry import Registry
+from emssd.testing.authoring.watched import Notes
 
-__all__ = ["inspect", "print_inspected"]
+__all__ = ["inspect", "print_inspected", "print_plugins"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NEEDED: dict[Format, tuple[str, ...]] = {
@@ -22,6 +26,21 @@ _NEEDED: dict[Format, tuple[str, ...]] = {
     Format.kangaroo: ("norm.weight",),
 }
 _OPTIONS = {Format.dflash: ("block_size", "mask_token_id"), Format.peagle: ("mask_token_id",)}
+
+
+def print_plugins(notes: Notes) -> int:
+    """Print a table of all plugins. Returns 1 if one of them failed to load, else 0."""
+    registry = notes.registry()
+    table = Table("kind", "name", "state", "distribution", "version", "notes", box=None, pad_edge=False)
+    bits = {
+        spec.name: f"batch-invariant: {getattr(spec, 'batch_invariant', '') or 'no'}"
+        for spec in registry.specs("backend")
+    }
+    for record in sorted(registry.records, key=lambda record: (record.kind, record.name)):
+        note = record.reason or (bits.get(record.name) if record.kind == "backend" else "") or "–"
+        table.add_row(record.kind, record.name, record.state, record.distribution, record.version, note)
+    plain_console().print(table)
+    return int(any(record.state == "failed" for record in registry.records))
 
 
 def print_inspected(path: str) -> int:
@@ -48,10 +67,11 @@ def inspect(path: str) -> tuple[list[str], bool]:
 
 
 def _readers(kind: Format) -> list[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        specs = Registry().specs("drafter")
-    return [spec.name for spec in specs if isinstance(spec, DrafterSpec) and kind.name in spec.reads]
+    return [
+        spec.name
+        for spec in Notes().registry().specs("drafter")
+        if isinstance(spec, DrafterSpec) and kind.name in spec.reads
+    ]
 
 
 def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: list[str]) -> list[str]:

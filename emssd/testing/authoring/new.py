@@ -21,20 +21,7 @@ _NAME = re.compile(r"[a-z]([a-z0-9_]*[a-z0-9])?")
 
 
 def new_plugin(kind: str, name: str, folder: Path | None = None) -> Path:
-    """Write a plugin that works as it is.
-
-    Args:
-        kind: ``drafter`` or ``budget``.
-        name: as in ``drafter=NAME``; the package is ``emssd_NAME``.
-        folder: becomes the distribution; ``emssd-NAME`` in the current folder by default.
-
-    Returns:
-        The folder.
-
-    Raises:
-        ConfigError: the name cannot be that of a package, or is taken.
-        OutputError: the folder has something in it, or cannot be written.
-    """
+    """Write a plugin of this `kind`, drafter or budget, that works as it is. Returns its folder."""
     _check_name(kind, name)
     distribution = f"emssd-{name.replace('_', '-')}"
     folder = folder or Path(distribution)

@@ -9,16 +9,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emssd.errors import PluginError
 from emssd.errors.files import atomic_file
 
-__all__ = ["LOAD_SECONDS", "Notes", "run_watched"]
+if TYPE_CHECKING:
+    from emssd.plugins.registry import Registry
 
-LOAD_SECONDS = 60.0
+__all__ = ["Notes", "run_watched"]
+
+_LOAD_SECONDS = 60.0
 _EXIT_SECONDS = 10.0  # for threads of a plugin that outlive the command
 _POLL_SECONDS = 0.1
 
@@ -40,6 +44,14 @@ class Notes:
     def is_watched(self) -> bool:
         """Whether somebody reads them."""
         return self._path is not None
+
+    def registry(self) -> Registry:
+        """All plugins. The caller shows which of them failed, so that nothing warns of these."""
+        from emssd.plugins.registry import Registry
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Registry(on_load=lambda owner: self.note(owner, "while it was loaded", _LOAD_SECONDS))
 
     def note(self, owner: str, doing: str, limit: float | None = None) -> None:
         """From now on, `owner` does `doing`, for at most `limit` seconds."""

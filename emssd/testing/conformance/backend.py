@@ -15,11 +15,10 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd.testing.conformance.machine import WatchedBackend
+from emssd.testing.conformance.machine import Addition, TwiceMachine, WatchedBackend
 from emssd.testing.conformance.rules import BrokenRule, broken, broken_rule, named
-from emssd.testing.conformance.runs import decode, runs
+from emssd.testing.conformance.setting import decode, runs
 from emssd.testing.conformance.suite import Suite
-from emssd.testing.conformance.twice import Addition, TwiceMachine
 from emssd.testing.machines import BackendMachine
 from emssd.testing.strategies import drafters, kv_layers
 

@@ -17,8 +17,8 @@ from emssd.drafting import BudgetPolicy
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.policy_world import DRAFTS, Decided, Drafts, PolicyWorld, WatchedPolicy
 from emssd.testing.conformance.rules import BrokenRule, broken, renamed
-from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
+from emssd.testing.conformance.setting import decode, runs
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.oracle import DenseBackend
 from emssd.testing.strategies import drafters

@@ -15,9 +15,8 @@ from emssd.drafting.draft import checked_layers
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
-from emssd.testing.conformance.runs import decode, runs
 from emssd.testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
-from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, drafters_of, setting
+from emssd.testing.conformance.setting import BATCH_SIZE, MODEL_LEN, decode, drafters_of, runs, setting
 from emssd.testing.conformance.watch import DrafterWorld, WatchedDrafter
 from emssd.testing.oracle import DenseBackend
 

@@ -18,7 +18,7 @@ from emssd.metrics.stats import PHASES
 from emssd.sequences import Batch
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.scripted import Decision, ScriptedEngine, World
-from emssd.testing.conformance.watch import state_of, unchanged
+from emssd.testing.conformance.watch import reading
 
 __all__ = ["DRAFTS", "Decided", "Drafts", "PolicyWorld", "WatchedPolicy"]
 
@@ -27,11 +27,7 @@ Decided = tuple[str, tuple[int, ...]]
 
 
 class WatchedPolicy(BudgetPolicy):
-    """Passes every call on to another policy.
-
-    Attributes:
-        decisions: what it decided, in order.
-    """
+    """Passes every call on to another policy, and remembers in `decisions` what it decided."""
 
     def __init__(self, policy: BudgetPolicy) -> None:
         self.policy = policy
@@ -39,44 +35,31 @@ class WatchedPolicy(BudgetPolicy):
         self.max_depth = policy.max_depth
 
     def allot(self, step: BudgetStep) -> list[int]:
-        limits, before = list(step.limits), state_of(step.batch)
-        with named("budget.raises", f"allot with the limits {limits} in stage {step.stage}"):
+        limits = list(step.limits)
+        with reading("budget", f"allot with the limits {limits} in stage {step.stage}", step.batch):
             lengths = self.policy.allot(step)
-        unchanged(before, step.batch, "allot", "budget.batch")
         return self._decided("allot", lengths, limits)
 
     def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> list[bool]:
-        before = state_of(step.batch)
-        with named("budget.raises", f"goes_on of {[len(nodes) for nodes in newest]} nodes in stage {step.stage}"):
+        with reading("budget", f"goes_on of {list(map(len, newest))} nodes in stage {step.stage}", step.batch):
             answers = [int(bool(answer)) for answer in self.policy.goes_on(step, newest)]
-        unchanged(before, step.batch, "goes_on", "budget.batch")
         return [answer > 0 for answer in self._decided("goes_on", answers, [1] * len(newest))]
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        limits, before = draft.lengths, (state_of(step.batch), draft.token_ids.tolist())
-        with named("budget.raises", f"trim of a draft of {limits} tokens in stage {step.stage}"):
+        limits = draft.lengths
+        with reading("budget", f"trim of a draft of {limits} tokens in stage {step.stage}", step.batch, draft):
             lengths = self.policy.trim(step, draft)
-        self._read_only(before, step.batch, draft, "trim")
         return self._decided("trim", lengths, limits)
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        accepted = [len(nodes) for nodes in outcome.accepted]
-        before = (state_of(outcome.batch), outcome.draft.token_ids.tolist())
-        with named("budget.raises", f"observe of {accepted} accepted tokens"):
+        accepted = list(map(len, outcome.accepted))
+        with reading("budget", f"observe of {accepted} accepted tokens", outcome.batch, outcome.draft):
             self.policy.observe(outcome, stats)
-        self._read_only(before, outcome.batch, outcome.draft, "observe")
 
     def release(self, request_ids: Iterable[str]) -> None:
         names = list(request_ids)
         with named("budget.raises", f"release of {names}"):
             self.policy.release(names)
-
-    def _read_only(
-        self, before: tuple[list[dict[str, Any]], list[int]], batch: Batch, draft: Draft, where: str
-    ) -> None:
-        unchanged(before[0], batch, where, "budget.batch")
-        if (after := draft.token_ids.tolist()) != before[1]:
-            broken("budget.batch", f"{where} changed the drafted tokens from {before[1]} to {after}")
 
     def _decided(self, method: str, lengths: Any, limits: list[int]) -> list[int]:
         """`lengths` as they are, if they are one number for each row, from 0 to its limit."""
@@ -105,11 +88,7 @@ _TOLD = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
 class PolicyWorld(World):
-    """A policy, and drafters in turn that draft what they are told.
-
-    Args:
-        num_stages: drafters; of several, the first has nothing for every other length.
-    """
+    """A policy, and drafters that draft what they are told. Of several, the first has nothing for odd lengths."""
 
     kind, piece = "budget", 30
 

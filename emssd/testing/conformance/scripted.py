@@ -105,11 +105,7 @@ def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: i
 
 
 class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the decisions that it is given.
-
-    Attributes:
-        told: the decisions of the step, by request id.
-    """
+    """`Engine.step` for the rows and with the decisions that it is given; `told` has them by request id."""
 
     def __init__(
         self,

@@ -1,25 +1,28 @@
-"""The options of all suites: which plugin, which options, how many examples."""
+"""The tests and helpers that all suites have in common: which plugin, which options, how many examples."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
+from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
+from emssd.errors import ConfigError
 from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
-from emssd.testing.conformance import options
+from emssd.plugins.structured import structured
 from emssd.testing.conformance.rules import broken, named
 
-__all__ = ["Suite"]
+__all__ = ["Suite", "from_text", "made", "round_trip"]
 
 _T = TypeVar("_T")
 
@@ -59,7 +62,7 @@ class Suite:
         config = self._config()
         assert config is not None, "name the plugin, or its config"
         with named(f"{self.kind}.options", f"{config.__name__} with the options {dict(self.options)}"):
-            return options.made(config, self.options)
+            return made(config, self.options)
 
     def spec(self) -> Spec:
         """The offer of the installed plugin. Raises PluginError: it is not installed, or cannot run here."""
@@ -88,19 +91,19 @@ class Suite:
             broken(f"{self.kind}.options", f"the config is a {type(config).__name__}, and must be a dataclass")
         if "name" in {field.name for field in dataclasses.fields(config)}:
             broken(f"{self.kind}.options", "the config has a field 'name', which is taken by the plugin's own name")
-        self._survives(config, "the way through Hydra's YAML", options.round_trip, f"{self.kind}.options")
+        self._survives(config, "the way through Hydra's YAML", round_trip, f"{self.kind}.options")
 
     def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
         """The object that `make` gives, which must be an `interface`, and another one each time."""
         rule = f"{self.kind}.build"
         with named(rule, "building it"):
-            made, other = make(), make()
-        if not isinstance(made, interface):
+            one, other = make(), make()
+        if not isinstance(one, interface):
             room = ".".join(interface.__module__.split(".")[:2])
-            broken(rule, f"it built {type(made).__name__}; give an {room}.{interface.__name__}")
-        if made is other:
-            broken(rule, f"a second build gave the same {type(made).__name__} again; make a new one")
-        return made
+            broken(rule, f"it built {type(one).__name__}; give an {room}.{interface.__name__}")
+        if one is other:
+            broken(rule, f"a second build gave the same {type(one).__name__} again; make a new one")
+        return one
 
     def _survives(self, config: Any, name: str, road: Callable[[Any], Any], rule: str) -> None:
         with named(rule, f"{name} of {config!r}"):
@@ -141,3 +144,51 @@ class Suite:
 @cache
 def _registry(suite: str) -> Registry:
     return Registry()
+
+
+def from_text(arguments: Iterable[str]) -> dict[str, Any]:
+    """``["length=3", "names=[a,b]"]`` as the values that they stand for in YAML. Raises ConfigError: a value that is no
+    YAML.
+    """
+    values = OmegaConf.create()
+    for argument in arguments:
+        try:
+            values.merge_with_dotlist([argument])
+        except YAMLError as error:
+            reason = getattr(error, "problem", None) or error
+            raise ConfigError(
+                f"the value of {argument!r} is no YAML: {reason}; write it as in length=3 or names=[a,b]"
+            ) from error
+    return cast("dict[str, Any]", OmegaConf.to_container(values))
+
+
+def made(config: type, values: Mapping[str, Any]) -> Any:
+    """An instance of the dataclass `config` with `values`, converted to the types of its fields. Raises ConfigError: a
+    field that has no default is not among `values`; or OmegaConfBaseException: an unknown field, or a value of another
+    type.
+    """
+    if not (values or _required(config)):
+        return config()  # also one that OmegaConf cannot hold, which breaks a rule of its own
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(structured(config), dict(values)))
+    except MissingMandatoryValue as error:
+        key = error.full_key
+        raise ConfigError(
+            f"{config.__name__}.{key} has no default and is not given; give it, as in {key}=VALUE"
+        ) from error
+
+
+def _required(config: type) -> list[str]:
+    if not dataclasses.is_dataclass(config):
+        return []
+    return [
+        field.name
+        for field in dataclasses.fields(config)
+        if field.default == MISSING or field.default is field.default_factory is dataclasses.MISSING
+    ]
+
+
+def round_trip(config: Any) -> Any:
+    """`config` once through YAML, composed over the defaults of its class as Hydra does it."""
+    written = OmegaConf.to_yaml(OmegaConf.structured(config))
+    return OmegaConf.to_object(OmegaConf.merge(structured(type(config)), OmegaConf.create(written)))

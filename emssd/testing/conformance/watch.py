@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.scripted import Decision, ScriptedEngine, World
 
-__all__ = ["DrafterWorld", "Nodes", "WatchedDrafter", "nodes_of", "shown", "state_of", "unchanged"]
+__all__ = ["DrafterWorld", "Nodes", "WatchedDrafter", "nodes_of", "reading", "shown"]
 
 Nodes = list[tuple[int, int]]
 """A row's draft: of each node the token id and the parent."""
@@ -55,12 +56,11 @@ class WatchedDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._rows = {row.request_id: row for row in batch}
-        limits, before = list(budget), state_of(batch)
-        start = time.perf_counter()
-        with named("drafter.raises", f"propose with a budget of {limits}"):
+        limits = list(budget)
+        with reading("drafter", f"propose with a budget of {limits}", batch):
+            start = time.perf_counter()
             draft = self.drafter.propose(batch, budget)
-        self.seconds += time.perf_counter() - start
-        unchanged(before, batch, "propose")
+            self.seconds += time.perf_counter() - start
         with named("drafter.draft", "reading the draft"):
             try:
                 own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
@@ -77,11 +77,10 @@ class WatchedDrafter(Drafter):
         for name, accepted in zip(outcome.batch.request_ids, outcome.accepted, strict=True):
             self.num_drafted[name] += len(verified[name])
             self.num_accepted[name] += len(accepted)
-        before, states = state_of(outcome.batch), outcome.hidden.states if outcome.hidden is not None else ()
+        states = outcome.hidden.states if outcome.hidden is not None else ()
         copies = [each.clone() for each in states]
-        with named("drafter.raises", f"observe of {[len(accepted) for accepted in outcome.accepted]} accepted tokens"):
+        with reading("drafter", f"observe of {list(map(len, outcome.accepted))} accepted tokens", outcome.batch):
             self.drafter.observe(outcome)
-        unchanged(before, outcome.batch, "observe")
         if not all(map(torch.equal, states, copies)):
             broken("drafter.accounting", "observe wrote to hidden states of the target, which others read too")
         if (after := nodes_of(outcome.batch, outcome.draft)) != verified:
@@ -89,11 +88,9 @@ class WatchedDrafter(Drafter):
             broken("drafter.accounting", f"observe changed the draft that was verified from {one} to {other}")
 
     def release(self, request_ids: Iterable[str]) -> None:
-        names, batch = list(request_ids), Batch(tuple(self._rows.values()))
-        before = state_of(batch)
-        with named("drafter.raises", f"release of {names}"):
+        names = list(request_ids)
+        with reading("drafter", f"release of {names}", Batch(tuple(self._rows.values()))):
             self.drafter.release(names)
-        unchanged(before, batch, "release")
         for name in names:
             self._rows.pop(name, None)
 
@@ -122,27 +119,24 @@ def shown(nodes: Nodes) -> list[Any]:
     return [token for token, _ in nodes] if is_chain([parent for _, parent in nodes]) else nodes
 
 
-def state_of(batch: Batch) -> list[dict[str, Any]]:
-    """The state of the rows now, to be compared later."""
-    return [{name: getattr(row, name) for name in _FIELDS} | {"tokens": list(row.tokens)} for row in batch]
-
-
-def unchanged(before: list[dict[str, Any]], batch: Batch, where: str, rule: str = "drafter.batch") -> None:
-    """Hold the call `where` to having read the rows only, which were `before` it."""
-    for row, values in zip(batch, before, strict=True):
+@contextmanager
+def reading(kind: str, what: str, batch: Batch, draft: Draft | None = None) -> Iterator[None]:
+    """A call of a plugin, which is not to raise, and changes nothing of `batch` and of the ids of `draft`."""
+    rows = [{name: getattr(row, name) for name in _FIELDS} | {"tokens": list(row.tokens)} for row in batch]
+    ids, where = [] if draft is None else draft.token_ids.tolist(), what.partition(" ")[0]
+    with named(f"{kind}.raises", what):
+        yield
+    for row, values in zip(batch, rows, strict=True):
         for name, value in values.items():
             if (now := getattr(row, name)) != value:
-                broken(
-                    rule, f"{where} changed {name} of request {values['request'].request_id!r} from {value} to {now}"
-                )
+                name_of_row = values["request"].request_id
+                broken(f"{kind}.batch", f"{where} changed {name} of request {name_of_row!r} from {value} to {now}")
+    if draft is not None and (after := draft.token_ids.tolist()) != ids:
+        broken(f"{kind}.batch", f"{where} changed the drafted tokens from {ids} to {after}")
 
 
 class DrafterWorld(World):
-    """A drafter, or several in turn, and what they drafted.
-
-    Attributes:
-        drafts: by request id, what was drafted for it, step by step and drafter by drafter, before it was trimmed.
-    """
+    """A drafter, or several in turn, and by request id the `drafts` of all steps, before they were trimmed."""
 
     kind = "drafter"
 

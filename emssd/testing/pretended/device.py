@@ -12,8 +12,7 @@ from unittest import mock
 import torch
 
 from emssd.testing.pretended.functions import Functions
-from emssd.testing.pretended.graphs import Graph
-from emssd.testing.pretended.journal import Journal, Note
+from emssd.testing.pretended.journal import Graph, Journal, Note
 from emssd.testing.pretended.tensor import Dispatch, OnDevice
 
 __all__ = ["PretendedCuda"]

@@ -1,4 +1,4 @@
-"""`Journal`: what happened on a pretended device, and the recording that is being made."""
+"""`Journal`: what happened on a pretended device, and `Graph`: what was recorded of it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["DeviceMixError", "Journal", "Note"]
+__all__ = ["DeviceMixError", "Graph", "Journal", "Note"]
 
 _PASSED_OVER = (
     *(str(Path(str(each.__file__)).parent) for each in (torch, sys.modules[__package__])),
@@ -24,12 +24,7 @@ class DeviceMixError(RuntimeError):
 
 
 class Note(NamedTuple):
-    """Something that happened.
-
-    Attributes:
-        what: in a few words.
-        where: file and line of the code that did it, as ``emssd/decoding/verify.py:101``, PyTorch's own passed over.
-    """
+    """Something that happened, and where: file and line of the code that did it, PyTorch's own passed over."""
 
     what: str
     where: str
@@ -39,10 +34,8 @@ class Journal:
     """The record of a device.
 
     Attributes:
-        waits: of the host for the device.
         illegal: what a CUDA graph cannot record, and was done while one was recorded.
         recording: what the graph that is being recorded does; ``None`` if there is none.
-        made: tensors that it made.
         num_launches: operations that a GPU would launch a kernel for; views are none.
     """
 
@@ -124,6 +117,43 @@ class Journal:
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         """Whether it lies in pinned memory."""
         return tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in self._pinned
+
+
+class Graph:
+    """A CUDA graph: operations, and what they gave. It is its own capture; all graphs of the `pool` share memory."""
+
+    def __init__(self, journal: Journal, pool: weakref.WeakSet[Graph]) -> None:
+        self._journal, self._all = journal, pool
+        self._operations: list[Callable[[], object]] = []
+        self._made: list[weakref.ref[Any]] = []
+
+    def __enter__(self) -> None:
+        assert self._journal.recording is None, "a graph is being recorded already"
+        self._journal.recording, self._journal.made = [], []
+
+    def __exit__(self, *error: object) -> None:
+        self._operations, self._made = self._journal.recording or [], self._journal.made
+        self._journal.recording, self._journal.made = None, []
+        self._all.add(self)
+
+    def pool(self) -> object:
+        """A name of the memory."""
+        return self._all
+
+    def replay(self) -> None:
+        """Do again what was recorded. Nothing that other graphs gave is there any more."""
+        for other in self._all:
+            if other is not self:
+                other.spoil()
+        for operation in self._operations:
+            operation()
+
+    def spoil(self) -> None:
+        """Fill what is left of its results with NaN."""
+        for made in self._made:
+            tensor = made()
+            if tensor is not None and tensor.on_host.is_floating_point():
+                tensor.on_host.fill_(float("nan"))
 
 
 def _where() -> str:

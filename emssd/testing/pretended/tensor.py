@@ -26,12 +26,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class OnDevice(torch.Tensor):
-    """A tensor of a pretended device.
-
-    Attributes:
-        on_host: its values, on the CPU.
-        journal: of its device.
-    """
+    """A tensor of a pretended device, whose values are `on_host`."""
 
     on_host: torch.Tensor
     journal: Journal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd_adaptive.siblings import Siblings
+from emssd_adaptive.chances import Siblings
 
 __all__ = ["Acceptance"]
 
@@ -48,11 +48,8 @@ class _Counts:
 class Acceptance:
     """Per row two probabilities: that the first token of a draft is accepted, and each later one given those before.
 
-    A row's own record is mixed with the average of the run, so that a new row starts from there. In a tree both are of
-    the first among siblings; how likely the others are is learnt over all rows.
-
-    Args:
-        memory: drafted tokens that a row's record looks back on.
+    A row's own record, of its last `memory` drafted tokens, is mixed with the average of the run, so that a new row
+    starts from there. In a tree both are of the first among siblings; how likely others are is learnt over all rows.
     """
 
     def __init__(self, memory: float) -> None:

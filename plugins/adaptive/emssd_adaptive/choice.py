@@ -85,10 +85,8 @@ def best_lengths(worths: Seq[Seq[float]], gain: float, seconds: float, rises: Se
 
 
 def blocks(worths: Seq[float]) -> list[tuple[float, int]]:
-    """Nodes in their order, in blocks whose mean worth falls: each is the beginning that is worth most on the mean.
-
-    Returns:
-        The mean and the size of each block.
+    """Nodes in their order, in blocks whose mean worth falls: each is the beginning that is worth most on the mean. Of
+    each block its mean and its size.
     """
     if all(later <= earlier for earlier, later in pairwise(worths)):
         return [(worth, 1) for worth in worths]

@@ -13,9 +13,8 @@ from math import inf
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.errors import ConfigError
 from emssd_adaptive.choice import best_lengths, best_limits
-from emssd_adaptive.pace import Pace
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
-from emssd_adaptive.step_time import StepTime
+from emssd_adaptive.step_time import Pace, StepTime
 
 __all__ = ["AdaptiveBudget"]
 
@@ -34,9 +33,6 @@ class AdaptiveBudget(BudgetPolicy):
 
     A node of a row's draft is worth the probability that it is accepted with all on the way to it. Sorted by that,
     nodes are taken as long as the step's expected rate, ``(B + Σ worth) ÷ (t(tokens, context) + t_draft)``, grows.
-
-    Args:
-        memory, probe_interval: see `AdaptiveConfig`.
     """
 
     def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:

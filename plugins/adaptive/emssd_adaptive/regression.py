@@ -19,7 +19,6 @@ class FadingRegression:
 
     Args:
         num_features: length of the feature vectors; scale them to about 1.
-        half_life: observations until the weight of an earlier one is halved.
 
     Attributes:
         coefficients: ``[num_features]`` seconds per unit of each feature.

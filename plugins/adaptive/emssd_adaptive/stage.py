@@ -9,10 +9,9 @@ from itertools import pairwise
 from emssd.attention import depths
 from emssd.drafting import BudgetStep, Draft, Outcome, StageStats
 from emssd_adaptive.acceptance import Acceptance
-from emssd_adaptive.confidence import Calibration
+from emssd_adaptive.chances import Calibration, levels
 from emssd_adaptive.profile import Profile
 from emssd_adaptive.regression import FadingRegression
-from emssd_adaptive.siblings import levels
 
 __all__ = ["MAX_BACKOFF", "StageRecord"]
 
@@ -27,9 +26,6 @@ _MOST_VAIN = 8  # drafts
 
 class StageRecord:
     """One drafter, as a budget policy sees it from outside.
-
-    Args:
-        memory, probe_interval: see `emssd_adaptive.AdaptiveConfig`.
 
     Attributes:
         is_probing: whether this step drafts only to see whether it pays by now.

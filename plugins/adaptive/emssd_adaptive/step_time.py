@@ -1,4 +1,4 @@
-"""The time of a step on this machine without its drafting: t(tokens, context)."""
+"""The time of a step on this machine without its drafting, t(tokens, context), and how slow the machine is now."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from math import inf
 
 from emssd_adaptive.regression import FadingRegression
 
-__all__ = ["StepTime"]
+__all__ = ["Pace", "StepTime"]
 
 # Where the cost of one more token may change: flat while weights are what takes time, steep once arithmetic is.
 _KNOTS = (0, 8, 16, 32, 64, 256)
 _TOKENS, _CONTEXT = 32.0, 4096.0  # units of the features
+
+_GAIN = 0.15  # of a step's deviation is taken over
+_MOST = 1.5  # times as quick as expected, at which a single step is counted
+_RETURN = 0.002  # a step: what lasts is learnt as the curve
 
 
 class StepTime:
@@ -60,3 +64,24 @@ class StepTime:
         for (start, end), rise in zip(pairwise((*_KNOTS, inf)), self._rises, strict=True):
             found += [rise] * int(min(end, stop) - max(start, num_tokens))  # none where that is negative
         return found
+
+
+class Pace:
+    """A factor of all seconds, which follows the steps of late.
+
+    Machines become slower and quicker as a whole: others work on them, and clocks change. Were that learnt as a change
+    of the curve of step times, it would be put down to the sizes of the steps that happen to be taken, and what is not
+    done would look cheap or dear for as long as it is not done. So costs are learnt in seconds divided by this factor.
+    """
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def observe(self, expected: float, seconds: float) -> None:
+        """Learn from a step that took `seconds`, and `expected` if the factor were 1; both are above 0.
+
+        Its deviation is weighed as `FadingRegression` weighs errors. So both agree on what is usual where steps stray,
+        and neither makes the other drift.
+        """
+        speed = min(expected * self.factor / seconds, _MOST)
+        self.factor = self.factor ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))

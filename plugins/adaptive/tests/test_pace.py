@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from emssd_adaptive.pace import Pace
 from emssd_adaptive.policy import AdaptiveBudget
+from emssd_adaptive.step_time import Pace
 
 from tests.support.budget_world import World
 from tests.support.tiers import looped

@@ -10,16 +10,15 @@ import numpy as np
 import pytest
 import torch
 from emssd_adaptive.acceptance import Acceptance
+from emssd_adaptive.chances import Calibration, Siblings, levels
 from emssd_adaptive.choice import best_lengths, blocks
-from emssd_adaptive.confidence import Calibration
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_adaptive.profile import Profile
-from emssd_adaptive.siblings import Siblings, levels
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetStep, Draft, Outcome
-from emssd.drafting.budget import HeldBudget
 from emssd.sequences import Batch, Request, Row
 from tests.support.budget_world import step_stats
 from tests.support.tiers import looped

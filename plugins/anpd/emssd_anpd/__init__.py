@@ -34,11 +34,7 @@ class ANPDConfig:
 
 
 class ANPDDrafter(NGramDrafter):
-    """Drafts, per row, what followed the longest known n-gram most often, by its own text and its group's (§3.2).
-
-    Raises:
-        ConfigError: a size below one, or sizes in the wrong order.
-    """
+    """Drafts, per row, what followed the longest known n-gram most often, by its own text and its group's (§3.2)."""
 
     def __init__(self, config: ANPDConfig) -> None:
         longest, shortest, length = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens

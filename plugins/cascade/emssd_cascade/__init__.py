@@ -26,9 +26,7 @@ class CascadeConfig:
 
 
 def _build(config: CascadeConfig, context: DrafterContext) -> list[Drafter]:
-    """The drafters of `config`; the engine asks them in turn. Raises ConfigError: no drafters, one of them twice, or
-    options of one that is not among them.
-    """
+    """The drafters of `config`; the engine asks them in turn."""
     names = list(config.drafters)
     if not names or len(set(names)) < len(names) or "cascade" in names:
         raise ConfigError(

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from functools import partial
+from typing import Any
 
 import torch
 
 from emssd.attention import on_device
 from emssd.drafters import (
     DynamicShape,
+    Format,
     GrowingRow,
     GrowingTree,
+    HeadFiles,
     Lent,
     Level,
     LevelDrafter,
+    Loaded,
     SlotDrafter,
     StatesDrafter,
+    TargetSizes,
     check_at_least_one,
     nodes_of,
 )
@@ -28,10 +33,11 @@ from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget
 from emssd.sequences import Row
 from emssd_dflash import DFlashConfig
+from emssd_dflash.head import BlockHead
 from emssd_dflash.lane import BlockLane, BlockRow
-from emssd_dflash.loading import load_dflash
+from emssd_dflash.variant import Variant, variant_of
 
-__all__ = ["DFlashDrafter"]
+__all__ = ["DFlashDrafter", "load_dflash"]
 
 
 class DFlashDrafter(SlotDrafter, StatesDrafter):
@@ -43,11 +49,6 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     Where the logits of a slot depend on the token before it, tokens are chosen one after the other. The confidence is
     that of the head, where it has one.
-
-    Args:
-        lane: of the head.
-        target: whose embeddings and vocabulary projection the head borrows.
-        num_speculative_tokens: the most tokens per row and step, at most what a block gives.
     """
 
     def __init__(self, lane: BlockLane, target: BorrowedTarget, num_speculative_tokens: int) -> None:
@@ -58,12 +59,7 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     @classmethod
     def load(cls, config: DFlashConfig, context: DrafterContext) -> DFlashDrafter:
-        """Load the head of `config`.
-
-        Raises:
-            ConfigError: an option cannot work, or there is no such head for this target.
-            OutOfMemoryError: the target's device has no room for it.
-        """
+        """Load the head of `config`."""
         lent = Lent.by(context, "dflash")
         loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
         most = loaded.head.variant.num_drafts
@@ -137,3 +133,32 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
             sure = self._head.confidence_head.proj(read).double().sigmoid().log().flatten().tolist()
             log_probs = [[each] * len(own) for each, own in zip(sure, tokens, strict=True)]
         return tokens, log_probs
+
+
+def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]:
+    """Load a head. Tables of embeddings and logits that are copies of those of the target, `model`, are not kept."""
+    files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
+    files.drop_copies(model)
+    variant = variant_of(files)
+    placed = {name: old for name, old in files.names.items() if name not in ("d2t", "t2d")}
+    head = files.filled(lambda: BlockHead(variant, files.names, target), placed)
+    head.target_ids = files.drafted_ids(variant.draft_vocab_size)
+    return Loaded(head, variant.layers, _described(files, variant))
+
+
+def _sees(variant: Variant) -> str:
+    if all(variant.causal):
+        return "causal"
+    causal = [str(layer) for layer, each in enumerate(variant.causal) if each]
+    return "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
+
+
+def _described(files: HeadFiles, variant: Variant) -> tuple[str, ...]:
+    slots = "the token behind it" if variant.from_anchor else "its own token"
+    return (
+        f"{variant.kind} drafter, read from {files.checkpoint.source.name}",
+        f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
+        f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
+        f"{_sees(variant)}; a slot is for {slots}",
+        variant.decoder.described,
+    )

@@ -34,12 +34,7 @@ def _around_nothing(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tens
 
 
 class _Convolution(nn.Module):
-    """Mixes each token of a block with those before it, by weights that the token gives; of DFlash2.
-
-    Args:
-        sizes: of its tensors.
-        block_size: tokens of a block.
-    """
+    """Mixes each token of a block with those before it, by weights that the token gives; of DFlash2."""
 
     def __init__(self, sizes: Sizes, block_size: int) -> None:
         super().__init__()
@@ -76,13 +71,9 @@ class _BlockLayer(HeadLayer):
         self._convolved = tuple(made)
 
     def block(self, hidden: torch.Tensor, features: torch.Tensor, angles: Angles, attend: BlockAttend) -> torch.Tensor:
-        """Hidden states ``[m, hidden_size]`` of blocks.
+        """Hidden states ``[m, hidden_size]`` of `hidden`, those of blocks.
 
-        Args:
-            hidden: ``[m, hidden_size]`` of blocks.
-            features: ``[c, hidden_size]``; they are not normed again.
-            angles: of features, and then of blocks.
-            attend: computes attention.
+        The `features` ``[c, hidden_size]`` are not normed again. There are `angles` of features, and then of blocks.
         """
         own, (attended, through) = self.self_attn, self._convolved
         normed, finish = attended(self.input_layernorm(hidden))
@@ -101,11 +92,6 @@ class _BlockLayer(HeadLayer):
 
 class BlockHead(nn.Module):
     """A DFlash, DFlash2, DSpark or XPress drafter.
-
-    Args:
-        variant: what kind it is.
-        names: of the module's tensors that the checkpoint has.
-        target: that it drafts for.
 
     Attributes:
         embed_tokens, lm_head: its own embeddings and vocabulary projection; ``None`` for the target's.
@@ -189,11 +175,8 @@ class BlockHead(nn.Module):
     ) -> torch.Tensor:
         """Hidden states ``[m, hidden_size]`` of blocks, before the final norm.
 
-        Args:
-            embeds: ``[m, hidden_size]`` of the tokens of blocks.
-            features: ``[c, hidden_size]`` of tokens before them.
-            position_ids: ``[c + m]`` of features, and then of blocks.
-            attend: computes attention.
+        `embeds` ``[m, hidden_size]`` are of blocks, `features` ``[c, hidden_size]`` of tokens before them, and
+        positions ``[c + m]`` of both in turn.
         """
         cos, sin = self.rotary(position_ids.unsqueeze(0), embeds.dtype)
         hidden = embeds

@@ -32,7 +32,6 @@ class BlockRow:
     """A row whose block is computed.
 
     Attributes:
-        request_id: whose KV it reads and writes.
         start: position of the block's first token. So many features are in the cache, or come now.
         features: ``[n, hidden_size]``, the last of those.
     """
@@ -43,12 +42,7 @@ class BlockRow:
 
 
 class BlockLane(Lane):
-    """A head on one device, with its KV in an attention backend.
-
-    Args:
-        head: with its weights.
-        backend: allocated for the head's `kv_cache_spec`.
-    """
+    """A head on one device, with its KV in an attention backend, which is allocated for the head's `kv_cache_spec`."""
 
     def __init__(self, head: BlockHead, backend: AttentionBackend) -> None:
         super().__init__(backend)
@@ -61,14 +55,8 @@ class BlockLane(Lane):
         return self._size * (2 if self._doubled else 1)
 
     def run(self, rows: Seq[BlockRow], embeds: torch.Tensor) -> torch.Tensor:
-        """Compute the blocks of some rows. Of their KV that of features alone is kept.
-
-        Args:
-            rows: ``[r]``.
-            embeds: ``[r * block_size, hidden_size]`` of the blocks' tokens.
-
-        Returns:
-            ``[r * block_size, hidden_size]`` hidden states of blocks, before the final norm.
+        """Hidden states of the blocks of some rows, before the final norm, of their `embeds`: both are
+        ``[r * block_size, hidden_size]``. Of the rows' KV that of features alone is kept.
         """
         lengths = [len(row.features) + self.num_slots for row in rows]
         names, starts = [row.request_id for row in rows], [row.start for row in rows]

@@ -27,9 +27,8 @@ def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
 class Markov(nn.Module):
     """The logits that the token before adds to a slot's, by a table of low rank.
 
-    Args:
-        sizes: of its tensors. Which are there tells the kind: one with a gate reads the slot's hidden state, and a
-            recurrent one the slots before.
+    The tensors that are there tell the kind: one with a gate reads the slot's hidden state, and a recurrent one the
+    slots before.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -49,13 +48,9 @@ class Markov(nn.Module):
     def forward(
         self, logits: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[n, draft_vocab]``, and the memory for the next slots.
+        """Logits ``[n, draft_vocab]``, and the memory ``[n, rank]`` for the next slots.
 
-        Args:
-            logits: ``[n, draft_vocab]`` of slots.
-            hidden: ``[n, hidden_size]`` there, after the final norm.
-            before: ``[n]`` the token before each.
-            memory: ``[n, rank]`` of the slots before.
+        Of slots there are `logits`, `hidden` states after the final norm, the tokens `before` them and the memory.
         """
         low = self.markov_w1(before)
         if self.gate_proj is not None:
@@ -116,11 +111,9 @@ class Refiner(nn.Module):
         """Logits ``[r, block, draft_vocab]``.
 
         Args:
-            logits: of that shape.
             hidden: ``[r, block, hidden_size]`` there, after the final norm.
             first: ``[r]`` the token before the first slot's own.
             anchor: ``[r]`` the token of the first slot, where that is known; ``None`` where it is drafted.
-            to_target: the target's ids of columns of `logits`.
         """
         mean = hidden.mean(dim=1, keepdim=True).expand_as(hidden)
         read, refined = torch.cat([self.down_h(hidden), self.down_g(mean)], dim=-1), logits

@@ -18,14 +18,10 @@ class Variant:
     """One block drafter.
 
     Attributes:
-        decoder: sizes and rules of its layers.
         block_size: tokens of a block: the newest one of a row, and masks.
-        mask_token_id: of the target's embeddings.
         layers: the target's hidden states that it reads, see `emssd.drafters.heads.LAST_NORMED`.
         causal: ``[num_layers]`` whether a token of the block sees those before it alone.
         from_anchor: whether slot ``i`` of a block is for the token after it, and not for its own.
-        embedding_scale: factor of the embeddings of blocks.
-        draft_vocab_size: tokens that it can draft.
         shapes: of all its tensors, by name.
         kind: by the name of its paper.
         top_k: the candidates that a DFlash2 drafter chooses among.
@@ -66,11 +62,7 @@ class Variant:
 
 
 def variant_of(files: HeadFiles) -> Variant:
-    """Read the values, in the config's ``dflash_config`` or at its top, and check them against the target.
-
-    Raises:
-        ConfigError: it was trained for another target, or is of a kind that is not supported.
-    """
+    """Read the values, in the config's ``dflash_config`` or at its top, and check them against the target."""
     inner = files.config.get("dflash_config") or {}
     if not isinstance(inner, Mapping):
         raise files.cannot("its dflash_config is no object of JSON")

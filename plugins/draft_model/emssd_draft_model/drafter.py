@@ -37,11 +37,6 @@ class DraftModelDrafter(ModelDrafter):
     The drafted ids stay on the device, so that the host waits for none of the passes, unless a row has penalties, which
     read them. For the same reason a chain has no confidence. Where a budget policy ends drafts between passes, chains
     are trees without branches, and have one.
-
-    Args:
-        runner: the draft model with its KV cache.
-        vocab_size: the target's; ids beyond it are never drafted.
-        num_speculative_tokens: tokens per row and step.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:

@@ -79,10 +79,7 @@ class MeasuredAcceptance:
 class SequoiaShape(Shape):
     """The best static tree, the same for all rows but for their limits. It is planned again as more is measured.
 
-    Args:
-        num_nodes, depth: the most of a tree.
-        width: the most children of a node.
-        acceptance: to plan for; ``None`` measures it.
+    With an `acceptance` to plan for, nothing is measured. `width` is the most children of a node.
     """
 
     def __init__(self, num_nodes: int, depth: int, width: int, acceptance: Table | None = None) -> None:

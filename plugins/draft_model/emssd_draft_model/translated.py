@@ -29,7 +29,6 @@ class Speech:
     """A tokenizer by the bytes of its tokens.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         other: the tokenizer that is translated to; it has its own names for the begin and the end of a text.
     """
 
@@ -66,10 +65,7 @@ class TranslatedDrafter(DraftModelDrafter):
     """Drafts chains. The draft model reads the texts of rows in its own tokens.
 
     Args:
-        runner: the draft model with its KV cache.
         speeches: of the draft model and of the target.
-        vocab_size: the target's.
-        num_speculative_tokens: tokens per row and step.
         shared: of `shared_ids`: choose among these tokens, with the noise of the target in rows that are sampled.
             ``None``: the text of the likeliest tokens is drafted.
     """

@@ -24,7 +24,7 @@ class EagleConfig(TreeOptions):
 
 
 def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
-    from emssd_eagle.loading import load_eagle
+    from emssd_eagle.head import load_eagle
 
     shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle")
     loaded = lent.loaded(config.path, load_eagle)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle.head import EagleHead
-from emssd_eagle.loading import load_eagle
+from emssd_eagle.head import EagleHead, load_eagle
 
 from emssd.drafters.heads.loading import Loaded
 from emssd.drafters.heads.target import TargetSizes

@@ -48,9 +48,8 @@ class Eagle3Config(TreeOptions):
 
 
 def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
+    from emssd_eagle3.drafters import MeasuringDrafter, MeasuringParallelDrafter, ParallelDrafter
     from emssd_eagle3.loading import load_eagle3
-    from emssd_eagle3.measuring import MeasuringDrafter
-    from emssd_eagle3.parallel import MeasuringParallelDrafter, ParallelDrafter
 
     shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle3")
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)

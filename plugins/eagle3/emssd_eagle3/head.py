@@ -47,9 +47,6 @@ class _FirstLayer(HeadLayer):
 class Eagle3Head(PairedHead):
     """An EAGLE-3 head.
 
-    Args:
-        names: of the module's tensors that the checkpoint has.
-
     Attributes:
         mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
     """
@@ -103,9 +100,7 @@ class Eagle3Head(PairedHead):
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The feature after each token, which is also what is fed back.
 
-        Args:
-            inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-            position_ids: ``[b, n]``.
+        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)

@@ -19,7 +19,6 @@ class AuxLayers:
         layers: their numbers, see `emssd.drafters.heads.LAST_NORMED`, in the order in which the head reads them.
         other: those of the other reading, where it is possible and nothing in the file tells which is right. A wrong
             one changes no output, only how much is accepted.
-        why: how they were chosen, in words.
     """
 
     layers: tuple[int, ...]
@@ -36,17 +35,11 @@ def aux_layers(
     nested: bool = False,
     meaning: LayerIds = LayerIds.auto,
 ) -> AuxLayers:
-    """Choose.
+    """The `num_features` hidden states that a head reads, by the `ids` of its config; 0 for the last one as it is.
 
     Args:
-        ids: those of the config; ``None`` without.
-        num_features: hidden states that the head reads; 0 for the last one as it is.
         container: whether the config is one of ``speculators``.
         nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
-        meaning: of the numbers, if the user knows it.
-
-    Raises:
-        ConfigError: they are not as many as the head reads, or the target has no such layers, or one comes twice.
     """
     if not num_features:
         return AuxLayers((LAST_NORMED,), None, "use_aux_hidden_state is false")

@@ -18,27 +18,13 @@ _LATER_NORM = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight$")
 
 @dataclass(frozen=True, slots=True)
 class LoadedEagle3(Loaded[Eagle3Head]):
-    """A head, and how it is to be used.
-
-    Attributes:
-        other_layers: the hidden states of the other reading, see `AuxLayers.other`.
-    """
+    """A head, and how it is to be used. For `other_layers` see `AuxLayers.other`."""
 
     other_layers: tuple[int, ...] | None
 
 
 def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.auto) -> LoadedEagle3:
-    """Load a head.
-
-    Args:
-        path: folder, file of weights or hub id.
-        target: that it is to draft for.
-        layer_ids: what the numbers of layers in its config mean.
-
-    Raises:
-        ConfigError: it is no EAGLE-3 head, or none for this target, or not whole.
-        OutOfMemoryError: the device has no room for it.
-    """
+    """Load a head; `layer_ids` says what the numbers of layers in its config mean."""
     files = HeadFiles.read(path, target, Format.eagle3, Format.peagle, new_name=_new_name)
     names = files.names
     if tied := _tied_head(files):

@@ -15,16 +15,13 @@ class Variant:
     """One kind of EAGLE-3 head.
 
     Attributes:
-        decoder: sizes and rules of its layers.
         num_features: hidden states of the target that make one feature; 0 for its last one as it is.
-        draft_vocab_size: tokens that it can draft.
         norm_before_residual: the first layer adds to the normed feature, not to the feature.
         norm_before_fc: one norm over all hidden states before `fc`.
         fc_norm: a norm for each hidden state before `fc`.
         norm_output: the feature that is fed back is normed, once for itself and the logits.
         layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
         nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
-        container: of the library ``speculators``.
         mask_token_id: of a head that drafts in parallel (P-EAGLE), what stands in the place of drafted tokens.
     """
 
@@ -43,11 +40,7 @@ class Variant:
 
 
 def variant_of(files: HeadFiles) -> Variant:
-    """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target.
-
-    Raises:
-        ConfigError: it was trained for another target, or is of a kind that is not supported.
-    """
+    """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target."""
     names, target, config = files.names, files.target, files.config
     container = config.get("speculators_model_type") is not None
     is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"

@@ -42,7 +42,7 @@ class HydraConfig:
 
 def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     from emssd_hydra.drafter import HydraDrafter
-    from emssd_hydra.loading import load_hydra
+    from emssd_hydra.heads import load_hydra
 
     shape_of(config, "emssd_hydra", top_k=config.top_k)  # what cannot work is said before heads are loaded
     lent = Lent.by(context, "hydra")

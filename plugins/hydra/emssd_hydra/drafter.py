@@ -13,7 +13,7 @@ import torch
 from emssd.attention import Kept, on_device
 from emssd.drafters import GrowingRow, HeadLane, Level, Shape, StatesDrafter, nodes_of, pack_nodes
 from emssd.model import BorrowedTarget
-from emssd_hydra.loading import LoadedHydra
+from emssd_hydra.heads import LoadedHydra
 
 __all__ = ["HydraDrafter"]
 
@@ -25,10 +25,7 @@ class HydraDrafter(StatesDrafter):
     layer's output there takes its place. The head at 0 reads the newest token too, and gives the first drafted ones.
 
     Args:
-        loaded: the heads, and which hidden state they read.
         lane: of the prefix layer, if there is one; its KV cache takes no trees.
-        target: whose embeddings the heads read.
-        shape: of the trees; one child for each node makes chains.
         max_len: tokens of the longest row in the cache of the prefix layer.
     """
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_hydra.loading import LoadedHydra, load_hydra
+from emssd_hydra.heads import LoadedHydra, load_hydra
 
 from emssd.drafters.heads.options import read_trees
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes

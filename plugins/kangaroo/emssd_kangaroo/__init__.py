@@ -35,8 +35,7 @@ class KangarooConfig:
 
 
 def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
-    from emssd_kangaroo.loading import load_adapter
-    from emssd_kangaroo.runner import KangarooRunner
+    from emssd_kangaroo.runner import KangarooRunner, load_adapter
 
     length = config.num_speculative_tokens
     check_at_least_one(num_speculative_tokens=length)

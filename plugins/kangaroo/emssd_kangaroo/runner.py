@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from emssd.attention import KVUsage, PackedInputs
-from emssd.drafters import HeadLane, Lane
+from emssd.drafters import DecoderConfig, Format, HeadFiles, HeadLane, Lane, LayerHead, Loaded, TargetSizes
 from emssd.model import BorrowedTarget, ModelOutput, ModelRunner
 
-__all__ = ["KangarooRunner"]
+__all__ = ["KangarooRunner", "load_adapter"]
 
 
 class KangarooRunner(Lane, ModelRunner):
@@ -17,7 +17,6 @@ class KangarooRunner(Lane, ModelRunner):
     Args:
         adapter: reads the residual stream after them.
         max_len: tokens of the longest row in the adapter's cache.
-        target: whose LM head is after the adapter.
     """
 
     def __init__(
@@ -38,3 +37,17 @@ class KangarooRunner(Lane, ModelRunner):
     def usage(self) -> KVUsage:
         parts = self._shallow.usage, self._adapter.usage
         return KVUsage(*(sum(getattr(part, name) for part in parts) for name in ("held", "peak_held", "peak_pool")))
+
+
+def load_adapter(path: str, target: TargetSizes, num_layers: int) -> Loaded[LayerHead]:
+    """Load an adapter: an attention layer without MLP that reads what `num_layers` of the target's layers give."""
+    files = HeadFiles.read(path, target, Format.kangaroo, new_name=lambda name: name.removeprefix("model."))
+    decoder = DecoderConfig.read(files.config, path)
+    files.check_sizes(decoder.hidden_size, files.config.get("vocab_size"))
+    adapter = files.filled(lambda: LayerHead(decoder, files.names, mlp=False))
+    described = (
+        f"Kangaroo adapter, read from {files.checkpoint.source.name}",
+        decoder.described,
+        f"reads the residual stream behind {num_layers} layers, as drafter.num_layers says and no file does",
+    )
+    return Loaded(adapter, (num_layers,), described)

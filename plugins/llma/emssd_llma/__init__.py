@@ -46,9 +46,6 @@ class LLMADrafter(LookupDrafter):
 
     Yang et al. 2023, "Inference with Reference: Lossless Acceleration of Large Language Models"; batched as in the
     EMS-SD paper, §4.1.
-
-    Raises:
-        ConfigError: a length or a number of branches below one, or a choice that does not exist.
     """
 
     def __init__(self, config: LLMAConfig) -> None:

@@ -7,6 +7,7 @@ step needs no mask of its own.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -15,12 +16,74 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_lookahead import LookaheadConfig
-from emssd_lookahead.window import NGramPool, Window
 
-__all__ = ["LookaheadDrafter", "merged"]
+__all__ = ["LookaheadDrafter", "NGramPool", "Window", "merged"]
 
 Tree = list[tuple[int, int]]
 """Nodes in order: token id, and index of the parent or -1."""
+
+
+class NGramPool:
+    """The latest n-grams of each first token, at most so many; the one that was seen longest ago goes first."""
+
+    def __init__(self, ngram: int, most: int) -> None:
+        self._ngram, self._most = ngram, most
+        self._behind: dict[int, list[tuple[int, ...]]] = {}
+
+    def add(self, tokens: Seq[int]) -> None:
+        """Remember an n-gram, as the latest."""
+        first, rest = tokens[0], tuple(tokens[1:])
+        known = self._behind.setdefault(first, [])
+        if rest in known:
+            known.remove(rest)
+        known.append(rest)
+        del known[: -self._most]
+
+    def add_all(self, text: Seq[int]) -> None:
+        """Remember every n-gram of a text."""
+        for start in range(len(text) - self._ngram + 1):
+            self.add(text[start : start + self._ngram])
+
+    def behind(self, token: int) -> list[tuple[int, ...]]:
+        """The n-grams after `token`, the latest first, each of ``ngram - 1`` tokens."""
+        return self._behind.get(token, [])[::-1]
+
+
+class Window:
+    """Guesses at the next `width` places, refined at every step: a two-dimensional Jacobi iteration.
+
+    Column ``c`` begins with the guess at place ``c``; the newest token of the row is place 0. Each further token is
+    what the target said after the one above, a step later. So a column is a piece of text that may yet come.
+
+    Args:
+        levels: ``N - 1`` tokens of each column.
+        text: at the beginning all tokens are drawn from this text.
+    """
+
+    def __init__(self, width: int, levels: int, text: Seq[int]) -> None:
+        draw = random.Random(len(text))
+        self._levels = [[draw.choice(text) for _ in range(width)] for _ in range(levels)]
+
+    def tree(self) -> list[tuple[int, int]]:
+        """The window as a tree after the newest token: token ids and parents, level by level.
+
+        The first level is a chain from the newest token on. Below it, each token is the child of the one above.
+        """
+        width = len(self._levels[0])
+        nodes = [(token, place - 1) for place, token in enumerate(self._levels[0][1:])]
+        for tokens in self._levels[1:]:
+            above = len(nodes) - width
+            nodes += [(token, above + column) for column, token in enumerate(tokens)]
+        return nodes
+
+    def advance(self, newest: int, said: Seq[int]) -> list[list[int]]:
+        """Move on by a place, from the `newest` token. Returns the n-gram of each column, `said` included.
+
+        `said` ``[width]`` is what the target said after the last token of each column.
+        """
+        levels = [[newest, *self._levels[0][1:]], *self._levels[1:], list(said)]
+        self._levels = levels[1:]
+        return [list(column) for column in zip(*levels, strict=True)]
 
 
 @dataclass(slots=True)
@@ -41,12 +104,6 @@ class LookaheadDrafter(Drafter):
 
     The window is part of a draft only where all of it has room: within the budget, and within what the row may still
     generate. Otherwise it stands still. It comes last, so a budget policy that finds it too dear cuts it away.
-
-    Args:
-        config: see `LookaheadConfig`.
-
-    Raises:
-        ConfigError: an option too small.
     """
 
     drafts_trees = True

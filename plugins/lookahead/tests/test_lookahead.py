@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from emssd_lookahead import LookaheadConfig
-from emssd_lookahead.drafter import LookaheadDrafter, merged
-from emssd_lookahead.window import NGramPool, Window
+from emssd_lookahead.drafter import LookaheadDrafter, NGramPool, Window, merged
 from hypothesis import given
 from hypothesis import strategies as st
 

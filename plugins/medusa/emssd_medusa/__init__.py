@@ -41,7 +41,7 @@ class MedusaConfig:
 
 def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_medusa.drafter import MedusaDrafter
-    from emssd_medusa.loading import load_medusa
+    from emssd_medusa.heads import load_medusa
 
     shape_of(config, "emssd_medusa", top_k=config.num_nodes)  # what cannot work is said before heads are loaded
     lent = Lent.by(context, "medusa")

@@ -22,9 +22,6 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
 
     All heads guess from the target's last hidden state of the token before the newest one: the target chose the newest
     token from it. The head at 0 guesses the first drafted token. No head knows what the others guess.
-
-    Args:
-        shape: of the trees; one child for each node makes chains.
     """
 
     hidden_layers = (LAST_NORMED,)

@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_medusa.drafter import MedusaDrafter
-from emssd_medusa.heads import MedusaHeads
-from emssd_medusa.loading import load_medusa
+from emssd_medusa.heads import MedusaHeads, load_medusa
 
 from emssd.drafters.heads.loading import Loaded
 from emssd.drafters.heads.options import read_trees

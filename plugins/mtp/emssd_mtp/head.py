@@ -30,7 +30,6 @@ class MtpHead(PairedHead):
 
     Args:
         model: the target. Its code makes the layer, as one more after its own; its rotary angles are used.
-        names: of the module's tensors that the checkpoint has.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, names: Container[str], vocab_size: int) -> None:
@@ -67,9 +66,7 @@ class MtpHead(PairedHead):
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
         """The normed output after each token, which is also what is fed back.
 
-        Args:
-            inputs: ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-            position_ids: ``[b, n]``.
+        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """
         (spec,) = self.specs
 

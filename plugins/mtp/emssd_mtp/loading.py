@@ -35,10 +35,6 @@ def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
 
     Args:
         path: folder, file of weights or hub id of the target's checkpoint, or of one with the layer alone.
-
-    Raises:
-        ConfigError: there is no such layer, or none for this target, or it is not whole.
-        OutOfMemoryError: the device has no room for it.
     """
     target, num_layers = lent.target, lent.sizes.num_layers
     files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _place(name, num_layers))

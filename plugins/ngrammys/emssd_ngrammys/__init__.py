@@ -41,9 +41,6 @@ class NGrammysDrafter(NGramDrafter):
     """Drafts trees of both. The bigrams are shared by all rows, and outlive them.
 
     In §4 of the paper, a draft is a batch of chains, and bigrams take the places that n-grams of the context leave.
-
-    Raises:
-        ConfigError: an option out of its range.
     """
 
     def __init__(self, config: NGrammysConfig) -> None:

@@ -38,12 +38,6 @@ class PardDrafter(SlotDrafter, ModelDrafter):
     causal attention. The logits after its newest token are for the first draft, those after mask ``j`` for draft
     ``j + 1``. So each token is chosen from its own position's distribution, whatever was drafted before it, and with
     the noise of that position. The KV of masks is dropped at once: the next pass computes the tokens that came there.
-
-    Args:
-        runner: the draft model with its KV cache.
-        vocab_size: the target's; ids beyond it are never drafted.
-        mask_token_id: below the draft model's own vocabulary size.
-        num_speculative_tokens: the most tokens per row and step.
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, mask_token_id: int, num_speculative_tokens: int) -> None:
@@ -54,9 +48,7 @@ class PardDrafter(SlotDrafter, ModelDrafter):
 
     @classmethod
     def load(cls, config: PardConfig, context: DrafterContext) -> PardDrafter:
-        """Load the model of `config`. Raises ConfigError: it does not share the target's vocabulary, or was not trained
-        to draft in parallel.
-        """
+        """Load the model of `config`."""
         if config.path is None:
             raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")
         runner = load_draft_model(config.path, context)
@@ -83,9 +75,7 @@ def _config_of(path: str) -> Mapping[str, Any]:
 
 
 def _mask_token(path: str, config: Mapping[str, Any], vocab_size: int, chosen: int | None = None) -> int:
-    """The token that the draft model at `path` was trained to fill in. Raises ConfigError: there is none, or the model
-    is one of PARD-2.
-    """
+    """The token that the draft model at `path` was trained to fill in."""
     if config.get("spd_type") == "pard2" or any(name.startswith("pard2") for name in config):
         raise ConfigError(
             f"cannot draft with {path!r}: it is a PARD-2 model, which reads hidden states of its target, and "

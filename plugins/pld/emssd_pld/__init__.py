@@ -38,11 +38,7 @@ class PLDConfig:
 
 
 class PLDDrafter(LookupDrafter):
-    """Drafts, per row, what followed the row's latest n-gram earlier in its prompt and output, the longest n first.
-
-    Raises:
-        ConfigError: a size or `branches` below one, sizes in the wrong order, or a choice that does not exist.
-    """
+    """Drafts, per row, what followed the row's latest n-gram earlier in its prompt and output, the longest n first."""
 
     def __init__(self, config: PLDConfig) -> None:
         longest, shortest, copied = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens

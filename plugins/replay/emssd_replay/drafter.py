@@ -36,15 +36,9 @@ class ReplayDrafter(Drafter):
     A row's trace depends on its request id and on its position alone, so every batch size and backend is shown the
     same drafts. Where the output is given too, the trace has to be of the same requests; else it stands for any.
 
-    Args:
-        config: see `ReplayConfig`.
-
     Attributes:
         replays: what is replayed, in words.
         must_count: whether nothing but its architecture tells what the target will generate; see `counted_on`.
-
-    Raises:
-        ConfigError: values outside of their ranges, or files that cannot be read.
     """
 
     def __init__(self, config: ReplayConfig, vocab_size: int) -> None:
@@ -106,14 +100,7 @@ class ReplayDrafter(Drafter):
 
 
 class ReplayTrees(ReplayDrafter):
-    """Drafts trees of one shape; a request's coins depend on its id and its position alone.
-
-    Args:
-        config: see `ReplayConfig`; it has branches.
-
-    Raises:
-        ConfigError: impossible branches or chances, or options of chains beside them.
-    """
+    """Drafts trees of one shape; a request's coins depend on its id and its position alone."""
 
     drafts_trees = True
 

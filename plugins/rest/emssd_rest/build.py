@@ -27,13 +27,6 @@ def build_store(
         documents: token ids of each document; no draft runs from one into the next. Empty ones are left out.
         tokenizer: what made the ids. A target with another tokenizer refuses the store. Without it, every target
             with a large enough vocabulary takes the store.
-
-    Returns:
-        What the store is made of.
-
-    Raises:
-        ConfigError: there is no token in `documents`, or the package that sorts suffixes is missing.
-        OutputError: `folder` exists or cannot be written.
     """
     target = Path(folder).expanduser()
     _sorter()  # before any work
@@ -55,13 +48,9 @@ def build_store(
 
 
 def suffix_array(tokens: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Places of `tokens` in the order of the suffixes that begin there; a suffix comes before those that it begins.
+    """Places of `tokens` ``[n]`` in the order of the suffixes that begin there, int32, or int64 where that is needed.
 
-    Args:
-        tokens: ``[n]`` unsigned integers.
-
-    Returns:
-        ``[n]`` int32, or int64 where that is needed.
+    A suffix comes before those that it begins.
     """
     order: npt.NDArray[Any] = _sorter()(tokens.astype(tokens.dtype.newbyteorder("=")))
     return order.astype(np.int32 if len(tokens) <= np.iinfo(np.int32).max else np.int64, copy=False)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
-from emssd.errors import ConfigError
+from emssd.data import encode_text, read_texts
+from emssd.errors import ConfigError, PromptError
 from emssd.errors.terminal import steady
 
-__all__ = ["main", "make_parser"]
+__all__ = ["load_tokenizer", "main", "make_parser"]
 
 _T = TypeVar("_T")
 
@@ -59,7 +61,6 @@ def _build(arguments: argparse.Namespace) -> None:
     from transformers.utils import logging
 
     from emssd_rest.build import build_store
-    from emssd_rest.corpus import encoded, load_tokenizer, read_corpus
 
     if arguments.limit is not None and arguments.limit < 1:
         raise ConfigError(f"--limit is {arguments.limit}; it must be at least 1")
@@ -69,7 +70,7 @@ def _build(arguments: argparse.Namespace) -> None:
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
         texts = read_corpus(arguments.corpus, field=arguments.field, template=arguments.template, limit=arguments.limit)
-        documents = encoded(_with_progress(texts), tokenizer)
+        documents = (encode_text(text, tokenizer, place) for place, text in _with_progress(texts))
         sources = [Path(name).name for name in arguments.corpus]
         header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
     finally:
@@ -92,6 +93,25 @@ def _info(arguments: argparse.Namespace) -> None:
     )
     print(f"sources    {', '.join(header.sources) or 'unknown'}")
     print(f"size       {store.num_bytes} bytes")
+
+
+def read_corpus(names: Iterable[str], **options: Any) -> list[tuple[str, str]]:
+    """`read_texts` of ``field``, ``template`` and ``limit``; errors name the options of this command."""
+    try:
+        return read_texts(names, **options)
+    except PromptError as error:
+        said = str(error).partition("; data.chat=")[0]  # documents are no conversations
+        raise PromptError(re.sub(r"\bdata\.(field|template)\b(?!\.)", r"--\1", said)) from error
+
+
+def load_tokenizer(name: str) -> Any:
+    """The tokenizer of a model's folder or hub id, or of ``demo``. Raises ConfigError: there is none."""
+    from emssd.model import load_tokenizer as load
+
+    try:
+        return load(name)
+    except ConfigError as error:
+        raise ConfigError(f"--tokenizer {name}: {error}") from error
 
 
 def _with_progress(texts: list[_T]) -> Iterator[_T]:

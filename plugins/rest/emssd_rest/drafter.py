@@ -15,15 +15,7 @@ __all__ = ["RestDrafter"]
 
 
 class RestDrafter(Drafter):
-    """Drafts for every row from one store, anew in each step, so that there is nothing to roll back or to forget.
-
-    Args:
-        config: see `RestConfig`; its `store` is not read.
-        store: an open store whose ids are the target's.
-
-    Raises:
-        ConfigError: a length or a number below one, or `min_match` above `max_match`.
-    """
+    """Drafts for every row from one store, anew in each step, so that there is nothing to roll back or to forget."""
 
     def __init__(self, config: RestConfig, store: Store) -> None:
         for name in ("num_speculative_tokens", "min_match", "max_match", "max_matches"):
@@ -63,9 +55,7 @@ class RestDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._draft(row, min(limit, self._most_nodes)) for row, limit in zip(batch, budget, strict=True)]
-        if self.drafts_trees:
-            return joined_trees(rows)
-        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
+        return joined_trees(rows, chains=not self.drafts_trees)
 
     def _draft(self, row: Row, limit: int) -> Tree:
         config, nothing = self._config, Tree([], [], [])

@@ -37,11 +37,9 @@ class StoreSearch:
         self._order: Any = store.suffixes.data  # a sequence of integers in all that bisection needs
 
     def longest(self, context: Seq[int], min_match: int, max_match: int) -> tuple[int, range]:
-        """The longest suffix of `context` in the store, and its part of the suffix array.
+        """The longest suffix of `context` in the store, and its part of the suffix array, which is not empty.
 
-        Returns:
-            A length of at least `min_match` and at most `max_match`, and a range that is not empty; or 0 and an empty
-            range.
+        It is at least `min_match` and at most `max_match` long; or 0, with an empty range.
         """
         wanted = self._encoded(context[-max_match:])
         low, high = min_match, len(wanted) // self._width
@@ -60,13 +58,14 @@ class StoreSearch:
         return found, range(first, bisect_right(self._order, gram, lo=first, key=self._reader(found)))
 
     def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
-        """``[m]`` the places of what follows a match, in the order of what stands there.
+        """``[m]`` the places of what follows a match of `longest`, in the order of what stands there.
 
-        Args:
-            match, places: as `longest` gives them.
-            max_matches: of more places, a sample at even distances is looked at.
+        Of more places than `max_matches`, a sample at even distances is looked at.
         """
-        return self._sample(places, max_matches) + match
+        found = self._suffixes[places.start : places.stop]
+        if len(places) > max_matches:
+            found = found[np.arange(max_matches) * len(places) // max_matches]
+        return found + match
 
     def tree(self, behind: npt.NDArray[Any], depth: int, num_nodes: int, branches: int) -> Tree:
         """The most frequent continuations, best first; see `emssd.drafting.growth.grow_tree`. One branch is a chain.
@@ -89,11 +88,6 @@ class StoreSearch:
 
         origin: _Texts = behind
         return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
-
-    def _sample(self, places: range, max_matches: int) -> npt.NDArray[Any]:
-        if len(places) <= max_matches:
-            return self._suffixes[places.start : places.stop]
-        return self._suffixes[places.start + np.arange(max_matches) * len(places) // max_matches]
 
     def _texts(self, places: npt.NDArray[Any], num_tokens: int) -> list[list[int]]:
         """The tokens from a few `places` on; after the last document, all are `END`."""
@@ -118,10 +112,8 @@ class StoreSearch:
 
 
 def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, _Texts]]:
-    """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie.
-
-    Returns:
-        The id of each, its share, and the places after those of its `places`.
+    """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie. Of each its
+    id, its share, and the places after those of its `places`.
     """
     bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))
     order = np.argsort(-np.diff(bounds), kind="stable")

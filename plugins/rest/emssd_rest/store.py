@@ -72,7 +72,6 @@ class Store:
     """An open datastore.
 
     Attributes:
-        header: what it is made of.
         tokens: ``[n]`` big-endian uint16 or uint32, ``n = num_tokens + num_documents``: ids plus one, and `END`.
         suffixes: ``[n]`` int32 or int64.
     """
@@ -84,9 +83,7 @@ class Store:
 
     @classmethod
     def open(cls, folder: str | Path) -> Store:
-        """Map the store in `folder` into memory. Raises ConfigError: there is none, it is of another version, or it is
-        damaged as far as a quick look can tell.
-        """
+        """Map the store in `folder` into memory, if it is not damaged as far as a quick look can tell."""
         path = Path(folder).expanduser()
         make = f"make one with: emssd-rest build CORPUS.jsonl {folder} --tokenizer MODEL"
         if not path.is_dir():
@@ -121,7 +118,7 @@ def fingerprint(tokenizer: Any) -> str:
 def join_documents(documents: Iterable[Seq[int]]) -> tuple[npt.NDArray[Any], Header]:
     """The array ``tokens [n]`` of `documents`, which are lists of ids, and its header, still without names.
 
-    Empty documents are left out. Raises ConfigError: there is no token at all, or a negative id.
+    Empty documents are left out.
     """
     parts = []
     for document in documents:

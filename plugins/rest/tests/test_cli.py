@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_rest.cli import main
-from emssd_rest.corpus import load_tokenizer
+from emssd_rest.cli import load_tokenizer, main
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import Store
 

@@ -31,7 +31,6 @@ class SuffixAutomaton:
         counts: of each state how often its strings occur, if the shortest of them has up to `max_depth` tokens.
         favourites: of each state the token that followed its strings most often, of equals the latest, -1 for none;
             if the shortest of them has fewer than `max_depth` tokens.
-        num_tokens: how many were appended.
     """
 
     __slots__ = (
@@ -104,12 +103,8 @@ class SuffixAutomaton:
     def repeated(self, max_length: int) -> tuple[list[tuple[int, int]], set[int]]:
         """The ends of the text that occur elsewhere too, and where nothing follows.
 
-        Args:
-            max_length: of the ends that are looked for.
-
-        Returns:
-            State and length of the longest end found, and of its suffixes that occur at more places; and the states of
-            all ends of the text, as long as favourites are known for them.
+        The former are state and length of the longest end up to `max_length`, and of its suffixes that occur at more
+        places; the latter the states of all ends of the text, as long as favourites are known for them.
         """
         links, lengths, counts = self.links, self.lengths, self.counts
         found: list[tuple[int, int]] = []

@@ -26,7 +26,6 @@ class Speculation(NamedTuple):
     """The chain that a match gives.
 
     Attributes:
-        tokens: the chain.
         confidence: for each the frequency with which it followed the one before.
         state: of the matched string that it continues.
         limit: of tokens after that string.
@@ -96,14 +95,7 @@ def _grown(match: Match, chain: Speculation, config: SuffixConfig, budget: int) 
 
 
 class SuffixDrafter(Drafter):
-    """Drafts, per row, what followed the end of its text most often before.
-
-    Args:
-        config: see `SuffixConfig`.
-
-    Raises:
-        ConfigError: an option out of its range.
-    """
+    """Drafts, per row, what followed the end of its text most often before."""
 
     def __init__(self, config: SuffixConfig) -> None:
         _check(config)
@@ -118,9 +110,7 @@ class SuffixDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._draft(row, limit) for row, limit in zip(batch, budget, strict=True)]
-        if self.drafts_trees:
-            return joined_trees(rows)
-        return Draft.from_chains([row.token_ids for row in rows], [row.confidence for row in rows])
+        return joined_trees(rows, chains=not self.drafts_trees)
 
     def observe(self, outcome: Outcome) -> None:
         """Remember the outputs that are finished, in row order."""
@@ -175,11 +165,7 @@ def _longest_first(matches: Iterable[Match]) -> list[Match]:
 
 
 def _check(config: SuffixConfig) -> None:
-    """Refuse options out of their ranges.
-
-    Raises:
-        ConfigError: says which option, and what it may be.
-    """
+    """Refuse options out of their ranges."""
     check_branches(config.branches)
     depth, longest = config.max_tree_depth, config.max_tree_depth - config.num_speculative_tokens
     allowed = {

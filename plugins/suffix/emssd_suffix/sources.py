@@ -16,7 +16,6 @@ class Match(NamedTuple):
     """The end of a row's text, found elsewhere.
 
     Attributes:
-        automaton: where it was found.
         suffixes: state and length of the longest string found, and of its suffixes that are found at more places.
         ends: states of strings that the text of the automaton ends in, where nothing follows.
     """
@@ -32,12 +31,7 @@ class Match(NamedTuple):
 
 
 class Matcher:
-    """The longest end of one row's text that an automaton of other texts holds, followed token by token.
-
-    Args:
-        automaton: it may grow.
-        max_length: of the longest match.
-    """
+    """The longest end of one row's text that an automaton of other texts, which may grow, holds; token by token."""
 
     def __init__(self, automaton: SuffixAutomaton, max_length: int) -> None:
         self.automaton = automaton
@@ -91,8 +85,6 @@ class OutputCache:
 
     Args:
         max_tokens: of both together, one for the end of each output included; at least 4.
-        max_depth: see `SuffixAutomaton`.
-        max_length: of the longest match.
     """
 
     def __init__(self, max_tokens: int, max_depth: int, max_length: int) -> None:

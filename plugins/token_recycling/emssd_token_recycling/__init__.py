@@ -41,8 +41,6 @@ def grow(table: Mapping[int, Seq[int]], origin: int, shares: Seq[float], num_nod
     A node is as likely as its parent, times the share of its rank. So it never comes before its parent.
 
     Args:
-        table: by token, the candidates after it.
-        origin: the newest token of a row.
         shares: by rank, how often the target takes that candidate; each below 1, and none above the one before.
     """
     tree: Tree = []
@@ -67,9 +65,6 @@ class TokenRecyclingDrafter(Drafter):
 
     It holds, for each token, what the target considered last after it. The authors walk one tree of 80 nodes that they
     found offline; here its shape follows from how often the target took the first, second, … of the candidates so far.
-
-    Raises:
-        ConfigError: an option below 1.
     """
 
     drafts_trees = True

@@ -27,9 +27,7 @@ class UnionConfig:
 
 
 def _build(config: UnionConfig, context: DrafterContext) -> Drafter:
-    """The drafters of `config` as one. Raises ConfigError: no drafters, one of them twice, one that is several itself,
-    or options of one that is not among them.
-    """
+    """The drafters of `config` as one."""
     from emssd.drafting import CheckedDrafter
     from emssd_union.drafter import UnionDrafter
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from emssd_union.merging import RowDraft, children_of, merge, places
+from emssd_union.drafter import RowDraft, children_of, merge, places
 from hypothesis import given
 from hypothesis import strategies as st
 
