@@ -129,7 +129,7 @@ def test_of_many_matches_an_even_sample_is_taken(tmp_path: Path) -> None:
     match, places = searched.longest([1, 2], 2, 16)
     assert (match, len(places)) == (2, 300)
     # The first ten in order are all followed by 3; of ten at even distances, three are.
-    followers = [int(store.tokens[place + match]) - 1 for place in searched._sample(places, 10)]
+    followers = [int(store.tokens[place]) - 1 for place in searched.behind(match, places, 10)]
     assert Counter(followers) == {3: 3, 4: 7}
     assert [chain(searched, match, places, 10, most) for most in (10, 5000, 1)] == [[4], [4], [3]]
 
