@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -128,7 +128,7 @@ class Engine(Assembled):
                 greedy=schedule.batch.is_plain,
             )
             timer.lap("plan")
-            with self.grammars.beside(states_in(schedule.batch.rows, known) if self._has_grammars else ()):
+            with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
             verified = self._verify(schedule.batch.rows, draft, known, output, packed.greedy)
@@ -295,6 +295,10 @@ class Engine(Assembled):
         if schedule.preempted:
             self._free(schedule.preempted)
         return schedule, Batch.view(schedule.batch.rows)
+
+    def _masks_of(self, rows: Seq[Row], draft: Draft) -> AbstractContextManager[None]:
+        """Computes the masks of grammars during what is done within."""
+        return self.grammars.beside(states_in(rows, draft))
 
     def _verify(
         self, rows: Seq[Row], draft: Draft, known: Draft, output: ModelOutput, is_plain: bool

@@ -167,9 +167,13 @@ def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_fe
     return source.new_empty(*source.shape[:-1], out_features)
 
 
-@cache
 def declare_operators() -> None:
     """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded."""
     load_kernels()
+    _declare_shapes()
+
+
+@cache
+def _declare_shapes() -> None:
     torch.library.register_fake("emssd_native::linear", _linear_shape)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

@@ -289,7 +289,7 @@ def test_an_unknown_option_is_refused() -> None:
             [], ["llma", "llma"], ["{}"], ["llma", "{}"]
         )),
         (["llma"], {"llmaa": {}}, r"drafter.options.llmaa is set, but drafter.drafters is \['llma'\]"),
-        (["llma"], {"llma": {"copy": 3}}, "drafter 'llma' has no option 'copy'; it has match_length, copy_length"),
+        (["llma"], {"llma": {"copy": 3}}, "drafter 'llma' has no option 'copy'. It has match_length, copy_length"),
         (["lama"], {}, r"unknown drafter 'lama'; did you mean 'llma'\? choose one of anpd, "),
     ],
 )  # fmt: skip

@@ -61,7 +61,7 @@ def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, ex
     assert steps == ({6 + 1} if expected == 4.0 else {limit})
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 4)
 @given(
     p=st.sampled_from([0.3, 0.8]),
     concentration=st.sampled_from([None, 5.0]),
