@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
+from emssd.model.finding import find_streams
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelRunner
-from emssd.model.streams import Streams, find_streams, replaced_forward
+from emssd.model.streams import Streams, replaced_forward
 from emssd.model.target import TargetModel
 
 __all__ = ["BorrowedTarget", "runs_no_layers"]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -34,10 +34,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.parallel.group import Shard
-    from emssd.model.per_row import PerRow
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
+
+
+class RowByRow(Protocol):
+    """Modules that run row by row, see `emssd.model.per_row.PerRow`."""
+
+    @property
+    def names(self) -> Collection[str]: ...
+    def active(self) -> AbstractContextManager[None]: ...
+    def mend(self) -> bool: ...
 
 
 class HookedModel:
@@ -78,7 +86,7 @@ class HookedModel:
             check_whole(model)
         register(model.config)
         self.keeps_states = self.counts_calls = install(model)
-        self.per_row: PerRow | None = None
+        self.per_row: RowByRow | None = None
         self.attention = ATTENTION_NAME
         known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
         self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}

@@ -13,17 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
 
-if TYPE_CHECKING:
-    from emssd.model.states import Mixer
-
-__all__ = ["Convolution", "Recurrence", "install", "keeps_states", "mixed_by", "mixer_of_pass"]
+__all__ = ["Convolution", "Mixer", "Recurrence", "install", "keeps_states", "mixed_by", "mixer_of_pass"]
 
 
 class Convolution(NamedTuple):
@@ -61,6 +58,27 @@ class Recurrence(NamedTuple):
     decay: torch.Tensor
     beta: torch.Tensor | None = None
     rates: torch.Tensor | None = None
+
+
+class Mixer(Protocol):
+    """Computes, in a pass, what the functions of `install` are called for.
+
+    Attributes:
+        longest: tokens of the longest path of the pass.
+    """
+
+    longest: int
+
+    def convolve(self, inputs: Convolution) -> torch.Tensor:
+        """``[n, channels]`` in the dtype of the weight."""
+
+    def recur(self, inputs: Recurrence) -> torch.Tensor:
+        """``[n, heads, v]``."""
+
+    def run_rows(
+        self, values: list[torch.Tensor], run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
+        """The results of `run` for the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
 
 
 _MIXER: ContextVar[Mixer | None] = ContextVar("_MIXER", default=None)

@@ -20,7 +20,7 @@ from emssd.attention import Kept, PackedInputs
 from emssd.model.mixing import Convolution, Recurrence, mixed_by
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Feed", "Mixer", "StateCache"]
+__all__ = ["Feed", "StateCache"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StateCache:
     def pass_of(self, feeds: dict[str, Feed]) -> Iterator[None]:
         """For a pass that is fed these tokens of rows; nothing changes if it fails."""
         step = self._plan(feeds)
-        mixer = Mixer(self, step)
+        mixer = _Mixer(self, step)
         with mixed_by(mixer):
             yield
         self._rows, self._inputs, self._states, self._history = step.rows, mixer.inputs, mixer.states, mixer.history
@@ -260,7 +260,7 @@ class StateCache:
         return replace(row, ahead=save) if save else row
 
 
-class Mixer:
+class _Mixer:
     """Mixes the tokens of one pass: computes what the functions of `emssd.model.mixing.install` are called for.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""`Streams`: the residual streams of a model, found by its structure and proved by a pass, and taken in later ones."""
+"""Modules that are listened to, or compute something else, in one thread and for the time of one call: `Streams`."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from threading import RLock, get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.probe import ProbeRows, running
-
-if TYPE_CHECKING:
-    from emssd.model.hooked import HookedModel
 
 __all__ = [
     "NORMED",
     "Hidden",
     "Streams",
-    "find_streams",
     "hear_input",
     "hear_output",
     "lock_of",
@@ -74,7 +68,7 @@ Hidden = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The places of a model where hidden states are taken.
+    """The places of a model where hidden states are taken; `emssd.model.finding.find_streams` finds them.
 
     Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
     ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out after that norm.
@@ -174,106 +168,3 @@ def _handed_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
     """The residual stream that a layer is called with."""
     stream: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
     return stream
-
-
-class _Noted(NamedTuple):
-    """A tensor in a pass: what `layer` was given or gave, or what the decoder gave; and its values then."""
-
-    what: str
-    layer: int
-    kind: type
-    states: torch.Tensor
-    before: torch.Tensor
-
-
-_Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
-"""A module, what it was given, and what it gave."""
-
-
-def find_streams(target: HookedModel) -> Streams:
-    """Run two short sequences, and see that each layer is given what the one before it gave."""
-    name = type(target.model).__name__
-    decoder, layers = _decoder(target.model)
-    rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)
-
-    def note(what: str, index: int) -> Callable[[Any], None]:
-        def keep(given: Any) -> None:
-            states = stream_of(given)
-            notes.append(_Noted(what, index, type(given), states, states.clone()))
-
-        return keep
-
-    def note_call(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
-        if arguments and isinstance(output, torch.Tensor):
-            outside.append((module, arguments[0], output))
-
-    inside = {decoder, *(each for layer in layers for each in layer.modules())}
-    with ExitStack() as hooks, target.lock, running(target):
-        for index, layer in enumerate(layers):
-            hooks.enter_context(hear_input(layer, note("given to", index)))
-            hooks.enter_context(hear_output(layer, note("given by", index)))
-        hooks.enter_context(hear_output(decoder, note("given by", last)))
-        for module in decoder.modules():
-            if module not in inside:
-                hooks.enter_context(module.register_forward_hook(only_here(note_call)))
-        rows.run_packed(target, rows.attend)
-
-    def refused(reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{name} gives drafters no hidden states: {reason}")
-
-    expected = [(what, index) for index in range(last) for what in ("given to", "given by")]
-    if [each[:2] for each in notes] != [*expected, ("given by", last)]:
-        raise refused("its layers do not run once each, one after another")
-    for one, other in pairwise(notes[1:-1]):
-        if one.what == "given by" and not torch.equal(one.before, other.before):
-            raise refused(f"layer {other.layer} is not given what layer {one.layer} gave")
-    if any(each.states.ndim != 3 or each.states.shape[:2] != (1, rows.num_tokens) for each in notes):
-        raise refused("its layers hand on more than one residual stream")
-    given, end = [notes[0], *notes[1:-1:2]], notes[-1]
-    return Streams(
-        name=name,
-        decoder=decoder,
-        layers=layers,
-        gives_more=not all(issubclass(each.kind, torch.Tensor) for each in given[1:]),
-        changed=frozenset(k for k, each in enumerate(given) if not torch.equal(each.states, each.before)),
-        tail=_tail(outside, given[-1].states, end.states),
-        output_type=end.kind,
-        ids=rows.tokens,
-        first=notes[0].before,
-    )
-
-
-def _decoder(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
-    """The module that owns the decoder layers, and these: the ``k``-th of a list holds the attention of layer ``k``."""
-    config: Any = model.config
-    expected, found = config.get_text_config().num_hidden_layers, list[tuple[torch.nn.Module, list[torch.nn.Module]]]()
-    for owner in model.modules():
-        for each in owner.children():
-            layers = list(each.children()) if isinstance(each, torch.nn.ModuleList) else []
-            if len(layers) == expected and all(map(_holds_layer, layers, range(expected))):
-                found.append((owner, layers))
-    if len(found) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} gives drafters no hidden states: it has {len(found)} lists of {expected} modules "
-            f"that could be its decoder layers"
-        )
-    return found[0]
-
-
-def _holds_layer(module: torch.nn.Module, index: int) -> bool:
-    return any(getattr(each, "layer_idx", None) == index for each in module.modules())
-
-
-def _tail(calls: Seq[_Call], start: torch.Tensor, end: torch.Tensor) -> list[torch.nn.Module] | None:
-    """The modules that lead from `start` to `end`, each given what the one before it gave."""
-    tail, now = list[torch.nn.Module](), start
-    for module, given, gave in calls:
-        if not _same(now, end) and _same(given, now):
-            tail.append(module)
-            now = gave
-    return tail if _same(now, end) else None
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors that are both alive are one, or the same elements in another shape."""
-    return one is other or (one.data_ptr() == other.data_ptr() and one.numel() == other.numel())

@@ -16,6 +16,7 @@ import torch
 
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
+from emssd.model.finding import find_streams
 from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.interface import ATTENTION_NAME
@@ -23,7 +24,7 @@ from emssd.model.masks import learn_windows
 from emssd.model.per_row import PerRow, find_fault
 from emssd.model.probe import OtherLogitsError, layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
-from emssd.model.streams import Hidden, Streams, find_streams
+from emssd.model.streams import Hidden, Streams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -61,7 +61,7 @@ class Layers:
 
     def mixed(self, tokens: Text) -> torch.Tensor:
         """``[n, numbers]`` of fed tokens, by the mixer of this pass."""
-        mixer: states.Mixer | None = _MIXER.get()
+        mixer: states._Mixer | None = _MIXER.get()
         assert mixer is not None
         first, *rest = self.fed(tokens)
         return torch.cat([mixer.convolve(first), *(mixer.recur(each).flatten(1) for each in rest)], 1)
@@ -211,8 +211,8 @@ def test_drafters_with_a_model_have_states_of_their_own() -> None:
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = states.Mixer._room_for
-    monkeypatch.setattr(states.Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
+    kept = states._Mixer._room_for
+    monkeypatch.setattr(states._Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
     with pytest.raises(UnsupportedModelError, match="gives other logits"):
         texts_of("qwen3_5_text").engine("none")
 
