@@ -341,6 +341,9 @@ class SlotDrafter(LevelDrafter):
 
     caches_nodes = False
 
+    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
+        return False  # one pass is all there is
+
     @abstractmethod
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """The logits ``[sum(depths), draft_vocab_size]`` of all levels of the rows' trees, row after row."""

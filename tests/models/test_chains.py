@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_pard.drafter import PardDrafter
 from filelock import FileLock
 
 from emssd.attention import PagedBackend
@@ -131,6 +132,20 @@ def test_a_draft_model(models: dict[str, TargetModel], draft: str, kind: str, mo
         assert report.num_accepted == report.num_drafted > 3 * NUM_NEW // 2
     if draft == "target":
         assert report.num_accepted > 3 * NUM_NEW // 2
+
+
+def test_a_drafter_of_one_pass_does_not_grow_by_levels(
+    models: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Program, "grow", lambda *_: pytest.fail("a pass for each level"))
+    backend = make_backend(models["draft"].kv_cache_spec(1), "ragged", Registry())
+    drafter = PardDrafter(CausalLMRunner(models["draft"], backend), VOCAB_SIZE, 1, 4)
+    options = EngineOptions(batch_size=1, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(
+        models["target"], None, drafter=drafter, backend="ragged", budget="fixed", options=options, eos=()
+    )
+    assert len([*engine.run([Request("0", tuple(PROMPTS[0]), 12)])]) == 1
+    assert engine.report.num_drafted > 0
 
 
 def test_rows_that_are_sampled_are_drafted_for_level_by_level(models: dict[str, TargetModel]) -> None:

@@ -127,9 +127,6 @@ class ParallelDrafter(SlotDrafter, PairedDrafter):
     output at the n-th is for all nodes of level ``n + 1``.
     """
 
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        return False  # one pass is all there is
-
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         head = cast("Eagle3Head", self._head)
         mask, features, token_ids, lengths = head.mask_feature(), list[torch.Tensor](), list[int](), list[int]()

@@ -1,4 +1,4 @@
-"""What is not the head for this target is refused; the hidden states that it reads are chosen by rule, or measured."""
+"""Files of another head are refused; the hidden states that a head reads are chosen by rule, or measured."""
 
 from __future__ import annotations
 
