@@ -217,7 +217,7 @@ def test_tokens_that_there_are_not_are_refused_before_anything_runs() -> None:
     assert engine.report.num_steps == 0
 
 
-PROMPT, NUM_ROWS, NUM_PREFIXES = (3, 1, 4, 1), 2000, 3
+PROMPT, NUM_ROWS, NUM_PREFIXES = (3, 1, 4, 1), 1500, 3
 MODES = {
     "temperature": SamplingParams(temperature=1.3, seed=11),
     "top-k and top-p": SamplingParams(temperature=1.3, top_k=8, top_p=0.95, seed=12),
