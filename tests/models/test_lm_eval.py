@@ -61,7 +61,7 @@ def pair(harness: Any, model: str) -> tuple[Any, Any]:
     from lm_eval.models.huggingface import HFLM
 
     options: dict[str, Any] = {"pretrained": model, "dtype": "float64", "device": "cpu", "batch_size": 3}
-    return HFLM(**options), harness.EmssdLM(**options, drafter="draft_model", **{"drafter.path": model})
+    return HFLM(**options), harness.EmssdLM(**options, drafter="draft_model", budget="fixed", **{"drafter.path": model})
 
 
 CONTEXTS = ["round and round and", "x", "abc abcd abc", "hello hello hello", "foo bar foo bar foo", "a b", "ab ab ab"]
