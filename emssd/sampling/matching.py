@@ -87,8 +87,10 @@ class _Matcher:
         words = np.zeros(self._num_words, dtype=np.int32)
         if not state.has_ended:
             self._go_to(state)
-            known = np.frombuffer(self._own.compute_bitmask(), dtype=np.int32)[: self._num_words]
-            self.check()
+            # of a copy: once it has computed a mask, llguidance 1.6 to 1.9 may give it again after another text as long
+            own = self._own.deep_copy()
+            known = np.frombuffer(own.compute_bitmask(), dtype=np.int32)[: self._num_words]
+            self.check(own)
             words[: len(known)] = known
         for token in self._not_from_library:
             words[token >> 5] &= ~_bit(token)
@@ -142,10 +144,11 @@ class _Matcher:
             self._stack.append(each)
         self.check()
 
-    def check(self) -> None:
+    def check(self, own: Any = None) -> None:
         """Raises ConfigError: the library has given up."""
-        if self._own.is_error():
-            reason = str(self._own.get_error()).strip().partition("\n")[0]
+        own = own or self._own
+        if own.is_error():
+            reason = str(own.get_error()).strip().partition("\n")[0]
             raise ConfigError(f"llguidance cannot go on with the grammar {self._grammar.text:.60}: {reason}")
 
 
@@ -159,6 +162,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._valid = set[Grammar]()
+        self._own_tokenizers = dict[int, Any]()
         self._workers: ThreadPoolExecutor | None = None
         self.waited = 0.0
 
@@ -170,15 +174,16 @@ class Grammars:
             raise ConfigError(
                 "sampling.grammar: the model names no EOS token, so that no output could end behind the last token"
             )
+        tokenizer = self._own_tokenizer(min(ends))
         text = getattr(known.LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
         if grammar not in self._valid:
-            is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, self._own_tokenizer)
+            is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
             if is_wrong or said:
                 names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
                 what, told = names[grammar.kind], f"{' '.join(said[0].split()):.300}"
                 raise ConfigError(f"sampling.grammar: llguidance cannot follow this {what}: {told}")
             self._valid.add(grammar)
-        matcher = _Matcher(known.LLMatcher(self._own_tokenizer, text), grammar, ends, self._own_tokenizer)
+        matcher = _Matcher(known.LLMatcher(tokenizer, text), grammar, ends, tokenizer)
         matcher.check()
         return matcher.start
 
@@ -207,14 +212,17 @@ class Grammars:
             raise ConfigError("a grammar needs the library llguidance: pip install 'emssd[grammar]'") from error
         return llguidance
 
-    @cached_property
-    def _own_tokenizer(self) -> Any:
+    def _own_tokenizer(self, end: int) -> Any:
+        """The tokenizer for the library. Its EOS token is never text, so `end` is it where the tokenizer names none."""
         if self._tokenizer is None:
             raise ConfigError("a grammar speaks of text, but the engine has no tokenizer; pass one")
         from llguidance.hf import from_tokenizer
 
         try:
-            return from_tokenizer(self._tokenizer, n_vocab=self._vocab_size)
+            eos = end if (own := self._tokenizer.eos_token_id) is None else own
+            if eos not in self._own_tokenizers:
+                self._own_tokenizers[eos] = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return self._own_tokenizers[eos]
         except Exception as error:  # of a Rust library, which says no more of it
             kind = type(self._tokenizer).__name__
             raise ConfigError(f"sampling.grammar: llguidance cannot read this tokenizer, a {kind}: {error}") from error

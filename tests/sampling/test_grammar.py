@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import regex
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
@@ -141,6 +143,33 @@ def test_states_in_any_order_are_those_of_a_matcher_that_only_went_forward() -> 
                 fresh = fresh.after(token)
             assert fresh is not None
             assert (fresh.mask == state.mask).all()
+
+
+def test_a_mask_is_not_that_of_another_text_as_long() -> None:
+    """After ``[]`` and a space no item may come, whichever text as long, by other tokens, was looked at before."""
+    schema = {"type": "object", "properties": {"q": {"type": "array", "items": {"type": "string"}}}, "required": ["q"]}
+    known = tokenizer()
+    space, opened, both, quote = (known.convert_tokens_to_ids(each) for each in ("Ġ", "[", "[]", '"'))
+    state = begun(schema)
+    for token in known.encode('{"q":'):
+        state = after(state, token)
+    assert after(after(after(state, space), opened), space).allows(quote)
+    assert not after(after(state, both), space).allows(quote)
+
+
+def test_token_0_is_text_where_the_tokenizer_names_no_eos() -> None:
+    own = Tokenizer(models.BPE({letter: token for token, letter in enumerate("ab.")}, []))
+    own.decoder = decoders.ByteLevel()
+    letters = PreTrainedTokenizerFast(tokenizer_object=own)
+    state = Grammars(letters, 3).begin("regex:(a|b)a", [2])
+    assert [token for token in range(3) if state.allows(token)] == [0, 1]
+    assert after(after(state, 0), 0).allows(2)
+
+
+def after(state: MatcherState, token: int) -> MatcherState:
+    following = state.after(token)
+    assert following is not None
+    return following
 
 
 def test_greedy_texts_are_those_of_whole_passes_with_brute_force_masks() -> None:
