@@ -171,7 +171,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 def profiled(target: TargetModel, batch_size: int, context: int, num_steps: int = 10) -> list[dict[str, Any]]:
     """The time of a greedy step by its parts, with their calls and milliseconds, the slowest first."""
     assert target.compiled is not None
-    linears = json.loads((target.compiled.folder / LINEARS).read_text())
+    linears = json.loads((target.compiled.folder / LINEARS).read_text())["linears"]
     names = [", ".join(dict.fromkeys(each.split(".")[-2] for each in linear["weights"])) for linear in linears]
     prompts = torch.randint(4, target.vocab_size, (batch_size, context)).tolist()
     options = EngineOptions(batch_size=batch_size, prefix_caching=False)

@@ -65,7 +65,8 @@ class CompiledForward(ProvenProgram):
     def why_not_invariant(self) -> str | None:
         if not has_kernel(self._dtype):
             return f"oneDNN or MKL computes the {self._dtype} layers of its program"
-        return None
+        others = ", ".join(self._program.other_products)
+        return f"its program calls {others}" if others else None
 
     def __call__(
         self,

@@ -63,6 +63,9 @@ class Program:
 
     Weights of linear layers are copied, or what `round_to` makes of them. If something else was found on disk, this
     raises an exception of almost any kind.
+
+    Attributes:
+        other_products: names of PyTorch's operators in it that add up products, other than linear layers.
     """
 
     def __init__(
@@ -77,9 +80,13 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        for linear in json.loads(found.files[LINEARS]):
+        products = json.loads(found.files[LINEARS])
+        self.other_products: list[str] = products["others"]
+        for linear in products["linears"]:
             biases = [tensors[name].detach() for name in linear["biases"]]
             weights = [tensors[name].detach() for name in linear["weights"]]
+            if linear["transposed"]:
+                weights = [weight.t().contiguous() for weight in weights]
             scale = None
             if round_to is not None:
                 copies = [round_to(weight) for weight in weights]

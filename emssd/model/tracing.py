@@ -9,10 +9,11 @@ import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,23 @@ __all__ = [
 ]
 
 _MAX_TOKENS = 1 << 20  # of one step
+_PLAIN_PRODUCTS = {"mm", "bmm", "matmul", "linear"}
+_PRODUCTS = _PLAIN_PRODUCTS | {
+    "addmm",
+    "addbmm",
+    "baddbmm",
+    "addmv",
+    "mv",
+    "dot",
+    "inner",
+    "einsum",
+    "tensordot",
+    "_grouped_mm",
+    "conv1d",
+    "conv2d",
+    "convolution",
+    "scaled_dot_product_attention",
+}
 
 logger = logging.getLogger("emssd")
 
@@ -97,10 +115,14 @@ def compile_module(
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
             program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
             linears = _replace_linears(program) if own_linears else []
-            (folder / LINEARS).write_text(json.dumps(linears, indent=1))
+            found = {"linears": linears, "others": _other_products(program)}
+            (folder / LINEARS).write_text(json.dumps(found, indent=1))
             torch.save(dict(program.constants), folder / CONSTANTS)
             # Small tensors would be written into the code: weights of a checkpoint, in a program for all of them.
             options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
+            # Values are rounded wherever the module rounds them, also between operators that are fused: else a program
+            # that gives hidden states would round where others do not, and have other bits.
+            options["emulate_precision_casts"] = True
             torch._inductor.aoti_compile_and_package(
                 program, package_path=str(folder / PROGRAM), inductor_configs=options
             )
@@ -121,37 +143,82 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16)
 
 
-def _replace_linears(program: torch.export.ExportedProgram) -> list[dict[str, list[str]]]:
+class _Linear(NamedTuple):
+    """A linear layer of a graph: its input, the node and name of its weight, the names of its biases, none or one."""
+
+    source: Any
+    weight: Any
+    name: str
+    biases: tuple[str, ...]
+    is_transposed: bool  # ``[in, out]``, as GPT-2 has it
+
+
+def _linear_of(node: Any, parameters: Mapping[str, str]) -> _Linear | None:
+    """The linear layer that a `node` computes, if its tensors are all parameters; ``None`` if it computes none."""
+    if node.target is torch.ops.aten.linear.default:
+        source, weight, *biases = node.args
+    elif node.target is torch.ops.aten.addmm.default and not node.kwargs:
+        bias, source, weight = node.args
+        biases = [bias]
+    else:
+        return None
+    if any(each.name not in parameters for each in (weight, *biases)):
+        return None
+    name, *others = (parameters[each.name].removeprefix(PREFIX) for each in (weight, *biases))
+    return _Linear(source, weight, name, tuple(others), len(node.args) == 3 and node.args[2] is weight)
+
+
+def _replace_linears(program: torch.export.ExportedProgram) -> list[dict[str, Any]]:
     """Put our kernel in the place of linear layers, one for those of the same input. Returns what each consists of."""
     graph, parameters = program.graph, program.graph_signature.inputs_to_parameters
     every: list[Any] = list(graph.nodes)  # nodes, but their annotations do not say that their arguments are some here
     handle = next(node for node in every if node.name == "handle")
-    together: dict[tuple[Any, bool], list[Any]] = {}
+    together: dict[tuple[Any, bool, bool], list[tuple[Any, _Linear]]] = {}
     for node in every:
-        if node.target is torch.ops.aten.linear.default and all(each.name in parameters for each in node.args[1:]):
-            together.setdefault((node.args[0], len(node.args) > 2), []).append(node)
+        if (linear := _linear_of(node, parameters)) is not None:
+            key = linear.source, bool(linear.biases), linear.is_transposed
+            together.setdefault(key, []).append((node, linear))
     linears = []
-    for (source, _), nodes in together.items():
-        names = [[parameters[each.name].removeprefix(PREFIX) for each in node.args[1:]] for node in nodes]
-        biases = [bias for _, *rest in names for bias in rest]
-        linears.append({"weights": [weight for weight, *_ in names], "biases": biases})
-        sizes = [node.args[1].meta["val"].shape[0] for node in nodes]
+    for (source, _, is_transposed), layers in together.items():
+        names = {
+            "weights": [linear.name for _, linear in layers],
+            "biases": [bias for _, linear in layers for bias in linear.biases],
+        }
+        linears.append(names | {"transposed": is_transposed})
+        nodes = [node for node, _ in layers]
+        sizes = [node.meta["val"].shape[-1] for node in nodes]
         with graph.inserting_before(nodes[0]):
             operator = torch.ops.emssd_native.linear.default
             joined = graph.call_function(operator, (source, handle, len(linears) - 1, sum(sizes)))
             joined.meta["val"] = nodes[0].meta["val"].new_empty(*nodes[0].meta["val"].shape[:-1], sum(sizes))
             for node, stop in zip(nodes, accumulate(sizes), strict=True):
-                size = node.args[1].meta["val"].shape[0]
+                size = node.meta["val"].shape[-1]
                 part = joined
                 if len(nodes) > 1:
                     part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, -1, stop - size, stop))
                 part.meta["val"] = node.meta["val"]
                 node.replace_all_uses_with(part)
-    for nodes in together.values():
-        for node in nodes:
+    for layers in together.values():
+        for node, _ in layers:
             graph.erase_node(node)
     program.graph_module.recompile()
     return linears
+
+
+def _other_products(program: torch.export.ExportedProgram) -> list[str]:
+    """Names of the operators left that add up products, in an order that may depend on how many rows there are.
+
+    An operator of another library, such as the experts of Transformers, may be one.
+    """
+    found = set[str]()
+    for node in program.graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace != "emssd_native":
+            name = node.target._opname
+            size = node.args[0].meta["val"].shape[-1] if name in _PLAIN_PRODUCTS else None
+            is_one = isinstance(size, int) and size == 1  # as in rotary embeddings: nothing is added up
+            if node.target.namespace != "aten" or (name in _PRODUCTS and not is_one):
+                found.add(name)
+    return sorted(found)
 
 
 def _first_line(error: BaseException) -> str:

@@ -93,8 +93,8 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(architecture: str) -> N
     assert decode(TargetModel(model), right, seed=0)[0] == right
 
 
-@pytest.mark.costly("compiles a model")
-def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding() -> None:
+@pytest.mark.costly("compiles a model twice")
+def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding_also_by_a_program_that_gives_hidden_states() -> None:
     model = tiny_model("gemma2", dtype=torch.bfloat16, vocab_size=VOCAB_SIZE, max_model_len=64)
     target = TargetModel(model, compile=True)
     assert target.compiled is not None
@@ -117,5 +117,10 @@ def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding() -> None:
         right[prompt] = output
     done, runner = decode(target, right, seed=1)
     assert done == right
+    for tokens, logits in runner.said:
+        assert torch.equal(logits, logits_after(tokens)), tokens
+    target.prepare_hidden([0, 1])
+    assert target.compiled is not None
+    assert target.compiled.hidden == (0, 1)
     for tokens, logits in runner.said:
         assert torch.equal(logits, logits_after(tokens)), tokens

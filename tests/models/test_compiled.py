@@ -6,6 +6,7 @@ ten seconds a model, so there are few, and test processes share what they compil
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from types import ModuleType
@@ -288,6 +289,31 @@ def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -
     with pytest.raises(MemoryError, match=r"^out of memory$"):
         target.compiled(ids, ids, broken, torch.tensor([0]))
     assert_close(*both(target, 1, 5, [0, 4]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "others"), [("gpt2", []), ("llama", []), ("qwen2_moe", ["grouped_mm_fallback"])]
+)
+def test_products_that_no_kernel_of_ours_computes_are_named(
+    architecture: str, others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of GPT-2's are linear layers, though it calls ``addmm``; experts are none."""
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *arguments, **options: None)
+    tracing.declare_operators()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if others else {}
+    target = TargetModel(tiny_model(architecture, dtype=torch.float32, num_hidden_layers=1, **experts))
+    tracing.compile_program(target, tmp_path)
+    assert json.loads((tmp_path / tracing.LINEARS).read_text())["others"] == others
+
+
+def test_a_program_that_calls_other_products_says_that_it_is_not_batch_invariant(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets["opt-float32"]
+    assert target.compiled is not None
+    assert target.why_not_invariant is None
+    monkeypatch.setattr(target.compiled._program, "other_products", ["bmm", "mm"])
+    assert target.why_not_invariant == "its program calls bmm, mm"
 
 
 class LooksAtItsTokens(LlamaForCausalLM):

@@ -157,15 +157,17 @@ def truncate_and_seal(folder: Path) -> None:
 
 
 def swap_linears(folder: Path) -> None:
-    linears = json.loads((folder / tracing.LINEARS).read_text())
-    (joined,) = [each for each in linears if len(each["weights"]) == 3]
+    products = json.loads((folder / tracing.LINEARS).read_text())
+    (joined,) = [each for each in products["linears"] if len(each["weights"]) == 3]
     joined["weights"].reverse()
-    (folder / tracing.LINEARS).write_text(json.dumps(linears))
+    (folder / tracing.LINEARS).write_text(json.dumps(products))
     seal(folder)
 
 
 def other_linears(folder: Path) -> None:
-    (folder / tracing.LINEARS).write_text('[{"weights": ["of.another.model"], "biases": []}]')
+    (folder / tracing.LINEARS).write_text(
+        '{"linears": [{"weights": ["of.another.model"], "biases": [], "transposed": false}], "others": []}'
+    )
     seal(folder)
 
 
