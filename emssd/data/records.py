@@ -54,6 +54,8 @@ def content_of(path: str, option: str = "data.path=") -> tuple[str, bytes]:
     if path == "-":
         return "stdin", sys.stdin.buffer.read()
     file = Path(path).expanduser()
+    if file.is_dir():
+        raise PromptError(f"{option}{path} is a folder; give a file in it")
     if not file.is_file():
         raise PromptError(f"{option}{path}: no such file (looked in {Path.cwd()})")
     try:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+
+import torch
 
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
@@ -39,7 +43,7 @@ class Assembled:
         drafter: Any = DEFAULT_DRAFTER,
         backend: Any = "ragged",
         budget: Any = "adaptive",
-        dtype: str = "auto",
+        dtype: str | torch.dtype = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
         compile: Compile = False,
@@ -69,7 +73,7 @@ class Assembled:
             checksums: see `emssd.model.load_model`.
             options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
         """
-        chosen, registry = _options(options), Registry()
+        chosen, registry = _options(options, cls.from_pretrained), Registry()
         # All names are looked up before the weights are loaded.
         for kind, choice, ready in (("drafter", drafter, (Drafter, list)), ("budget", budget, BudgetPolicy)):
             if not isinstance(choice, ready):
@@ -120,7 +124,10 @@ class Assembled:
         **options: Any,
     ) -> Self:
         """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
-        chosen, load = _options(options), partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
+        chosen, load = (
+            _options(options, cls.from_model),
+            partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback),
+        )
         target = TargetModel(
             model,
             max_model_len=max_model_len,
@@ -221,10 +228,22 @@ def _context(
     return context
 
 
-def _options(given: dict[str, Any]) -> EngineOptions:
+_KINDS = {"int": (int, "a whole number"), "bool": (bool, "True or False")}
+
+
+def _options(given: dict[str, Any], maker: Callable[..., Any]) -> EngineOptions:
+    """Options `given` to `maker` beside those it names. Raises ConfigError: one is unknown, or has no such value."""
     known = {field.name: field for field in dataclasses.fields(EngineOptions)}
     if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"unknown option {unknown[0]!r}; an engine takes {', '.join(known)}")
+        parameters = inspect.signature(maker).parameters.values()
+        names = [*known, *(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)]
+        near = difflib.get_close_matches(unknown[0], names, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"unknown option {unknown[0]!r}{hint}; an engine takes {', '.join(names)}")
+    for name, value in given.items():
+        kind, wanted = _KINDS.get(str(known[name].type), (object, ""))
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{name} is {value!r}; give {wanted}")
     for name, kind in (("batching", Batching), ("admission", Admission)):
         if name in given:
             try:

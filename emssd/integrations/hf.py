@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 __all__ = ["Call", "check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
-_MODEL_KWARGS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+_CACHES = {"past_key_values", "cache_params"}  # the latter of Mamba and its like
+_MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES}
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
 
 
@@ -130,6 +131,8 @@ def custom_generate(
         call = replace(call, sampling=sampling)
     others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
     prompts, num_samples = call.prompts, call.num_samples
+    longest = max(map(len, prompts))
+    has_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) is not None
     with training_flags_kept(model):
         engine = Engine.from_model(
             model,
@@ -138,9 +141,9 @@ def custom_generate(
             backend=backend,
             budget=budget,
             batch_size=len(prompts),
+            max_model_len=None if has_limit else longest + call.max_new_tokens,
             frozen=True,  # as long as this call
         )
-        longest = max(map(len, prompts))
         if longest + call.max_new_tokens > engine.target.max_model_len:
             raise ConfigError(
                 f"a prompt of {longest} tokens and {call.max_new_tokens} new ones are more than the "
@@ -252,8 +255,8 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
 def check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
-    cache = model_kwargs.get("past_key_values")
-    if cache is not None and (getattr(cache, "_is_user_defined", False) or cache.get_seq_length() > 0):
+    given |= {name for name in _CACHES if getattr(model_kwargs.get(name), "_is_user_defined", False)}
+    if (cache := model_kwargs.get("past_key_values")) is not None and cache.get_seq_length() > 0:
         given.add("past_key_values")
     if given:
         raise ConfigError(

@@ -26,7 +26,7 @@ LoadModel = Callable[..., tuple[TargetModel, Any]]
 def load_model(
     path: str,
     *,
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     device: str = "auto",
     max_model_len: int | None = None,
     compile: Compile = False,
@@ -45,7 +45,7 @@ def load_model(
 
     Args:
         path: folder or hub id; ``demo`` and ``demo-draft`` are the embedded pair.
-        dtype: ``auto`` (the checkpoint's), ``float64``, ``float32``, ``bfloat16`` or ``float16``.
+        dtype: ``auto`` (the checkpoint's), ``float64``, ``float32``, ``bfloat16`` or ``float16``; PyTorch's dtypes too.
         device: ``auto`` (CUDA if there is one), or a torch device.
         max_model_len, compile, batch_invariant: see `TargetModel`.
         architecture: make a model of this shape with random weights and no tokenizer, and let `path` be no more than
@@ -171,7 +171,7 @@ class Wanted(NamedTuple):
     """The model that all processes load a shard of; see `load_model`."""
 
     path: str
-    dtype: str
+    dtype: str | torch.dtype
     max_model_len: int | None
     trust_remote_code: bool
     checksums: bool
@@ -221,8 +221,8 @@ def _check_parallel(device: str, other: str | None) -> None:
         )
 
 
-def _resolve_dtype(name: str) -> torch.dtype | str:
-    if name == "auto":
+def _resolve_dtype(name: str | torch.dtype) -> torch.dtype | str:
+    if name == "auto" or isinstance(name, torch.dtype):
         return name
     known = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name not in known:

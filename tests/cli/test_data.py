@@ -151,6 +151,7 @@ BAD = {  # what is wrong with single records, test_long_jobs.py has
     ('{"turns": ["a"]}', "data=jsonl data.template='{turns'"): "file:1 does not fit data.template; it has 'turns'. "
         "'{turns' gives ValueError: expected '}' before end of string",
     ('{"prompt": "a", "k": 1}', "data=jsonl data.where.k=2"): "no prompt has k=2; change data.where",
+    ("", "data=text data.path=."): "data.path=. is a folder; give a file in it",
     ("", "data=text data.path=missing.txt"): "data.path=missing.txt: no such file (looked in …",
     ("", "data=hf data.path=null"):
         "data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl",

@@ -68,6 +68,14 @@ def test_a_batch_padded_on_the_left_gives_the_same_tensor(architecture: str, dra
     assert torch.equal(expected, got)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_models_whose_layers_keep_a_state_and_know_no_longest_text_give_the_same_tensor() -> None:
+    """`generate` hands them an empty cache of their own."""
+    inputs = {"input_ids": torch.tensor([PROMPTS[0], PROMPTS[0][::-1]])}
+    expected, got = both(make_model("mamba2"), inputs, max_new_tokens=8)
+    assert torch.equal(expected, got)
+
+
 def test_without_a_pad_token_the_first_eos_token_pads() -> None:
     model = make_model(seed=1)
     model.generation_config.pad_token_id = None

@@ -250,6 +250,7 @@ def test_an_unknown_path_is_told_with_what_is_possible(tmp_path: Path) -> None:
 
 def test_unknown_dtypes_and_devices_are_told_with_what_is_possible(tmp_path: Path) -> None:
     path = folder_with_config_only(tmp_path, "llama", **SMALL)
+    assert load_model("demo", dtype=torch.float64)[0].dtype is torch.float64
     with pytest.raises(ConfigError, match="unknown dtype 'float8'; choose auto, float64, float32, bfloat16, float16"):
         load_model(path, dtype="float8")
     with pytest.raises(ConfigError, match=r"device 'nowhere' cannot be used here.*Try device=cpu"):
