@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, get_args, get_origin
 
@@ -65,6 +66,7 @@ class _Numbers(argparse.Action):
 @steady("emssd-train", if_interrupted="--resume goes on from the last checkpoint")
 def main(arguments: Seq[str] | None = None) -> None:
     """Parse the command line and do it. Exits with 2 for an error of the user's, 130 for Ctrl-C."""
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
     parsed = vars(make_parser().parse_args(arguments))
     _run(parsed.pop("options")(**parsed))
 

@@ -74,8 +74,8 @@ def check_config(config: Any, model_class: type | None, fallback: str = "none") 
     if foreign:
         raise _refused(
             name,
-            f"it has layers of type {', '.join(foreign)}; emssd serves full and sliding attention, whose cache can be "
-            f"rolled back by any number of tokens; {_PER_ROW}",
+            f"it has layers of type {', '.join(foreign)}, and emssd does not know how their code keeps what it read; "
+            f"{_PER_ROW}",
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refused(

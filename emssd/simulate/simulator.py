@@ -159,7 +159,7 @@ def warm_up(
     warm_up_engine(simulator.engine, requests)
 
 
-_FIGURES = {  # name, and if the table shows it: its heading there and its format
+_FIGURES = {  # name, and if the table shows it: its name there and its format
     "tokens_per_second": ("tokens/s", ",.1f"),
     "tokens_per_step": ("tokens/step", ",.2f"),
     "num_steps": ("steps", ",d"),
@@ -185,10 +185,10 @@ def summarize(simulation: Simulation, label: str) -> dict[str, Any]:
 
 
 def summary_table(run: Mapping[str, Any]) -> Table:
-    """The figures of a run, as `summarize` gives them, in one line."""
-    table = Table("run", title="simulated, not measured", title_justify="left", title_style="bold")
-    shown = {name: column for name, column in _FIGURES.items() if column}
-    for heading, _ in shown.values():
-        table.add_column(heading, justify="right")
-    table.add_row(str(run["label"]), *(format(run[name], form) for name, (_, form) in shown.items()))
+    """The figures of a run, as `summarize` gives them, a line each."""
+    table = Table("simulated, not measured", title=str(run["label"]), title_justify="left", title_style="bold")
+    table.add_column(justify="right")
+    for name, column in _FIGURES.items():
+        if column is not None:
+            table.add_row(column[0], format(run[name], column[1]))
     return table

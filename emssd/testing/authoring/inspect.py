@@ -31,7 +31,8 @@ _OPTIONS = {Format.dflash: ("block_size", "mask_token_id"), Format.peagle: ("mas
 def print_plugins(notes: Notes) -> int:
     """Print a table of all plugins. Returns 1 if one of them failed to load, else 0."""
     registry = notes.registry()
-    table = Table("kind", "name", "state", "distribution", "version", "notes", box=None, pad_edge=False)
+    table = Table("kind", "name", "state", "distribution", "version", box=None, pad_edge=False)
+    table.add_column("notes", overflow="fold")  # a reason is told to its end
     bits = {
         spec.name: f"batch-invariant: {getattr(spec, 'batch_invariant', '') or 'no'}"
         for spec in registry.specs("backend")
