@@ -7,6 +7,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -124,10 +125,8 @@ class Assembled:
         **options: Any,
     ) -> Self:
         """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
-        chosen, load = (
-            _options(options, cls.from_model),
-            partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback),
-        )
+        chosen = _options(options, cls.from_model)
+        load = partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
         target = TargetModel(
             model,
             max_model_len=max_model_len,
@@ -228,9 +227,6 @@ def _context(
     return context
 
 
-_KINDS = {"int": (int, "a whole number"), "bool": (bool, "True or False")}
-
-
 def _options(given: dict[str, Any], maker: Callable[..., Any]) -> EngineOptions:
     """Options `given` to `maker` beside those it names. Raises ConfigError: one is unknown, or has no such value."""
     known = {field.name: field for field in dataclasses.fields(EngineOptions)}
@@ -241,9 +237,10 @@ def _options(given: dict[str, Any], maker: Callable[..., Any]) -> EngineOptions:
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(f"unknown option {unknown[0]!r}{hint}; an engine takes {', '.join(names)}")
     for name, value in given.items():
-        kind, wanted = _KINDS.get(str(known[name].type), (object, ""))
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ConfigError(f"{name} is {value!r}; give {wanted}")
+        is_bool = isinstance(value, bool)
+        right = {"int": isinstance(value, Integral) and not is_bool, "bool": is_bool}
+        if not right.get(wanted := str(known[name].type), True):
+            raise ConfigError(f"{name} is {value!r}; give {'a whole number' if wanted == 'int' else 'True or False'}")
     for name, kind in (("batching", Batching), ("admission", Admission)):
         if name in given:
             try:

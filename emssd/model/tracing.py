@@ -144,11 +144,10 @@ def has_kernel(dtype: torch.dtype) -> bool:
 
 
 class _Linear(NamedTuple):
-    """A linear layer of a graph: its input, the node and name of its weight, the names of its biases, none or one."""
+    """A linear layer of a graph: its input, the name of its weight, and of its bias if it has one."""
 
     source: Any
-    weight: Any
-    name: str
+    weight: str
     biases: tuple[str, ...]
     is_transposed: bool  # ``[in, out]``, as GPT-2 has it
 
@@ -165,7 +164,7 @@ def _linear_of(node: Any, parameters: Mapping[str, str]) -> _Linear | None:
     if any(each.name not in parameters for each in (weight, *biases)):
         return None
     name, *others = (parameters[each.name].removeprefix(PREFIX) for each in (weight, *biases))
-    return _Linear(source, weight, name, tuple(others), len(node.args) == 3 and node.args[2] is weight)
+    return _Linear(source, name, tuple(others), node.target is torch.ops.aten.addmm.default)
 
 
 def _replace_linears(program: torch.export.ExportedProgram) -> list[dict[str, Any]]:
@@ -181,7 +180,7 @@ def _replace_linears(program: torch.export.ExportedProgram) -> list[dict[str, An
     linears = []
     for (source, _, is_transposed), layers in together.items():
         names = {
-            "weights": [linear.name for _, linear in layers],
+            "weights": [linear.weight for _, linear in layers],
             "biases": [bias for _, linear in layers for bias in linear.biases],
         }
         linears.append(names | {"transposed": is_transposed})
