@@ -122,6 +122,7 @@ def custom_generate(
         ConfigError: an option that cannot be honoured.
     """
     from emssd.decoding.engine import Engine
+    from emssd.model.support import length_limit
     from emssd.sampling import SamplingParams
 
     assert generation_config is not None
@@ -132,7 +133,6 @@ def custom_generate(
     others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
     prompts, num_samples = call.prompts, call.num_samples
     longest = max(map(len, prompts))
-    has_limit = getattr(model.config.get_text_config(), "max_position_embeddings", None) is not None
     with training_flags_kept(model):
         engine = Engine.from_model(
             model,
@@ -141,7 +141,7 @@ def custom_generate(
             backend=backend,
             budget=budget,
             batch_size=len(prompts),
-            max_model_len=None if has_limit else longest + call.max_new_tokens,
+            max_model_len=length_limit(model.config) or longest + call.max_new_tokens,
             frozen=True,  # as long as this call
         )
         if longest + call.max_new_tokens > engine.target.max_model_len:

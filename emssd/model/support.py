@@ -16,6 +16,7 @@ __all__ = [
     "check_whole",
     "count_heads",
     "distributed_options",
+    "length_limit",
     "resolve_max_model_len",
 ]
 
@@ -34,11 +35,15 @@ _OPT = {
 """For ``opt``, which Transformers has no plan for: by module, with ``*`` for a layer, one of its parallel styles."""
 
 
+def length_limit(config: Any) -> int | None:
+    """The longest sequence by a model's config; ``None`` if it names none."""
+    limit = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(limit) if limit is not None and limit > 0 else None
+
+
 def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str = "none") -> int:
     """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
-    text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)
-    limit = int(limit) if limit is not None and limit > 0 else None
+    text, limit = config.get_text_config(), length_limit(config)
     if max_model_len is None:
         if limit is None:
             raise ConfigError(f"{config.model_type} has no length limit in its config; set model.max_model_len")

@@ -39,22 +39,8 @@ __all__ = [
 
 _MAX_TOKENS = 1 << 20  # of one step
 _PLAIN_PRODUCTS = {"mm", "bmm", "matmul", "linear"}
-_PRODUCTS = _PLAIN_PRODUCTS | {
-    "addmm",
-    "addbmm",
-    "baddbmm",
-    "addmv",
-    "mv",
-    "dot",
-    "inner",
-    "einsum",
-    "tensordot",
-    "_grouped_mm",
-    "conv1d",
-    "conv2d",
-    "convolution",
-    "scaled_dot_product_attention",
-}
+_PRODUCTS = {"addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "inner", "einsum", "tensordot", "_grouped_mm",
+             "conv1d", "conv2d", "convolution", "scaled_dot_product_attention", *_PLAIN_PRODUCTS}  # fmt: skip
 
 logger = logging.getLogger("emssd")
 
