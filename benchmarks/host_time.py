@@ -83,7 +83,7 @@ class NoModel(CausalLMRunner):
         self._logits[:, RIGHT] = 1
         self.seconds = {"plan": 0.0, "commit": 0.0}
         self.num_recorded = 0
-        self._states = None
+        self.num_layers = self._states = None
 
     def begin(self) -> None:
         """There is no model that could have changed."""
