@@ -1,7 +1,7 @@
 """Measures `backend=flashinfer` on one GPU: verification steps against their floor, and decoding against its peers.
 
     python benchmarks/gpu.py --quick --out results/gpu.json          # some minutes on an H200
-    python benchmarks/gpu.py --quick --only profile --out FILE       # where a step's time goes
+    python benchmarks/gpu.py --quick --only profile host products --out FILE       # where a step's time goes
     python benchmarks/gpu.py --shape opt-6.7b --out results/gpu.json # all batch sizes and contexts
     python benchmarks/gpu.py --device cpu --shape tiny --quick       # proves that this program works, nothing else
 
@@ -10,9 +10,9 @@ run's tokens are checked and acceptance can be set: "replay" rows draft 7 tokens
 wanted acceptance length says; they stand for a drafter that costs nothing. The floor of a step is what it must move at
 the rate of a copy on the same card, or compute at the rate of a large matrix product, whichever takes longer.
 
-Results go to the JSON file after every piece; a piece that is there already is not measured again. A piece that fails
-is recorded as such, and the next one begins; where the device itself fails, the program ends with exit status 75,
-and goes on after that piece when it is called again.
+Results go to the JSON file after every piece; a piece that is there already, from the same card, is not measured again.
+A piece that fails is recorded as such, and the next one begins; where the device itself fails, the program ends with
+exit status 75, and goes on after that piece when it is called again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from typing import Any
 
 import torch
 from gpu_hf import hf_decode
+from gpu_loop import loop_decode
 from gpu_measure import DRAFTED, FLASHINFER, decode, rates, verify_step
 from gpu_models import SHAPES, model_of_shape
 from gpu_parts import DEVICE_FAILED
-from gpu_profile import profile_step
+from gpu_products import products_of, time_product
+from gpu_profile import host_timeline, profile_step
 from gpu_tables import print_tables
 from rich.console import Console
 
@@ -43,57 +45,51 @@ from emssd.model import TargetModel
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 
-KINDS = ["step", "profile", "decode"]
-STEPS = [(8, 8), (16, 5), (1, 8), (8, 1), (24, 8), (128, 1), (128, 8)]  # batch, new tokens per row
-QUICK_STEPS, PROFILED_STEPS = STEPS[:4], STEPS[:2]
-QUERY_TILES = [64, 128, 16]  # rows of a tile for which recorded steps are planned
-BATCHES = [8, 2, 4, 16, 24, 1, 12, 64, 128]
-QUICK_BATCHES = BATCHES[:5]
+KINDS = ["step", "profile", "host", "products", "tuned", "decode", "loop", "padding"]
+STEPS = [(8, 8), (1, 8), (8, 1), (16, 5), (24, 8), (128, 1), (128, 8)]  # batch, new tokens per row
+BATCHES = [8, 1, 16, 24, 2, 4, 12, 64, 128]
+LIBRARIES = {"products": ["cublas", "cublaslt"], "tuned": ["inductor"]}  # of kinds that need no model
 
 
-def pieces(target: TargetModel, shape: str, arguments: argparse.Namespace) -> Iterator[Piece]:
-    """The pieces of one shape, each under a name that says all about it; the longest come last."""
-    contexts = contexts_of(shape, arguments.quick)
-    if "step" in arguments.only:
-        yield from _steps(target, shape, contexts, arguments)
-    if "profile" in arguments.only:
-        yield from _profiles(target, shape, contexts[0], arguments)
-    if "decode" in arguments.only:
-        yield from _decoding(target, shape, contexts[0], arguments)
-
-
-def _steps(target: TargetModel, shape: str, contexts: list[int], arguments: argparse.Namespace) -> Iterator[Piece]:
-    for context, (batch, tokens) in itertools.product(contexts, QUICK_STEPS if arguments.quick else STEPS):
-        if shape == "tiny" and batch > 8:
-            continue
-        for backend in FLASHINFER:
+def pieces(target: Any, shape: str, arguments: argparse.Namespace) -> Iterator[Piece]:
+    """The pieces of one shape, each under a name that says all about it. If `target` is ``None``, none of them runs."""
+    contexts, only, repeats = contexts_of(shape, arguments.quick), arguments.only, arguments.repeats
+    few = 4 if arguments.quick else None
+    steps = dict.fromkeys((min(batch, 8) if shape == "tiny" else batch, tokens) for batch, tokens in STEPS[:few])
+    sizes = arguments.batch or BATCHES[:few]
+    batches = [*dict.fromkeys(min(size, 4) if shape == "tiny" else size for size in sizes)]
+    if "step" in only:
+        for context, (batch, tokens), backend in itertools.product(contexts, steps, FLASHINFER):
             name = f"step {shape} {backend} batch={batch} tokens={tokens} context={context}"
-            yield name, partial(verify_step, target, backend, batch, tokens, context, arguments.repeats)
-
-
-def _profiles(target: TargetModel, shape: str, context: int, arguments: argparse.Namespace) -> Iterator[Piece]:
-    for batch, tokens in PROFILED_STEPS:
-        where = f"batch={batch} tokens={tokens} context={context}"
-        measure = partial(profile_step, target, batch=batch, tokens=tokens, context=context, repeats=arguments.repeats)
-        for tile in QUERY_TILES:
-            name = f"profile {shape} flashinfer {where} tile={tile}"
-            yield name, partial(measure, name="flashinfer", query_tile=tile)
-        yield f"profile {shape} flashinfer-eager {where}", partial(measure, name="flashinfer-eager")
-
-
-def _decoding(target: TargetModel, shape: str, context: int, arguments: argparse.Namespace) -> Iterator[Piece]:
-    new, tau = arguments.new_tokens, arguments.acceptance_length
-    sizes = arguments.batch or (QUICK_BATCHES if arguments.quick else BATCHES)
-    batches = [batch for batch in sizes if shape != "tiny" or batch <= 4]
-    where = {batch: f"batch={batch} context={context} new={new}" for batch in batches}
+            yield name, partial(verify_step, target, backend, batch, tokens, context, repeats)
+    if "profile" in only:
+        for batch, tokens in [*steps][:4]:
+            name = f"profile {shape} flashinfer batch={batch} tokens={tokens} context={contexts[0]}"
+            yield name, partial(profile_step, target, "flashinfer", batch, tokens, contexts[0], repeats)
+    if "host" in only:
+        for batch in batches[:2]:
+            name = f"host {shape} flashinfer batch={batch} context={contexts[0]}"
+            yield name, partial(host_timeline, target, batch, contexts[0], repeats)
+    for library in [library for kind, libraries in LIBRARIES.items() if kind in only for library in libraries]:
+        device = torch.device(arguments.device)
+        for outputs, inputs in products_of(SHAPES[shape]):
+            measure = partial(time_product, library, outputs, inputs, device, _dtype(device), repeats)
+            yield f"products {shape} {library} {outputs}x{inputs}", measure
     for batch in batches:
-        for backend in ("flashinfer", "flashinfer-eager", "padded"):
-            run = partial(decode, target, backend, batch, context, new)
-            yield f"decode {shape} {backend} greedy {where[batch]}", partial(run, None)
-            yield f"decode {shape} {backend} replay={tau} {where[batch]}", partial(run, tau)
-        yield f"decode {shape} hf dynamic {where[batch]}", partial(hf_decode, target, "dynamic", batch, context, new)
-    for batch in batches:  # each compiles for a minute
-        yield f"decode {shape} hf static {where[batch]}", partial(hf_decode, target, "static", batch, context, new)
+        yield from _decoding(target, shape, batch, contexts[0], arguments)
+
+
+def _decoding(target: Any, shape: str, batch: int, context: int, arguments: argparse.Namespace) -> Iterator[Piece]:
+    only, tau, sizes = arguments.only, arguments.acceptance_length, (batch, context, arguments.new_tokens)
+    where = f"batch={batch} context={context} new={arguments.new_tokens}"
+    for cache in ("static", "dynamic") if "decode" in only else ():
+        yield f"decode {shape} hf {cache} {where}", partial(hf_decode, target, cache, *sizes)
+    ours = {"flashinfer": "decode", "flashinfer-eager": "padding", "padded": "padding"}
+    for backend in [name for name, kind in ours.items() if kind in only]:
+        yield f"decode {shape} {backend} greedy {where}", partial(decode, target, backend, *sizes, None)
+        yield f"decode {shape} {backend} replay={tau} {where}", partial(decode, target, backend, *sizes, tau)
+    for tokens in (1, DRAFTED + 1) if "loop" in only else ():
+        yield f"decode {shape} loop tokens={tokens} {where}", partial(loop_decode, target, tokens, *sizes)
 
 
 def contexts_of(shape: str, quick: bool) -> list[int]:
@@ -157,15 +153,19 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     Raises:
         SystemExit: the device does not work any more.
     """
-    device = torch.device(arguments.device)
-    longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-    target = TargetModel(model_of_shape(SHAPES[shape], _dtype(device), device, longest), max_model_len=longest)
     known = {name for name, row in results["pieces"].items() if not (arguments.again and "failed" in row)}
+    if all(name in known for name, _ in pieces(None, shape, arguments)):
+        return
+    start, device, target = time.perf_counter(), torch.device(arguments.device), None
+    if not LIBRARIES.keys() >= {*arguments.only}:
+        longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
+        target = TargetModel(model_of_shape(SHAPES[shape], _dtype(device), device, longest), max_model_len=longest)
+        print(f"{shape}: the model is made ({time.perf_counter() - start:.1f} s)", flush=True)
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
     for number, (name, measure) in enumerate(todo, 1):
         result = results["pieces"][name] = run_piece(measure)
-        figure = "tokens_per_second" if "tokens_per_second" in result else "seconds"
-        said = result.get("failed") or f"{figure} {result[figure]:.4g}"
+        figures = (f"{name} {result[name]:.4g}" for name in ("tokens_per_second", "seconds") if name in result)
+        said = result.get("failed") or next(figures, "measured")
         print(f"{shape} {number}/{len(todo)} {name}: {said} ({result['took_seconds']} s)", flush=True)
         if broken := give_back():
             result["failed"] = f"{result.get('failed', 'no exception')}; then the device failed: {broken}"
@@ -188,10 +188,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes of decoding")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20, help="of a verification step")
-    parser.add_argument(
-        "--acceptance-length", type=float, default=4.0,
-        help="mean τ of the replay; the paper prints none, its speed-ups at batch 1 (3.04, 3.69) lie below it",
-    )  # fmt: skip
+    parser.add_argument("--acceptance-length", type=float, default=4.0, help="mean τ of the replay")
     parser.add_argument("--again", action="store_true", help="measure again what has failed")
     parser.add_argument("--out", type=Path, help="JSON file; what is in it already is not measured again")
     arguments = parser.parse_args()
@@ -200,9 +197,8 @@ def main() -> None:
     results = load(arguments.out)
     now = machine(device, _dtype(device), arguments.shape)
     if results["machine"] and results["machine"]["device"] != now["device"]:
-        raise SystemExit(
-            f"{arguments.out} is from {results['machine']['device']}, this is {now['device']}; give another"
-        )
+        arguments.out.rename(arguments.out.with_suffix(f".{'-'.join(results['machine']['device'].split())}.json"))
+        results = load(None)  # figures of two cards stand in two files
     results["machine"] = now
     console.print(now)
 

@@ -6,8 +6,7 @@ import time
 from typing import Any
 
 import torch
-from gpu_measure import prompts, synchronize
-from gpu_models import continuation
+from gpu_measure import prompts, right_rows, synchronize
 
 from emssd.model import TargetModel
 
@@ -61,11 +60,10 @@ def hf_decode(
     timed = [generate(new), generate(new)]
     seconds, out = min(timed, key=lambda run: run[0])
     prefill, _ = generate(1)
-    expected = [continuation(text, new, target.vocab_size) for text in ids.tolist()]
     return {
         "tokens_per_second": batch * (new - 1) / (seconds - prefill),
         "end_to_end": batch * new / seconds,
-        "equal_rows": sum(row == right for row, right in zip(out.tolist(), expected, strict=True)),
+        "equal_rows": right_rows(out.tolist(), ids.tolist(), target.vocab_size),
         "timed_seconds": [run[0] for run in timed],
         "compiled": warm["graphs"] - begin["graphs"],
         "compiled_while_timed": _compiled()["graphs"] - warm["graphs"],

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_padded import PaddedConfig
 from emssd_replay import ReplayConfig
 from emssd_replay.drafter import ReplayDrafter
 from gpu_models import continuation
@@ -29,18 +28,8 @@ from emssd.simulate.recording import logged_steps
 from emssd.testing.drafters import RandomDrafter
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
-__all__ = [
-    "DRAFTED",
-    "FLASHINFER",
-    "decode",
-    "make_backend",
-    "median_seconds",
-    "prompts",
-    "rates",
-    "stepping",
-    "synchronize",
-    "verify_step",
-]
+__all__ = ["DRAFTED", "FLASHINFER", "decode", "engine_of", "make_backend", "median_seconds", "prompts", "rates",
+           "right_rows", "stepping", "synchronize", "verify_step"]  # fmt: skip
 
 DRAFTED = 7  # tokens, as the paper's LLMA copies
 FLASHINFER: dict[str, dict[str, Any]] = {
@@ -84,10 +73,10 @@ def rates(device: torch.device, dtype: torch.dtype, *, large: bool) -> dict[str,
     }
 
 
-def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> AttentionBackend:
+def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend:
     """One of `FLASHINFER`, ``padded`` or ``ragged``; without a GPU, FlashInfer's kernels are replaced.
 
-    A replaced run shows that this program works, and nothing about speed. `options` are those of ``flashinfer``.
+    A replaced run shows that this program works, and nothing about speed.
 
     Raises:
         PluginError: it cannot serve the model.
@@ -98,10 +87,8 @@ def make_backend(name: str, target: TargetModel, batch: int, **options: Any) -> 
         kernels = ReferenceKernels(capture=rerun if recorded else None)
         backend = PagedBackend(kernels, memory_fraction=0.8)
     elif name.startswith("flashinfer"):
-        config = FlashInferConfig(**FLASHINFER[name], **options)
+        config = FlashInferConfig(**FLASHINFER[name])
         backend = Registry().find("backend", "flashinfer").build(config)
-    elif name == "padded":
-        backend = Registry().find("backend", "padded").build(PaddedConfig())
     else:
         spec = Registry().find("backend", name)
         backend = spec.build(spec.config())
@@ -167,15 +154,9 @@ def decode(
 ) -> dict[str, Any]:
     """Tokens/s of emssd: greedy, or with a replay at `acceptance_length`. The first run warms up and is not counted."""
     texts = prompts(batch, context, target.vocab_size)
-    expected = [tuple(continuation(text, new, target.vocab_size)) for text in texts]
     backend = make_backend(name, target, batch)
     for _ in range(2):  # the same steps twice, so that the second run finds every graph recorded
-        engine = Engine(
-            CausalLMRunner(target, backend),
-            _drafter(target, acceptance_length),
-            batch_size=batch,
-            scheduler=StaticScheduler(batch),
-        )
+        engine = engine_of(target, backend, batch, acceptance_length)
         outputs = engine.generate(texts, new, ignore_eos=True)
     metrics = engine.report.metrics()
     return {
@@ -185,15 +166,23 @@ def decode(
         "padding_per_new_token": metrics["padding_per_new_token"],
         "seconds": metrics["seconds"],
         "kv_peak_bytes": metrics["kv_peak_bytes"],
-        "equal_rows": sum(out.token_ids == right for out, right in zip(outputs, expected, strict=True)),
+        "equal_rows": right_rows([[*out.token_ids] for out in outputs], texts, target.vocab_size),
     }
 
 
-def _drafter(target: TargetModel, acceptance_length: float | None) -> Drafter:
-    if acceptance_length is None:
-        return RandomDrafter(target.vocab_size, 0)
-    config = ReplayConfig(p=_probability(acceptance_length), num_speculative_tokens=DRAFTED)
-    return ReplayDrafter(config, target.vocab_size)
+def right_rows(generated: list[list[int]], asked: list[list[int]], vocab_size: int) -> int:
+    """The number of rows that went on with the right tokens."""
+    pairs = zip(generated, asked, strict=True)
+    return sum(row == continuation(prompt, len(row), vocab_size) for row, prompt in pairs)
+
+
+def engine_of(target: TargetModel, backend: AttentionBackend, batch: int, acceptance_length: float | None) -> Engine:
+    """An engine that decodes greedily: without drafts, or with a replay at `acceptance_length`."""
+    drafter: Drafter = RandomDrafter(target.vocab_size, 0)
+    if acceptance_length is not None:
+        config = ReplayConfig(p=_probability(acceptance_length), num_speculative_tokens=DRAFTED)
+        drafter = ReplayDrafter(config, target.vocab_size)
+    return Engine(CausalLMRunner(target, backend), drafter, batch_size=batch, scheduler=StaticScheduler(batch))
 
 
 def _probability(acceptance_length: float) -> float:

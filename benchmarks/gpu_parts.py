@@ -26,11 +26,11 @@ from kernels_ahead import VARIANTS
 __all__ = ["DEVICE_FAILED", "GRACE", "PART_SECONDS", "PREPARATION_SECONDS", "Step", "plan", "run_part"]
 
 DEVICE_FAILED = 75  # exit status of a program that must go on in a new process; Python and pytest have none such
-PART_SECONDS = int(
-    os.environ.get("EMSSD_PART_SECONDS", 570)
-)  # all of a part, from the first line of gpu_run.sh; a command may take 600
+# All of a part, from the first line of gpu_run.sh; a command may take 600.
+PART_SECONDS = int(os.environ.get("EMSSD_PART_SECONDS", 570))
 PREPARATION_SECONDS = 90  # usually, of these for installing and looking around
 GRACE = 10  # seconds from the interruption of a step to its death, within its limit
+_SHAPES = ("llama-3-8b", "qwen3-8b", "opt-6.7b")
 _DRY = {"--device": "cpu", "--shape": "tiny", "--repeats": "2", "--new-tokens": "8"}
 
 
@@ -45,13 +45,7 @@ class Step:
 
 
 def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[Step]]:
-    """The steps of each part.
-
-    Args:
-        results: folder for what is found out.
-        kernels: folder where built kernels are kept.
-        dry: a tiny model on the CPU, to see that all of this works.
-    """
+    """The steps of each part; `dry`, of a tiny model on the CPU, to see that all of this works."""
 
     def build(limit: int, *variants: str) -> Step:
         if dry:
@@ -59,32 +53,29 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
         command = ("benchmarks/kernels_ahead.py", "--keep", str(kernels), "--variants", *variants)
         return Step("kernels", limit, (sys.executable, *command))
 
-    def test(limit: int) -> Step:
+    def test(limit: int, part: int) -> Step:
         files = ("tests/gpu/test_flashinfer.py", "tests/gpu/test_cuda.py")
-        options = ("-n", "12", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={results / 'part1-tests.xml'}")
+        options = ("-n", "12", "-p", "no:cacheprovider", "--tb=short", f"--junitxml={results}/part{part}-tests.xml")
         return Step("tests", limit, (sys.executable, "-m", "pytest", "-m", "gpu", *files, *options))
 
-    def measure(part: int, limit: int, *options: str, shapes: Sequence[str] = ("opt-6.7b",)) -> Step:
+    def measure(part: int, limit: int, kinds: str, shapes: Sequence[str] = _SHAPES) -> Step:
         chosen = [word for pair in _DRY.items() for word in pair] if dry else ["--shape", *shapes]
-        out = ("--out", str(results / f"part{part}-gpu.json"))
-        command = ("benchmarks/gpu.py", "--quick", *options, *out, *chosen)
-        return Step(" ".join(options), limit, (sys.executable, *command))
+        options = ("--only", *kinds.split(), "--out", str(results / f"part{part}-gpu.json"))
+        return Step(kinds, limit, (sys.executable, "benchmarks/gpu.py", "--quick", *options, *chosen))
 
     def demo(limit: int) -> Step:
         model = ("model.device=cpu",) if dry else ("model.device=cuda", "model.dtype=float16", "backend=flashinfer")
         command = ("-m", "emssd", "drafter=eagle3", *model, "check=greedy", "data.limit=8")
         return Step("a head drafts trees for the demo's model", limit, (sys.executable, *command))
 
-    kernels = [name for name, variant in VARIANTS.items() if variant[0] == "fa2"]
-    tiny = measure(1, 60, "--only", "step", "--repeats", "2", shapes=["tiny"])
+    every = [name for name, variant in VARIANTS.items() if variant[0] == "fa2"]
+    tiny, first = measure(4, 60, "step --repeats 2", ["tiny"]), build(100, "fp16-128")
     return {
-        1: [build(130, *kernels), test(200), demo(60), _sanitized(tiny, dry)],
-        2: [
-            build(60, *kernels),
-            measure(2, 220, "--only", "step", shapes=["opt-6.7b", "llama-3-8b", "qwen3-8b"]),
-            measure(2, 120, "--only", "profile"),
-        ],
-        3: [build(60, *kernels), measure(3, 400, "--only", "decode")],
+        1: [first, measure(1, 300, "profile host products"), measure(1, 60, "tuned")],
+        2: [first, measure(2, 280, "decode --batch 8 1"), measure(2, 80, "loop --batch 8 1")],
+        3: [first, measure(3, 180, "padding --batch 8 1 16 24"), measure(3, 180, "decode --batch 16 24 2 4")],
+        4: [build(130, *every), test(200, 4), demo(60), _sanitized(tiny, dry)],
+        5: [first, measure(5, 300, "step")],
     }
 
 

@@ -1,45 +1,106 @@
-"""The time of a verification step by operation, from PyTorch's profiler."""
+"""The time of a step by operation, from PyTorch's profiler, and what the host does in it."""
 
 from __future__ import annotations
 
+import cProfile
+import pstats
+import statistics
+import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_measure import make_backend, median_seconds, stepping, synchronize
+from gpu_measure import engine_of, make_backend, median_seconds, prompts, stepping, synchronize
 
+from emssd.decoding.engine import Engine
+from emssd.metrics.stats import PHASES
 from emssd.model import TargetModel
+from emssd.sequences import Request
+from emssd.simulate.recording import logged_steps
 
-__all__ = ["profile_step", "timeline"]
+__all__ = ["host_timeline", "profile_step", "timeline"]
 
 _PROFILED = 5  # steps
+_JOINED = 5.0  # microseconds between kernels that count as one span
 
 
-def profile_step(
-    target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int, **options: Any
-) -> dict[str, Any]:
+def profile_step(target: TargetModel, name: str, batch: int, tokens: int, context: int, repeats: int) -> dict[str, Any]:
     """Profile a step of `verify_step`: the median without the profiler, then what the device did.
 
     Without a GPU, what the host did.
-
-    Args:
-        options: of the backend ``flashinfer``.
     """
-    backend = make_backend(name, target, batch, **options)
+    backend = make_backend(name, target, batch)
     engine = stepping(target, backend, batch, tokens, context - repeats - _PROFILED - 4)
     seconds = median_seconds(engine.step, target.device, repeats)
+    host, device = _traced(engine)
+    engine.clear()
+    return {"seconds": seconds, **timeline(device or host, _PROFILED)}
+
+
+def host_timeline(target: TargetModel, batch: int, context: int, repeats: int) -> dict[str, Any]:
+    """Look at the host in greedy decoding steps, between which nobody waits for the device.
+
+    Returns:
+        Mean seconds of a step and of its phases; by Python's profiler, the functions with most seconds of their own,
+        calls and seconds per step; and in microseconds, what was called and when the device was busy in one step.
+    """
+    engine = engine_of(target, make_backend("flashinfer", target, batch), batch, None)
+    for i, ids in enumerate(prompts(batch, context, target.vocab_size)):
+        engine.add(Request(str(i), tuple(ids), target.max_model_len - context))
+    for _ in range(6):  # prompts, and what is recorded or tuned at first
+        engine.step()
+    with logged_steps(engine) as steps:
+        start = time.perf_counter()
+        for _ in range(repeats):
+            engine.step()
+        seconds = (time.perf_counter() - start) / repeats
+    with cProfile.Profile() as profile:
+        for _ in range(repeats):
+            engine.step()
+    one_step = _one_step(engine)
+    engine.clear()
+    functions: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    costly = sorted(functions.items(), key=lambda item: -item[1][2])[:25]
+    return {
+        "seconds": seconds,
+        "phases": {name: statistics.mean(step.seconds[name] for step in steps) for name in PHASES},
+        "functions": [
+            (f"{Path(file).name}:{line} {name}", calls / repeats, own / repeats)
+            for (file, line, name), (_, calls, own, *_) in costly
+        ],
+        "one_step": one_step,
+    }
+
+
+def _one_step(engine: Engine) -> list[tuple[float, float, str]]:
+    """Begin and length in microseconds of the engine's parts, CUDA's calls and spans of a busy device in a step."""
+    parts = [(engine, name) for name in ("step", "_schedule", "_verify", "_advance", "_stats", "_conclude")]
+    parts += [(engine.drafting, "propose"), (engine.runner, "run"), (engine.runner.backend, "plan")]
+    for whose, name in parts:
+        setattr(whose, name, torch.profiler.record_function(name)(getattr(whose, name)))
+    names = {name for _, name in parts}
+    host, device = _traced(engine)
+    _, begin, end = sorted(row for row in host if row[0] == "step")[-2]
+    rows = [row for row in host if row[0] in names or row[0].startswith("cu")]
+    kernels = [row for row in device if row[0] not in names]  # the device has a copy of each part
+    for _, start, stop in sorted(kernels, key=lambda row: row[1]):
+        if rows[-1][0] == "device" and start - rows[-1][2] < _JOINED:
+            rows[-1] = ("device", rows[-1][1], max(stop, rows[-1][2]))
+        else:
+            rows.append(("device", start, stop))
+    return sorted((round(a - begin, 1), round(b - a, 1), name) for name, a, b in rows if begin <= a <= end)
+
+
+def _traced(engine: Engine) -> list[list[tuple[str, float, float]]]:
+    """Name, begin and end in microseconds of what the host did in some steps, and of what the device did."""
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         for _ in range(_PROFILED):
             engine.step()
-        synchronize(target.device)
-    engine.clear()
-    kind = torch.profiler.DeviceType.CUDA if target.device.type == "cuda" else torch.profiler.DeviceType.CPU
-    intervals = [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == kind
-    ]
-    return {"seconds": seconds, **timeline(intervals, _PROFILED)}
+        synchronize(engine.target.device)
+    traced = [(event.device_type, event.name, event.time_range) for event in profile.events()]
+    types = (torch.profiler.DeviceType.CPU, torch.profiler.DeviceType.CUDA)
+    return [[(name, span.start, span.end) for kind, name, span in traced if kind == wanted] for wanted in types]
 
 
 def timeline(intervals: Iterable[tuple[str, float, float]], steps: int) -> dict[str, Any]:

@@ -1,25 +1,31 @@
 #!/usr/bin/env bash
-# One part of what is to be run on a GPU, in at most ten minutes: tests, profiles or benchmarks (gpu_parts.py).
+# One part of what is to be run on a GPU, in at most ten minutes: benchmarks or tests (gpu_parts.py).
 #
-#     benchmarks/gpu_run.sh PART RESULTS [CARRIED]
+#     bash benchmarks/gpu_run.sh PART [RESULTS] [CARRIED]
 #
-#   1  the tests of tests/gpu, the demo's model with a head, compute-sanitizer on a tiny model
-#   2  verification steps of OPT-6.7b, Llama-3-8B and Qwen3-8B, recorded, eager and unfused; profiles of two steps of OPT-6.7b
-#   3  decoding at batch 8, 2, 4, 16, 24: recorded, eager, padded, Hugging Face with a dynamic and a static cache
+# Shapes are those of Llama-3-8B, Qwen3-8B and OPT-6.7b, in this order. A part answers:
+#   1  Where does a step's time go? Profiles, what the host does between launches, matrix products by number of tokens.
+#   2  How fast is it beside what one would use instead, at 8 rows and at 1? Hugging Face with a compiled static cache and
+#      with a dynamic one, a loop in plain PyTorch that is compiled and recorded, and emssd.
+#   3  What do padding and a lack of graphs cost? Decoding with each; then part 2's comparison at 16, 24, 2 and 4 rows.
+#   4  Is it right? The tests of tests/gpu, the demo's model with a head, compute-sanitizer on a tiny model.
+#   5  How far is a step from its floor? Verification steps, recorded, eager and unfused.
 #
-# RESULTS gets everything that is found out; what was measured there already is not measured again. CARRIED is a folder
-# with wheels that the machine's Python lacks, for machines without network, and maybe kernels/ from
-# `compile_flashinfer.py --prebuild`. Needs torch with CUDA, transformers, pytest, hypothesis, rich, ninja, a C++
-# compiler and nvcc. EMSSD_PART_SECONDS (570) is what a part may take. What is installed or compiled stays in EMSSD_WORK (a folder under /tmp) for the next part.
-# EMSSD_DRY_RUN=1 runs a tiny model on the CPU, where the tests skip, to see that all of this works.
+# RESULTS (gpu-results) gets what is found out, piece by piece. A call that finds results there, or in CARRIED/results,
+# goes on after them. EMSSD_PART_SECONDS (570) is what a part may take: with 390, two fit into a quarter of an hour.
+# CARRIED (carried, where it is there) is a folder by gpu_bundle.py, for machines without network. Needs torch with CUDA,
+# transformers, pytest, hypothesis, rich, ninja, a C++ compiler and nvcc. What is installed or compiled stays in EMSSD_WORK
+# (a folder under /tmp) for the next part. EMSSD_DRY_RUN=1 runs a tiny model on the CPU, where the tests skip.
 set -uo pipefail
 start=$SECONDS
-usage="usage: gpu_run.sh PART RESULTS [CARRIED]"
+usage="usage: gpu_run.sh PART [RESULTS] [CARRIED]"
 part=${1:?$usage}
-[[ $part =~ ^[1-3]$ ]] || { echo "$usage; PART is 1 to 3, not $part" >&2; exit 2; }
-results=$(mkdir -p "${2:?$usage}" && cd "$2" && pwd)
+[[ $part =~ ^[1-5]$ ]] || { echo "$usage; PART is 1 to 5, not $part" >&2; exit 2; }
+results=$(mkdir -p "${2:-gpu-results}" && cd "${2:-gpu-results}" && pwd)
 carried=${3:+$(cd "$3" && pwd)}
 cd "$(dirname "$0")/.."
+[ -z "$carried" ] && [ -d carried ] && carried=$PWD/carried
+[ -n "$carried" ] && [ -d "$carried/results" ] && cp -n "$carried"/results/* "$results"
 exec > >(tee -a "$results/part$part.log") 2>&1
 
 python=${PYTHON:-python3}
@@ -57,7 +63,7 @@ export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$work}
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
 date -u +%FT%TZ
-cat COMMIT 2>/dev/null || git rev-parse HEAD
+git rev-parse HEAD 2>/dev/null || cat "$carried/COMMIT"
 timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
 "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version | tail -2
 timeout 150 "$python" - <<'PY' || [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1

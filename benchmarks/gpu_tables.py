@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+from gpu_products import TOKENS
 from rich.console import Console
 from rich.table import Table
 
 from emssd.model.costs import Costs
 
-__all__ = ["PAPER_LLMA", "print_tables", "table_of_decoding", "table_of_profiles", "table_of_steps"]
+__all__ = ["PAPER_LLMA", "print_tables", "table_of_decoding"]
 
 PAPER_LLMA = {2: 3.50, 4: 2.83, 8: 2.17, 16: 1.63, 24: 1.41}  # OPT-6.7b, speed-up over its greedy decoding
 CAPTION = (
@@ -21,43 +23,63 @@ CAPTION = (
 
 def print_tables(results: dict[str, Any], console: Console) -> None:
     """Print all tables that have rows."""
-    for table in (table_of_steps(results), table_of_profiles(results), table_of_decoding(results)):
+    for make in (table_of_steps, table_of_profiles, table_of_hosts, table_of_products, table_of_decoding):
+        table = make(results)
         if table.row_count:
             console.print(table)
+
+
+def _measured(results: dict[str, Any], kind: str, table: Table) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The pieces of a kind, whose name is left out of theirs. Those that failed only become rows of `table`."""
+    for name, row in results["pieces"].items():
+        if name.startswith(kind) and "failed" in row:
+            table.add_row(name.removeprefix(f"{kind} "), row["failed"])
+        elif name.startswith(kind):
+            yield name.removeprefix(f"{kind} "), row
 
 
 def table_of_steps(results: dict[str, Any]) -> Table:
     """Milliseconds of verification steps beside the least that the card's own rates allow."""
     rate = results["machine"]
     table = Table("step", "ms", "floor, ms", "× floor", "plan", "forward", "verify (waits)", title="verification steps")
-    for name, row in results["pieces"].items():
-        if not name.startswith("step"):
-            continue
-        if "failed" in row:
-            table.add_row(name[5:], row["failed"])
-            continue
-        batch, tokens, context = (int(word.partition("=")[2]) for word in name.split()[3:])
+    for name, row in _measured(results, "step", table):
+        batch, tokens, context = (int(word.partition("=")[2]) for word in name.split()[2:])
         costs = Costs(**{field: row[field] for field in Costs.__dataclass_fields__})
         moved, flops = costs.of_step(batch, batch * tokens, batch * (context + tokens))
         floor = max(moved / rate["bytes_per_second"], flops / rate["flops_per_second"])
         parts = (f"{1e3 * row[part + '_seconds']:.2f}" for part in ("plan", "forward", "verify"))
         seconds = row["seconds"]
-        table.add_row(name[5:], f"{1e3 * seconds:.2f}", f"{1e3 * floor:.2f}", f"{seconds / floor:.2f}", *parts)
+        table.add_row(name, f"{1e3 * seconds:.2f}", f"{1e3 * floor:.2f}", f"{seconds / floor:.2f}", *parts)
     return table
 
 
 def table_of_profiles(results: dict[str, Any]) -> Table:
     """Milliseconds of a step; under the profiler, the device's busy and idle ones, launches and costliest kernels."""
     table = Table("step", "ms", "device busy", "idle", "launches", "costliest kernels, ms", title="profiles, per step")
-    for name, row in results["pieces"].items():
-        if not name.startswith("profile"):
-            continue
-        if "failed" in row:
-            table.add_row(name[8:], row["failed"])
-            continue
+    for name, row in _measured(results, "profile", table):
         costly = (f"{1e3 * kernel['seconds']:.2f} {kernel['name'][:60]}" for kernel in row["kernels"][:6])
         numbers = (f"{1e3 * row[part]:.2f}" for part in ("seconds", "busy_seconds", "idle_seconds"))
-        table.add_row(name[8:], *numbers, f"{row['launches']:.0f}", "\n".join(costly))
+        table.add_row(name, *numbers, f"{row['launches']:.0f}", "\n".join(costly))
+    return table
+
+
+def table_of_hosts(results: dict[str, Any]) -> Table:
+    """Milliseconds of steps and their phases, the costliest functions, and one step from its begin in microseconds."""
+    table = Table("run", "ms", "phases", "functions, ms of their own (calls)", "one step: at, for, what", title="host")
+    for name, row in _measured(results, "host", table):
+        phases = (f"{1e3 * seconds:.2f} {phase}" for phase, seconds in row["phases"].items())
+        functions = (f"{1e3 * own:.3f} {function[:40]} ({calls:.0f})" for function, calls, own in row["functions"][:15])
+        step = (f"{start:.0f} {took:.0f} {what[:30]}" for start, took, what in row["one_step"][:40])
+        table.add_row(name, f"{1e3 * row['seconds']:.2f}", *map("\n".join, (phases, functions, step)))
+    return table
+
+
+def table_of_products(results: dict[str, Any]) -> Table:
+    """Microseconds of matrix products by number of tokens, and the terabytes that they move in a second."""
+    table = Table("product", *map(str, TOKENS), title="products by tokens, µs (TB/s)")
+    for name, row in _measured(results, "products", table):
+        cells = (row["by_tokens"].get(str(count)) for count in TOKENS)
+        table.add_row(name, *(f"{1e6 * cell[0]:.1f} ({cell[1] / 1e12:.2f})" if cell else "" for cell in cells))
     return table
 
 
@@ -65,16 +87,11 @@ def table_of_decoding(results: dict[str, Any]) -> Table:
     """Tokens/s of decoding steps, and ratios to the same backend's greedy run and to Hugging Face."""
     found = results["pieces"]
     table = Table(
-        "run", "tokens/s", "× own greedy", "paper's ×", "× HF dynamic", "× HF static", "τ", "padding per token",
-        "right rows", title="decoding, without the steps that compute prompts", caption=CAPTION,
+        "run", "tokens/s", "× own greedy", "paper's ×", "× HF dynamic", "× HF static", "× loop", "τ",
+        "padding per token", "right rows", title="decoding, without the steps that compute prompts", caption=CAPTION,
     )  # fmt: skip
-    for name, row in found.items():
-        if not name.startswith("decode"):
-            continue
-        if "failed" in row:
-            table.add_row(name[7:], row["failed"])
-            continue
-        _, shape, engine, kind, *where = name.split()
+    for name, row in _measured(results, "decode", table):
+        shape, engine, kind, *where = name.split()
         speed, batch = row["tokens_per_second"], int(where[0].partition("=")[2])
 
         def over(*run: str, shape: str = shape, where: list[str] = where, speed: float = speed) -> str:
@@ -84,12 +101,13 @@ def table_of_decoding(results: dict[str, Any]) -> Table:
         paper = PAPER_LLMA.get(batch) if (shape, engine, kind[:6]) == ("opt-6.7b", "flashinfer", "replay") else None
         compiled = " (compiled while timed)" if row.get("compiled_while_timed") else ""
         table.add_row(
-            name[7:] + compiled,
+            name + compiled,
             f"{speed:.0f}",
             over(engine, "greedy") if kind.startswith("replay") else "",
             f"{paper:.2f}" if paper else "",
             over("hf", "dynamic"),
             over("hf", "static"),
+            over("loop", "tokens=1"),
             f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "",
             f"{row['padding_per_new_token']:.2f}" if "padding_per_new_token" in row else "",
             f"{row['equal_rows']}/{batch}",

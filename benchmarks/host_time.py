@@ -15,7 +15,6 @@ smallest and the largest as well.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import statistics
 import time
@@ -23,11 +22,10 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
+from common import make_parser, medians, save, show
 from emssd_flashinfer.planned import PagedAttention, PlannedKernels
 from emssd_flashinfer.recorded import StaticInputs
 from emssd_flashinfer.tables import PagedMetadata, TreeMask
-from rich.console import Console
-from rich.table import Table
 
 from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.decoding.engine import Engine
@@ -83,7 +81,7 @@ class NoModel(CausalLMRunner):
         self._logits[:, RIGHT] = 1
         self.seconds = {"plan": 0.0, "commit": 0.0}
         self.num_recorded = 0
-        self._states = None
+        self.num_layers = self._states = None
 
     def begin(self) -> None:
         """There is no model that could have changed."""
@@ -174,28 +172,23 @@ def run(batch_size: int, context: int, num_nodes: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[8, 32, 64, 128])
-    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--nodes", type=int, default=0, help="steps of trees of so many nodes, and not of chains")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    drafted = options.nodes or DRAFTED
-    title = f"ms per step, {1 + drafted} tokens a row behind {options.context} or more, {platform.machine()}"
-    table = Table("batch", *COLUMNS, " + ".join(BETWEEN), "range", "target", "all", title=title)
-    runs = {
-        size: [run(size, options.context, options.nodes) for _ in range(options.repeats)]
-        for size in options.batch_sizes
-    }
-    for size, found in runs.items():
-        middle = {name: statistics.median(each[name] for each in found) for name in found[0]}
-        low, high = (pick(each["between"] for each in found) for pick in (min, max))
-        table.add_row(
-            str(size), *(f"{middle[name]:.3f}" for name in (*COLUMNS, "between")), f"{low:.3f}-{high:.3f}",
-            f"{TARGETS[size]:.2f}" if size in TARGETS and not options.nodes else "", f"{middle['all']:.3f}",
-        )  # fmt: skip
-    Console(width=160).print(table)
+    rows, lines = [], []
+    for size in options.batch_sizes:
+        turns = [run(size, options.context, options.nodes) for _ in range(options.repeats)]
+        rows.append({"batch_size": size, "turns": turns})
+        middle, between = medians(turns), [turn["between"] for turn in turns]
+        target = f"{TARGETS[size]:.2f}" if size in TARGETS and not options.nodes else ""
+        cells = (f"{middle[name]:.3f}" for name in (*COLUMNS, "between"))
+        lines.append([size, *cells, f"{min(between):.3f}-{max(between):.3f}", target, f"{middle['all']:.3f}"])
+    title = f"ms per step, {1 + (options.nodes or DRAFTED)} tokens a row after {options.context}, {platform.machine()}"
+    show(title, ("batch", *COLUMNS, " + ".join(BETWEEN), "range", "target", "all"), lines)
+    save(options.out, rows)
 
 
 if __name__ == "__main__":

@@ -84,15 +84,6 @@ def test_parts_of_a_step_are_measured(kernels: None, tmp_path: Path) -> None:
 
 
 @pytest.mark.benchmark
-def test_the_hosts_part_of_a_step_is_measured() -> None:
-    """The script itself asserts that drafts are accepted as planned, and steps recorded."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "host_time.py"), "--batch-sizes", "1", "3", "--repeats", "1"]
-    printed = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout
-    sizes = [line.split()[1] for line in printed.splitlines() if line.startswith("│")]
-    assert sizes == ["1", "3"]
-
-
-@pytest.mark.benchmark
 def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
     given = ["--out", str(tmp_path / "plot.svg"), "--drafters", "suffix,llma", "--batch-sizes", "2,4", "--repeats", "2"]
     command = [sys.executable, str(ROOT / "benchmarks" / "demo_plot.py"), *given, "data.limit=2", "max_new_tokens=4"]

@@ -14,13 +14,14 @@ import pytest
 import torch
 import transformers
 
+from emssd.metrics.stats import PHASES
 from emssd.model import TargetModel
 
 CPU = torch.device("cpu")
 
 
 def options(**chosen: Any) -> argparse.Namespace:
-    usual = {"device": "cpu", "only": ["step", "profile", "decode"], "quick": True, "batch": None, "new_tokens": 8}
+    usual = {"device": "cpu", "only": ["step", "decode"], "quick": True, "batch": None, "new_tokens": 8}
     return argparse.Namespace(**(usual | {"repeats": 2, "acceptance_length": 4.0, "again": False} | chosen))
 
 
@@ -34,10 +35,13 @@ def tiny(load: Any) -> TargetModel:
 
 
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
-    found = names(load, quick=False)
-    assert len(found) == len(set(found))
-    kinds = [names(load, quick=False, only=[kind]) for kind in ("step", "profile", "decode")]
-    assert list(itertools.chain(*kinds)) == found
+    kinds = load("gpu").KINDS
+    for quick in (True, False):
+        found = names(load, quick=quick, only=kinds)
+        assert len(found) == len(set(found))
+        alone = [names(load, quick=quick, only=[kind]) for kind in kinds]
+        assert all(alone)
+        assert sorted(itertools.chain(*alone)) == sorted(found)
 
 
 def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +92,7 @@ def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.
     command = "gpu.py --device cpu --shape tiny tiny --quick --only step decode --batch 2 --repeats 1"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "4"])
     monkeypatch.setattr(gpu, "load", lambda path: {"machine": {}, "pieces": _Forgetful()})
-    monkeypatch.setattr(gpu, "QUICK_STEPS", [(2, 2)])
+    monkeypatch.setattr(gpu, "STEPS", [(2, 2)])
     gpu.main()
     assert len(models) == 2
 
@@ -100,8 +104,11 @@ class _Forgetful(dict[str, Any]):
         return {}.items()
 
 
-def test_results_survive_an_interruption(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_results_survive_an_interruption_and_those_of_another_card_are_put_aside(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     gpu, out = load("gpu"), tmp_path / "gpu.json"
+    out.write_text('{"machine": {"device": "A card"}, "pieces": {"a": {}, "c": {}}}')
 
     def interrupt() -> dict[str, Any]:
         raise KeyboardInterrupt
@@ -110,8 +117,34 @@ def test_results_survive_an_interruption(load: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--shape", "tiny", "--out", str(out)])
     with pytest.raises(KeyboardInterrupt):
         gpu.main()
-    assert list(json.loads(out.read_text())["pieces"]) == ["a"]
-    assert list(tmp_path.iterdir()) == [out]
+    kept = {file.name: list(json.loads(file.read_text())["pieces"]) for file in tmp_path.iterdir()}
+    assert kept == {"gpu.json": ["a"], "gpu.A-card.json": ["a", "c"]}
+
+
+def test_the_host_and_products_are_measured(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu, out = load("gpu"), tmp_path / "gpu.json"
+    monkeypatch.setattr(load("gpu_products"), "TOKENS", (1, 2))
+    command = f"gpu.py --device cpu --shape tiny --quick --only host products --batch 1 --repeats 2 --out {out}"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "8"])
+    gpu.main()
+    found = json.loads(out.read_text())["pieces"]
+    host = found.pop("host tiny flashinfer batch=1 context=24")
+    assert host["phases"].keys() == {*PHASES}
+    assert {"step", "_schedule", "plan", "_verify"} <= {name for *_, name in host["one_step"]}
+    assert {calls for name, calls, _ in host["functions"] if name.endswith(" _attend")} == {2}, "one for each layer"
+    assert len(found) == 10
+    assert all(row["by_tokens"].keys() == {"1", "2"} for row in found.values())
+
+
+@pytest.mark.parametrize("shape", ["opt-6.7b", "llama-3-8b", "qwen3-8b"])
+def test_products_are_those_of_the_model(load: Any, shape: str) -> None:
+    config = load("gpu_models").SHAPES[shape]
+    with torch.device("meta"):
+        values = transformers.AutoConfig.for_model(**config | {"num_hidden_layers": 1})
+        model = transformers.AutoModelForCausalLM.from_config(values)
+    layers = {tuple(layer.weight.shape) for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
+    joined = {*load("gpu_products").products_of(config)} - layers
+    assert len(joined) == 1 + (shape != "opt-6.7b"), "queries, keys, values; and gates with what they gate"
 
 
 def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
@@ -131,6 +164,7 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     tables, where = load("gpu_tables"), "batch=8 context=512 new=64"
     run = {"equal_rows": 8, "acceptance_length": 4.0, "padding_per_new_token": 0.1}
     speeds = {"flashinfer greedy": 100, "flashinfer replay=4.0": 250, "hf dynamic": 50, "hf static": 80}
+    speeds["loop tokens=1"] = 200
     pieces = {f"decode opt-6.7b {name} {where}": run | {"tokens_per_second": speed} for name, speed in speeds.items()}
     pieces[f"decode opt-6.7b hf static {where}"] |= {"compiled_while_timed": 1}
     pieces["decode opt-6.7b flashinfer greedy batch=2 context=512 new=64"] = {"failed": "no"}
@@ -138,11 +172,25 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     columns = {str(column.header): list(column.cells) for column in table.columns}
     replayed = 1
     assert {header: cells[replayed] for header, cells in columns.items() if "×" in header} == {
-        "× own greedy": "2.50", "paper's ×": "2.17", "× HF dynamic": "5.00", "× HF static": "3.12",
+        "× own greedy": "2.50", "paper's ×": "2.17", "× HF dynamic": "5.00", "× HF static": "3.12", "× loop": "1.25",
     }  # fmt: skip
     assert "compiled while timed" in columns["run"][3]
-    assert columns["tokens/s"][4] == "no"
+    assert columns["tokens/s"][5] == "no"
     assert "drafts for nothing" in table.caption
+
+
+@pytest.mark.parametrize("nodes", ["0", "4"])
+def test_the_hosts_part_of_a_step_is_measured(
+    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nodes: str
+) -> None:
+    """The program asserts that drafts are accepted as planned, and steps recorded."""
+    program = load("host_time")
+    monkeypatch.setattr(program, "STEPS", 8)
+    command = ["host_time.py", "--batch-sizes", "1", "3", "--repeats", "1", "--context", "20", "--nodes", nodes]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    program.main()
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")] == ["1", "3"]
 
 
 @pytest.mark.dry_run  # it compiles three times; the table of a GPU session says as well what was compiled while timed
@@ -163,3 +211,14 @@ def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkey
         assert found["equal_rows"] == batch
     assert len(made) == 3, "one cache is held for all calls"
     assert decode(target, "dynamic", 2, 16, 4)["compiled"] == 0
+
+
+@pytest.mark.dry_run  # each compiles twice
+@pytest.mark.parametrize("model_type", ["opt", "llama", "qwen3"])
+def test_a_plain_loop_has_the_right_tokens(load: Any, model_type: str) -> None:
+    models, small = load("gpu_models"), {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    grouped = models._grouped(model_type, 2, 96, 512) | small | {"head_dim": 16}
+    shape = models.SHAPES["tiny"] if model_type == "opt" else grouped
+    target = TargetModel(models.model_of_shape(shape, torch.float32, CPU, 64), max_model_len=64)
+    for tokens in (1, 3):
+        assert load("gpu_loop").loop_decode(target, tokens, 3, 16, 8)["equal_rows"] == 3
