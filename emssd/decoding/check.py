@@ -31,7 +31,7 @@ class Difference:
     Attributes:
         request_id, sample: as in `Generation`.
         position: index among the new tokens.
-        token, greedy_token: what the run and what plain decoding have there (``None`` if it has ended).
+        token, greedy_token: the tokens of the run and of plain decoding there (``None`` if it has ended).
         margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
             what is compared to choose the token differs: processed logits with noise. A token that a cut-off such as
             top-p may have kept or not, as rounding has it, is compared as either.

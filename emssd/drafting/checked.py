@@ -77,7 +77,7 @@ class CheckedDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
 
-        It is a copy: whatever the drafter does to its own later, what is packed is what is verified.
+        It is a copy: the drafter may change its own later, and the same tokens are packed and verified.
 
         Raises:
             DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
