@@ -3,8 +3,8 @@
     python docs/_hooks/plain_english.py            # the paths of `CLEAN`; exits with 1 if there is such a sentence
     python docs/_hooks/plain_english.py PATH …     # others
 
-A path that is clean is added to `CLEAN`, so that it stays so. Pages outside of `NOT_YET` also have no sentence with two words
-of `CHAINED`, and no line that begins with ``Of``. Docstrings and comments may still have both.
+A path that is clean is added to `CLEAN`, so that it stays so. Pages outside of `NOT_YET` also have no sentence with two
+words of `CHAINED`, and no line that begins with ``Of``. Docstrings and comments may still have both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,9 @@ NO_SUBJECT = re.compile(r"\s*(How|Where|Why|When|Who|Whoever)\b")  # beside thes
 OF_A_FUNCTION = re.compile(r"\s*(Whether)\b")  # only there it says what is returned
 WORDS = ("what became of", "those of (it|them) that", "(told|hears?) of", "held to")
 CHAINED = re.compile(r"\b(those|others|what|which|whose|that of)\b", re.IGNORECASE)
-CODE = re.compile(r"^```[\s\S]*?^```$|^    \S.*$|^#.*$|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE)  # and headings, link targets
+CODE = re.compile(
+    r"^```[\s\S]*?^```$|^    \S.*$|^#.*$|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE
+)  # and headings, link targets
 SENTENCE = re.compile(r"(?:[^.!?;:|\n]|[.!?;:](?!\s)|\n(?!\s*\n|\s*[-*#|>] |\s*\d+\. ))+")
 OF = re.compile(r"^Of\b", re.MULTILINE)
 ANYWHERE = re.compile(rf"\b({'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
@@ -86,7 +88,7 @@ def _matches(line: int, text: str) -> Iterator[tuple[int, str]]:
 
 
 def _chains(text: str) -> Iterator[tuple[int, str]]:
-    """Line and words of each sentence of a page with two words of `CHAINED`, and of each line that begins with ``Of``."""
+    """Line and words of each sentence of a page with two words of `CHAINED`; lines that begin with ``Of``."""
     prose = CODE.sub(lambda code: "\n" * code[0].count("\n"), text)
     for sentence in SENTENCE.finditer(prose):
         if len(words := CHAINED.findall(sentence[0])) > 1:

@@ -123,8 +123,8 @@ class StepPlan:
             step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
-        landing: ``[b * m]`` int64, memory of the host for the most probable token of each projected row. The backend owns
-            it; a recording always writes to the same one. ``None`` if nobody asks.
+        landing: ``[b * m]`` int64, memory of the host for the most probable token of each projected row. The backend
+            owns it; a recording always writes to the same one. ``None`` if nobody asks.
     """
 
     input_ids: torch.Tensor

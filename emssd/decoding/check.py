@@ -136,7 +136,7 @@ def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: flo
         orders.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())  # it takes the largest first
     for (token, other), ranks in product(permutations(tokens, 2), orders):
         raised = (ranks <= ranks[token]).double() * 2 - 1
-        # It is kept, with the other or without; or it is cut off, by those above it or by those below it.
+        # Each way to keep the token, alone or with the other one, and to cut it off, from above or from below.
         for moves in (raised, itself[token] - itself[other], -raised, -itself[token]):
             kept = scores_of((logits + tolerance * moves)[None], [node])[0].isfinite()
             compared.append(every.masked_fill(~kept, -float("inf")))
