@@ -41,7 +41,7 @@ CLEAN = (
     "tests/train",
     *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/emssd_*")),
 )
-NOT_YET = ("docs/decisions",)
+NOT_YET = ("docs/decisions/0035-planted-faults.md",)  # its table is of the names of faults
 MADE = ("docs/reference/options.md", "docs/reference/types.md", "docs/results")  # from docstrings, or by a run
 
 FIRST = re.compile(r"\s*(What|Those|Which|None|Asked)\b")
@@ -50,8 +50,8 @@ OF_A_FUNCTION = re.compile(r"\s*(Whether)\b")  # only there it says what is retu
 WORDS = ("what became of", "those of (it|them) that", "(told|hears?) of", "held to")
 CHAINED = re.compile(r"\b(those|others|what|which|whose|that of)\b", re.IGNORECASE)
 CODE = re.compile(
-    r"^```[\s\S]*?^```$|^    \S.*$|^#.*$|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE
-)  # and headings, link targets
+    r"^```[\s\S]*?^```$|^    \S.*$|^#.*$|\*\*[^*\n]{1,60}\.\*\*|`[^`\n]*`|\]\([^)]*\)", re.MULTILINE
+)  # and headings, labels, link targets
 SENTENCE = re.compile(r"(?:[^.!?;:|\n]|[.!?;:](?!\s)|\n(?!\s*\n|\s*[-*#|>] |\s*\d+\. ))+")
 OF = re.compile(r"^Of\b", re.MULTILINE)
 ANYWHERE = re.compile(rf"\b({'|'.join(WORDS)})\b".replace(" ", r"\s+"), re.IGNORECASE)
@@ -62,7 +62,7 @@ def faults(path: Path) -> Iterator[tuple[int, str]]:
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".md":
         yield from _matches(1, text)
-        if not any(path.is_relative_to(ROOT / part) for part in NOT_YET):
+        if not any(path == ROOT / part for part in NOT_YET):
             yield from _chains(text)
         return
     for node in ast.walk(ast.parse(text)):
