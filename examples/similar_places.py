@@ -10,7 +10,7 @@ from emssd.sequences import Batch
 
 
 class SimilarPlaces(Drafter):
-    """Finds the earlier place whose hidden state is most like the latest one, and drafts what came after it."""
+    """Finds the earlier place whose hidden state is most like the latest one, and drafts the tokens after it."""
 
     num_speculative_tokens = 3
     hidden_layers = (-1,)  # what the LM head is given

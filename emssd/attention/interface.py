@@ -118,13 +118,13 @@ class StepPlan:
         logit_index: ``[R]`` int64 into the flattened ``[b * m]`` projected rows, or the slice of them that is wanted;
             ``None`` if all of them are.
         attention: what the backend's own `forward` reads. Nobody else does.
-        replay: runs the model's forward pass in the backend's way, for example from a CUDA graph. It is given the
-            pass, a function of this plan's tensors, and returns what that does: tensors, which a recorded pass writes
-            anew in every step, as it reads the same ones. ``None`` runs the pass as it is.
+        replay: runs the model's forward pass in the backend's way, for example from a CUDA graph. It is called with the
+            pass, a function of this plan's tensors, and returns its outputs. A recording overwrites them at every
+            step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
-        landing: ``[b * m]`` int64, memory of the host where the pass sends the most probable token of each projected
-            row. A recording sends them where it did at first, so the memory is the backend's. ``None`` if nobody asks.
+        landing: ``[b * m]`` int64, memory of the host for the most probable token of each projected row. The backend
+            owns it; a recording always writes to the same one. ``None`` if nobody asks.
     """
 
     input_ids: torch.Tensor
@@ -137,7 +137,7 @@ class StepPlan:
     landing: torch.Tensor | None = None
 
     def packed(self, fed: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Of values ``[b * n, ...]`` for the fed tokens those of the `num_tokens` packed ones, ``[nnz, ...]``."""
+        """The values of the `num_tokens` packed tokens, ``[nnz, ...]``, out of `fed`, ``[b * n, ...]``."""
         return fed[:num_tokens] if self.token_index is None else fed[self.token_index]
 
     @classmethod
@@ -233,7 +233,7 @@ class AttentionBackend(ABC):
         valid id and position.
 
         A step may fail after this call. Then the same or other rows are planned next, without a commit between. The new
-        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget what the row holds after those.
+        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget all tokens after them.
         """
 
     @abstractmethod
@@ -313,7 +313,7 @@ class AttentionBackend(ABC):
         return num_cached
 
     def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
-        """Let other rows adopt KV of this row: that of `tokens`, with which it begins.
+        """Let other rows adopt this row's KV of its first `tokens`.
 
         It is in the cache and committed, and the row is not cut back into it later.
         """

@@ -129,7 +129,7 @@ def _mended(
     mask: torch.Tensor,
     layer: LayerSpec,
 ) -> torch.Tensor:
-    """`out`, what `_attend` gives, where each result that is not finite is computed again from what its query sees.
+    """The output `out` of `_attend`; a result that is not finite is computed again from the keys that its query sees.
 
     A query that sees only finite keys and values gets the same bits as in a batch without NaN.
     """

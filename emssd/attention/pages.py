@@ -260,7 +260,7 @@ class _PrefixIndex:
     def add(self, tokens: Seq[int], pages: Seq[int]) -> list[int]:
         """From now on, `pages` are found by `tokens`, which fill them. Returns the pages that are found.
 
-        Some may differ from those given, where others hold the same tokens already.
+        Some may differ from the given ones, where other pages hold the same tokens already.
         """
         found, node = list[int](), 0
         for place, page in enumerate(pages):

@@ -1,7 +1,7 @@
 """`SpreadBackend`: a KV cache over several devices, where a model's layers are; and which tensor goes where.
 
-The KV of a layer, and what its attention reads in a step, lie on the layer's device. What the model is fed, and which
-logits are wanted, lie on the cache's own device, where the logits come out.
+A layer's KV and the tables of its attention lie on the layer's device. The model's inputs and the indices of logits lie
+on the cache's own device, where the logits come out.
 """
 
 from __future__ import annotations

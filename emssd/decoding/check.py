@@ -31,7 +31,7 @@ class Difference:
     Attributes:
         request_id, sample: as in `Generation`.
         position: index among the new tokens.
-        token, greedy_token: what the run and what plain decoding have there (``None`` if it has ended).
+        token, greedy_token: the tokens of the run and of plain decoding there (``None`` if it has ended).
         margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
             what is compared to choose the token differs: processed logits with noise. A token that a cut-off such as
             top-p may have kept or not, as rounding has it, is compared as either.
@@ -136,7 +136,7 @@ def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: flo
         orders.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())  # it takes the largest first
     for (token, other), ranks in product(permutations(tokens, 2), orders):
         raised = (ranks <= ranks[token]).double() * 2 - 1
-        # It is kept, with the other or without; or it is cut off, by those above it or by those below it.
+        # Each way to keep the token, alone or with the other one, and to cut it off, from above or from below.
         for moves in (raised, itself[token] - itself[other], -raised, -itself[token]):
             kept = scores_of((logits + tolerance * moves)[None], [node])[0].isfinite()
             compared.append(every.masked_fill(~kept, -float("inf")))

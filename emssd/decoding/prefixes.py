@@ -1,4 +1,4 @@
-"""Rows whose texts begin alike: which of them take over KV, which wait for it, and when it becomes known."""
+"""Rows whose texts begin alike: some take over KV, some wait for it, and some make theirs known."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Prefixes:
                 self.runner.release([row.request_id])
 
     def publish(self, rows: Iterable[Row]) -> None:
-        """Let others adopt what is cached of these rows."""
+        """Let other rows adopt the cached tokens of these."""
         if self.runner is None or not (unit := self.runner.prefix_unit):
             return
         for row in rows:

@@ -224,7 +224,7 @@ class ContinuousScheduler(Scheduler):
 def _fitting_limits(
     rows: list[Row], lengths: dict[str, int], num_speculative_tokens: int, trees: bool, fits: Fits
 ) -> tuple[int, ...]:
-    """``[B]`` for `rows`, which are some of those with `lengths`. Where the cache is nearly full they draft less."""
+    """``[B]`` for `rows`, a part of the rows of `lengths`. Where the cache is nearly full they draft less."""
     while True:
         limits = _draft_limits(rows, num_speculative_tokens, trees)
         if not any(limits):

@@ -77,7 +77,7 @@ class CheckedDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         """A draft that keeps the rules of the interface; empty once the drafter has failed.
 
-        It is a copy: whatever the drafter does to its own later, what is packed is what is verified.
+        It is a copy: the drafter may change its own later, and the same tokens are packed and verified.
 
         Raises:
             DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
@@ -136,7 +136,7 @@ class CheckedDrafter(Drafter):
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
     """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
 
-    The distributions of its `q` are not copied, as they are large. Who writes to them says something else about them.
+    The distributions of its `q` are not copied, as they are large. Writing to them changes the claims of the draft.
     Raises DraftError: it is no `Draft`, or breaks a rule.
     """
     if not isinstance(draft, Draft):

@@ -23,14 +23,14 @@ class DrafterContext:
         load_runner: ``load_runner(path, trees=False)`` gives a further model with a KV cache of its own, and its
             tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
             divided once all drafters are built: run it from `propose` on.
-        make_drafter: ``make_drafter(name, options)`` gives a further drafter, for those that combine others.
+        make_drafter: ``make_drafter(name, options)`` gives a further drafter, for drafters that combine several.
         target: device, dtype, embeddings, first layers, final norm, LM head and logits of the target, to be borrowed;
             ``None`` where there is no model.
         cache_spec: what the target's KV cache has to hold; ``None`` where there is no model.
         make_cache: ``make_cache(spec)`` gives a KV cache for layers of the drafter's own, on the backend of the target;
             the `spec` is `cache_spec` with other layers, or with trees. It shares the memory as a model's does, and is
             of use from `propose` on. ``None`` where there is no model.
-        on_drafter_error: ``"disable"`` or ``"fail"``: what a drafter that combines others does with one that fails.
+        on_drafter_error: ``"disable"`` or ``"fail"``: how a drafter that combines several treats one that fails.
     """
 
     vocab_size: int

@@ -92,8 +92,8 @@ class Draft:
         q: ``[B]`` for each row whose tokens were drawn as `emssd.sampling.residual` says, ``[1 + n]`` distributions:
             after its newest token and after each node, the ``q [vocab]`` that its children were drawn from, or any
             tensor if it has none. ``None`` for other rows, or for all. `residual` sampling relies on it: a wrong ``q``
-            changes the output's law. Nodes stand in the order in which they were drawn, and nobody drops one for what
-            it is.
+            changes the output's law. Nodes stand in the order of their drawing, and nobody drops one for its
+            token.
     """
 
     token_ids: torch.Tensor
@@ -224,7 +224,7 @@ def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[
 
 
 def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:
-    """Of a row's `q`, that of its newest token and of `nodes`."""
+    """The distributions of a row's `q` after its newest token and after each of `nodes`."""
     return None if q is None else tuple(q[place] for place in (0, *(node + 1 for node in nodes)))
 
 

@@ -22,8 +22,8 @@ class Drafter(ABC):
             It is read once, as the KV cache is made for it.
         num_candidates: how many of the target's best tokens it gets, see `Outcome.candidates`.
         hidden_layers: which hidden states of the target it gets, see `Outcome.hidden`. Index ``k`` is the
-            residual stream in front of decoder layer ``k``: 0 is what the first layer gets, ``n`` of ``n`` layers what
-            the last one gives, before the final norm. -1 is after that norm: what the LM head is given. (In
+            residual stream in front of decoder layer ``k``: 0 is the input of the first layer, ``n`` of ``n`` layers
+            the output of the last one, before the final norm. -1 is after that norm: the input of the LM head. (In
             ``hidden_states`` of Transformers, that takes the place of ``n``.) It is read once. Rows whose prompts begin
             alike share no KV then, since nothing is computed for shared tokens.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
@@ -72,6 +72,6 @@ class Drafter(ABC):
     def reset(self) -> None:
         """Become as new: drop what was learnt across requests, while none runs.
 
-        Called after a warm-up, which decodes the beginning of what is about to be timed. Only a drafter that keeps
+        Called after a warm-up, which decodes the first prompts of the timed run. Only a drafter that keeps
         something of released requests needs it.
         """

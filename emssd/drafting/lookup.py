@@ -126,7 +126,7 @@ class LookupDrafter(Drafter):
         return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
 
     def _found(self, row: Row) -> tuple[Seq[int], int]:
-        """The places at which copies of the row's text begin, and the end of what is searched and copied from."""
+        """The places at which copies of the row's text begin, and the end of the text that is searched."""
         tokens, end = row.tokens, len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
         indexes = self._indexes.get(row.request_id)
         if indexes is None:

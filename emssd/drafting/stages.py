@@ -242,7 +242,7 @@ def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
 
 
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
-    """The outcome for one drafter, which drafted ``drafted [B]``: rows of others have no draft."""
+    """The outcome for one drafter, with ``drafted [B]`` tokens of its own: other rows have no draft."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
     targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
     candidates = outcome.candidates

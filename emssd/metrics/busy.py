@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["BUSY_SHARE", "CPUTimes", "OtherProcesses", "busy_remark", "cpu_times"]
 
 BUSY_SHARE = 0.1
-"""Of the cores: where others use more, a run's times are said to be those of a busy machine."""
+"""The share of all cores; if other processes use more, a run warns that the machine was busy."""
 
 _SHORTEST = 0.5  # seconds: below, the hundredths of a second in which systems count are too coarse
 _LEAST_COUNTED = 0.5  # of the time that passed on all cores: a system that accounts for less does not really count

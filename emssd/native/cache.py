@@ -1,7 +1,7 @@
 """The cache of compiled code: folders that nobody else can write, and entries that are whole.
 
 What lies there runs with the rights of this process. So an entry is read only if nobody but this user and root could
-have put it there, and only if it is what was written: a library that was cut off ends a process without a word.
+have put it there, and only if it is complete: loading a truncated library crashes the process silently.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Reports of runs: what ends one on the console, and ``python -m emssd.report``, which makes pages of rows."""
+"""Reports of runs: the summary on the console, and ``python -m emssd.report``, which makes pages of rows."""

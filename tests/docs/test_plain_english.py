@@ -57,6 +57,20 @@ def test_a_sentence_may_go_on_in_the_next_line(tmp_path: Path) -> None:
     assert [*faults(path)] == [(3, "'those of it that'")]
 
 
+def test_a_sentence_with_two_pronouns_and_a_line_that_begins_with_of_are_found(tmp_path: Path) -> None:
+    path = tmp_path / "page.md"
+    path.write_text(
+        "# What others do\n\nSee [which](what.md). Whose is it?\n\n    what, which\n\n"
+        "- It says what it is,\n  and which.\n\nOf `those` rows none stays.\n\n```\nOf what, of which\n```\n"
+        "| which | what |\n| which is what | - |\n"
+    )
+    assert [*faults(path)] == [
+        (7, "a sentence with 'what' and 'which'"),
+        (16, "a sentence with 'which' and 'what'"),
+        (10, "a line begins with 'Of'"),
+    ]
+
+
 @pytest.mark.costly("reads all files of the project")
 def test_the_exit_status_says_whether_there_are_faults(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0, capsys.readouterr().out

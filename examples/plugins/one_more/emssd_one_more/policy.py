@@ -13,7 +13,7 @@ __all__ = ["OneMoreBudget"]
 
 
 class OneMoreBudget(BudgetPolicy):
-    """A row whose drafts are accepted drafts more, and one whose drafts are not soon drafts a single token.
+    """A row drafts more as long as its drafts are accepted; else it soon drafts a single token.
 
     Args:
         config: see `OneMoreConfig`.
