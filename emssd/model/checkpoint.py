@@ -47,7 +47,6 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     num_shards: int = 1,
     device_map: DeviceMap | None = None,
-    fallback: str = "none",
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
@@ -63,8 +62,8 @@ def load_checkpoint(
             raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            support.check_config(config, None, fallback)
-        support.resolve_max_model_len(config, max_model_len, fallback)
+            support.check_config(config, None)
+        support.resolve_max_model_len(config, max_model_len)
         if num_shards > 1:
             support.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
