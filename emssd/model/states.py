@@ -181,6 +181,7 @@ class StateCache:
         mixer = _Mixer(self, step)
         with mixed_by(mixer):
             yield
+        mixer.carry_the_rest()
         self._rows, self._inputs, self._states, self._history = step.rows, mixer.inputs, mixer.states, mixer.history
 
     def commit(self, kept: Kept) -> None:
@@ -325,6 +326,13 @@ class _Mixer:
                 if path.save == at + 1:
                     slots[path.save_slot] = now[row]
         return out
+
+    def carry_the_rest(self) -> None:
+        """Keep what layers that a draft leaves out carry; the target drops what stands for the draft's tokens."""
+        num_new = len(self._step.places)
+        for old in self._cache._inputs[len(self.inputs) :]:
+            carried = old[self._index("carried", old.device)] if self._step.carried else old[:0]
+            self.inputs.append(torch.cat([carried, old.new_zeros(num_new, old.shape[1])]))
 
     def _with_carried(self, values: torch.Tensor) -> torch.Tensor:
         """The inputs of this layer for all tokens of the step, the carried ones first."""
