@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,14 @@ _Numbers = dict[tuple[str, str], tuple[str, list[Any]]]  # by module and moment:
 def culprit(target: Any) -> str | None:
     """The name of that module of a `HookedModel`; ``None`` where every module has the same numbers."""
     rows = ProbeRows(target)
-    packed = _heard(target.model, lambda: rows.run_packed(target, rows.attend))
+    packed = _heard(target.model, partial(rows.run_packed, target, rows.attend))
     with implementation("eager", experts_in_loops=target.dtype is torch.float64):
-        alone = [_heard(target.model, lambda row=row: rows.run_one_alone(target, row)) for row in range(2)]
+        alone = [_heard(target.model, partial(rows.run_one_alone, target, row)) for row in range(2)]
     for key, (module, tensors) in packed.items():
-        others = [events[key][1] for events in alone if key in events]
-        if len(others) == 2 and len({len(tensors), *map(len, others)}) == 1:
-            if any(_differ(rows, target.dtype, *parts) for parts in zip(tensors, *others, strict=True)):
-                return module
+        theirs = [events[key][1] for events in alone if key in events]
+        alike = len(theirs) == 2 and len({len(tensors), *map(len, theirs)}) == 1
+        if alike and any(_differ(rows, target.dtype, *parts) for parts in zip(tensors, *theirs, strict=True)):
+            return module
     return None
 
 
@@ -38,40 +39,36 @@ def _heard(model: torch.nn.Module, run: Callable[[], Any]) -> _Numbers:
     heard, running = _Numbers(), [""]
 
     def note(name: str, moment: str, values: Any) -> None:
-        tensors = [value.clone() if isinstance(value, torch.Tensor) else None for value in tree_flatten(values)[0]]
-        heard.setdefault((name, moment), (running[-1], tensors))
+        tensors = [value for value in tree_flatten(values)[0] if isinstance(value, torch.Tensor)]
+        numbers = [tensor.clone() for tensor in tensors if tensor.is_floating_point()]
+        heard.setdefault((name, moment), (running[-1], numbers))
 
-    def hooks_of(name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        def enter(module: Any, args: Any, kwargs: Any) -> None:
-            note(name, "in", (args, kwargs))
-            running.append(name)
+    def enter(name: str, module: Any, args: Any, kwargs: Any) -> None:
+        note(name, "in", (args, kwargs))
+        running.append(name)
 
-        def leave(module: Any, args: Any, output: Any) -> None:
-            note(name, "out", output)
-            running.pop()
-
-        return only_here(enter), only_here(leave)
+    def leave(name: str, module: Any, args: Any, output: Any) -> None:
+        note(name, "out", output)
+        running.pop()
 
     with ExitStack() as hooks:
         for name, module in model.named_modules():
-            enter, leave = hooks_of(name)
-            hooks.enter_context(module.register_forward_pre_hook(enter, with_kwargs=True))
-            hooks.enter_context(module.register_forward_hook(leave))
+            before, after = only_here(partial(enter, name)), only_here(partial(leave, name))
+            hooks.enter_context(module.register_forward_pre_hook(before, with_kwargs=True))
+            hooks.enter_context(module.register_forward_hook(after))
         run()
     return heard
 
 
-def _differ(rows: ProbeRows, dtype: torch.dtype, packed: Any, *alone: Any) -> bool:
-    """Whether a tensor of the packed pass has other numbers for a token than those of the rows alone."""
-    if any(tensor is None for tensor in (packed, *alone)) or not packed.is_floating_point():
+def _differ(rows: ProbeRows, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
+    """Whether the packed pass, the first of `tensors`, has other numbers for a token than those of the rows alone."""
+    sizes = zip(*(tensor.shape[:2] for tensor in tensors), strict=False)  # beyond, tokens are keys of a mask
+    dims = [dim for dim, size in enumerate(sizes) if [*size] == [rows.num_tokens, *map(len, rows.rows)]]
+    if len(dims) != 1:
         return False
-    lengths = [rows.num_tokens, *map(len, rows.rows)]
-    sizes = zip(*(tensor.shape[:2] for tensor in (packed, *alone)), strict=False)  # beyond, tokens are keys of a mask
-    dims = [dim for dim, size in enumerate(sizes) if list(size) == lengths]
-    if len(dims) != 1 or len({tensor.ndim for tensor in (packed, *alone)}) != 1:
+    packed, *alone = (tensor.movedim(dims[0], 0).reshape(tensor.shape[dims[0]], -1).double() for tensor in tensors)
+    ours = packed[rows.owner.argsort(stable=True).to(packed.device)]
+    if len({part.shape[1] for part in (ours, *alone)}) != 1:
         return False
-    theirs = torch.cat([tensor.movedim(dims[0], 0).flatten(1) for tensor in alone]).double()
-    ours = packed.movedim(dims[0], 0).flatten(1)[rows.owner.argsort(stable=True).to(packed.device)].double()
-    if ours.shape != theirs.shape:
-        return False
+    theirs = torch.cat(alone)
     return not float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-12)) <= PROBE_TOLERANCE[dtype]

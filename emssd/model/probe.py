@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, Visible, implementation
+from emssd.model.invariant import Audit
 from emssd.model.states import Feed, StateCache
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         return rows.attend(layer, seen, *qkv)
 
     with running(target):
-        with _Aranges(rows.num_tokens) as aranges:
+        audit = nullcontext() if target.arithmetic is None else Audit(target.arithmetic)
+        with _Aranges(rows.num_tokens) as aranges, audit:
             try:
                 packed = rows.run_packed(target, attend)
             except _CalledTwiceError:
