@@ -155,13 +155,13 @@ def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: A
         return func(filled, *args, **more)[:count].view(input.shape)
 
 
-_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm}
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _ELEMENTS = (F.silu, F.gelu, F.softplus, F.sigmoid, F.tanh, F.mish, F.elu, F.logsigmoid, torch.sigmoid, torch.tanh,
              torch.Tensor.sigmoid, torch.Tensor.tanh, torch.exp, torch.Tensor.exp, torch.sin, torch.Tensor.sin,
-             torch.cos, torch.Tensor.cos, torch.erf, torch.special.expm1, torch.expm1, torch.log, torch.Tensor.log,
-             torch.log1p)  # fmt: skip
+             torch.cos, torch.Tensor.cos, torch.erf, torch.special.expm1, torch.expm1, torch.Tensor.expm1,
+             torch.log, torch.Tensor.log, torch.log1p, torch.Tensor.log1p)  # fmt: skip
 _RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_PRODUCTS - {torch.bmm}, _matmul),
+    **dict.fromkeys(_PRODUCTS, _matmul),
     **dict.fromkeys(_ELEMENTS, _by_element),
     F.linear: _linear,
     torch.addmm: _addmm,
