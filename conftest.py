@@ -126,6 +126,33 @@ def pytest_runtest_setup() -> None:
     logger.setLevel(logging.NOTSET)
 
 
+@pytest.fixture(autouse=True)
+def leaves_the_process_as_it_was() -> Iterator[None]:
+    """Fail a test that changes what later tests start from. Filters of warnings are pytest's, which restores them."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        pytest.fail(f"this test leaves {', '.join(changed)} changed; undo it, as with monkeypatch", pytrace=False)
+
+
+_FREE = ("PYTEST_", "GOMP_", "HF_HUB_", "RAY_")  # variables of pytest, and those that commands set for their process
+
+
+def _process_state() -> dict[str, object]:
+    """Variables of the environment, and the global settings of logging and of PyTorch that tests change, by name."""
+    settings: dict[str, object] = {
+        "the level of the root logger": logging.root.level,
+        "the level of Transformers' logger": logging.getLogger("transformers").level or logging.WARNING,
+        "logging.disable": logging.root.manager.disable,
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+    }
+    return settings | {name: value for name, value in os.environ.items() if not name.startswith(_FREE)}
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
 

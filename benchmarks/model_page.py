@@ -24,12 +24,8 @@ float64, in {num_cases} variants. Ragged batches are decoded with chains and tre
 random, past every window and threshold, and compared token for token with the model's own eager forward pass over each
 row alone. One row has a prompt of 100 tokens, fed in pieces, in the {long} variants that take so many.
 
-{served} types are served with exactly those tokens, {per_row} of them with `model.fallback=per_row`; {refused} are
-refused with a reason, and {not_built} could not be drawn tiny. Tokens were wrong in {wrong} variants.
-A variant is named where it fares otherwise than its type.
-
-With `model.fallback=per_row`, modules that mix tokens in a way unknown to emssd run row by row, each step over all
-of a row's text. That is exact and slower, the more so the longer texts are; all other modules run once for the batch.
+{served} types are served with exactly those tokens; {refused} are refused with a reason, and {not_built} could not be
+drawn tiny. Tokens were wrong in {wrong} variants. A variant is named where it fares otherwise than its type.
 
 Made by `python benchmarks/model_sweep.py`. A model of other code is [proved when it is
 loaded](../decisions/0002-probe.md).
@@ -38,7 +34,6 @@ _SECTIONS = {
     "wrong": "Wrong",
     "failed": "Failed",
     "served": "Served",
-    "per_row": "Served with model.fallback=per_row",
     "refused": "Refused",
     "not built": "Not drawn tiny",
 }
@@ -46,18 +41,14 @@ _SECTIONS = {
 
 def page(results: dict[str, Any]) -> str:
     """The Markdown of what `model_sweep` found."""
-    cases = [
-        case | {"outcome": "per_row"} if case["outcome"] == "served" and case["fallback"] == "per_row" else case
-        for case in results["cases"]
-    ]
+    cases = results["cases"]
     main = {case["model_type"]: case for case in reversed(cases)}  # the first variant of each type
     counts = Counter(case["outcome"] for case in main.values())
     text = _HEAD.format(
         transformers=results["transformers"],
         num_types=len(main),
         num_cases=sum(case["outcome"] != "not built" for case in cases),
-        served=counts["served"] + counts["per_row"],
-        per_row=counts["per_row"],
+        served=counts["served"],
         refused=counts["refused"],
         not_built=counts["not built"],
         long=sum(case.get("long_prompt", False) for case in cases),
@@ -74,7 +65,7 @@ def page(results: dict[str, Any]) -> str:
         if not groups:
             continue
         text += f"\n## {title}\n\n"
-        if outcome in ("served", "per_row"):
+        if outcome == "served":
             text += ", ".join(label for labels in groups.values() for label in labels) + "\n"
             continue
         text += "| reason | types |\n|---|---|\n"
@@ -89,7 +80,7 @@ def _general(reason: str) -> str:
     reason = re.sub(r"^\w+(ForCausalLM|LMHeadModel|ForConditionalGeneration)\b", "it", reason)
     reason = re.sub(r"^\w+Attention\b", "it", reason)
     reason = re.sub(r" \(difference [^)]*\)", "", reason)
-    reason = re.sub(r"; emssd serves full and sliding attention, .*", "", reason)
+    reason = re.sub(r"; (emssd serves full and sliding attention, |decode it with its own generate).*", "", reason)
     return reason.replace("|", "\\|").replace("<", "&lt;")
 
 

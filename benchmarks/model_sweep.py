@@ -59,7 +59,6 @@ class Result:
         reason: why, where it is not served.
         num_wrong: rows of other tokens than the oracle's.
         num_accepted: drafted tokens that were accepted.
-        fallback: what `model.fallback` had to be.
         long_prompt: whether the long prompt was among the rows.
     """
 
@@ -69,7 +68,6 @@ class Result:
     reason: str = ""
     num_wrong: int = 0
     num_accepted: int = 0
-    fallback: str = "none"
     long_prompt: bool = False
 
 
@@ -134,11 +132,11 @@ def build_models(config: Any) -> tuple[Any, Any]:
     return model, oracle
 
 
-def prompts(model: Any, fallback: str) -> list[list[int]]:
+def prompts(model: Any) -> list[list[int]]:
     """Ragged rows of ids that are no special ones, as long as the model allows."""
     chosen, lengths = random.Random(1), [*PROMPT_LENGTHS]
     with suppress(EmssdError):
-        Engine.from_model(model, max_model_len=LONG_PROMPT + NEW_TOKENS, drafter="none", fallback=fallback)
+        Engine.from_model(model, max_model_len=LONG_PROMPT + NEW_TOKENS, drafter="none")
         lengths.append(LONG_PROMPT)
     return [[chosen.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
@@ -156,46 +154,36 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
     """Build, decode and compare one model; ``None`` where the type has no such variant."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcome, reason, num_wrong, num_accepted, fallback, given = NOT_BUILT, "", 0, 0, "none", []
+    outcome, reason, num_wrong, num_accepted, given = NOT_BUILT, "", 0, 0, []
     try:
         config = build_config(model_type, variant)
         if config is None:
             return None
-        try:
-            check_config(config, None)
-        except UnsupportedModelError as error:
-            reason, fallback = _said(error), "per_row"
-            outcome = REFUSED
-            check_config(config, None, fallback)
-            outcome = NOT_BUILT
+        outcome = REFUSED
+        check_config(config, None)
+        outcome = NOT_BUILT
         model, oracle = build_models(config)
         outcome = REFUSED
-        try:
-            Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none", fallback=fallback)
-        except UnsupportedModelError as error:
-            if fallback == "per_row":
-                raise
-            reason, fallback = _said(error), "per_row"
-            Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none", fallback=fallback)
+        Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none")
         outcome = NOT_BUILT
-        given = prompts(model, fallback)
+        given = prompts(model)
         rows = [greedy(oracle, prompt) for prompt in given]
         outcome = FAILED
-        num_wrong, num_accepted = decode(model, given, rows, fallback)
+        num_wrong, num_accepted = decode(model, given, rows)
         outcome = WRONG if num_wrong else SERVED
     except Exception as error:  # whatever models raise
         if outcome == REFUSED and not isinstance(error, EmssdError):
             outcome = FAILED
         reason = _said(error)
     long_prompt = len(given) > len(PROMPT_LENGTHS)
-    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, fallback, long_prompt)
+    return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, long_prompt)
 
 
-def decode(model: Any, given: list[list[int]], rows: list[list[int]], fallback: str) -> tuple[int, int]:
+def decode(model: Any, given: list[list[int]], rows: list[list[int]]) -> tuple[int, int]:
     """Decode prompts. Returns how many `rows` come out otherwise, and how many drafted tokens were accepted."""
     engine = Engine.from_model(
         model, max_model_len=max(MAX_MODEL_LEN, *map(len, rows)), drafter=KnowingDrafter(rows), budget="fixed",
-        batch_size=BATCH_SIZE, on_drafter_error="fail", fallback=fallback, max_step_tokens=STEP_TOKENS,
+        batch_size=BATCH_SIZE, on_drafter_error="fail", max_step_tokens=STEP_TOKENS,
     )  # fmt: skip
     done = engine.generate(given, NEW_TOKENS, ignore_eos=True)
     wrong = sum([*ours.prompt_ids, *ours.token_ids] != row for ours, row in zip(done, rows, strict=True))

@@ -6,8 +6,9 @@ import json
 import logging
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,6 +75,20 @@ class Acceptance:
         return table
 
 
+@contextmanager
+def _only_errors(*libraries: str) -> Iterator[None]:
+    """Within, these libraries log errors alone."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, libraries)}
+    try:
+        for logger in levels:
+            logger.setLevel(logging.ERROR)
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
+
+
+@_only_errors("transformers", "accelerate")
 def run(options: TrainOptions, console: Console) -> Acceptance | None:
     """Train a drafter. Whatever is done already is not done again, if options say resume.
 
@@ -81,8 +96,6 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     """
     check_can_train()
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
-    for library in ("transformers", "accelerate"):
-        logging.getLogger(library).setLevel(logging.ERROR)
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)

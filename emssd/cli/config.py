@@ -85,8 +85,6 @@ class ModelConfig:
             docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
         checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
-        fallback: ``per_row``: modules that mix tokens in a way unknown to emssd run row by row, each step over all of a
-            row's text. That is exact, and slower. ``none`` refuses such a model. It holds for draft models too.
     """
 
     path: str = "demo"
@@ -102,7 +100,6 @@ class ModelConfig:
     batch_invariant: bool = False
     tensor_parallel: bool = False
     checksums: bool = False
-    fallback: str = "none"
 
 
 class Size(str, Enum):

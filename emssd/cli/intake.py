@@ -157,7 +157,7 @@ def make_engine(
         budget=config.budget,
         options=replace(config, force_tokens=False) if plain else config,
         registry=registry,
-        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code, fallback=config.model.fallback),
+        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
     )
 
 

@@ -18,7 +18,7 @@ from emssd.cli.config import ClusterConfig, RunConfig
 from emssd.cli.experiment import label_of, setting_of
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
-from emssd.cli.progress import Bar, show_messages
+from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_model, made_with, unfinished
 from emssd.data.openai_batch import OpenAIBatchConfig
@@ -173,7 +173,8 @@ class _Run:
         config = self.config
         self.quiet.print(f"loading {config.model.path} …")
         steps = partial(_most_steps, config, self.left) if alone else None
-        engine = make_engine(config, self.registry, self.models, num_steps=steps)
+        with loading_shown(self.quiet, show=config.progress):
+            engine = make_engine(config, self.registry, self.models, num_steps=steps)
         check_model(config, self.output)  # again: to load it may have brought newer files from the hub
         if config.model.compile == "auto":
             self.quiet.print(engine.target.why_compiled, soft_wrap=True)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
@@ -15,7 +17,9 @@ from rich.text import Text
 if TYPE_CHECKING:  # it brings torch, which --help does not need
     from emssd.metrics.stats import RunReport
 
-__all__ = ["Bar", "show_messages", "time_left"]
+__all__ = ["Bar", "loading_shown", "show_messages", "time_left"]
+
+_SOON = 1.5  # seconds; what is done by then needs no bar
 
 
 def show_messages(console: Console) -> None:
@@ -72,6 +76,33 @@ class Bar:
     def row_done(self, report: RunReport) -> None:
         """One more row is done, with these figures by now."""
         self.tell(self._done + 1, f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}")
+
+
+@contextmanager
+def loading_shown(console: Console, *, show: bool = True) -> Iterator[None]:
+    """Within, a `Bar` tells how many of its weights a model has loaded, unless that is soon done."""
+    from transformers.utils import logging as theirs
+
+    def counted(make: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        wanted = show and options.get("desc") == "Loading weights"
+        return _counted(console, args[0]) if wanted else make(*args, **options)
+
+    before = theirs.set_tqdm_hook(counted)
+    try:
+        yield
+    finally:
+        theirs.set_tqdm_hook(before)
+
+
+def _counted(console: Console, weights: Collection[Any]) -> Iterator[Any]:
+    start, bar = time.monotonic(), None
+    with ExitStack() as stack:
+        for number, weight in enumerate(weights, 1):
+            yield weight
+            if bar is None and time.monotonic() - start >= _SOON:
+                bar = stack.enter_context(Bar(console, "loading", len(weights), log_seconds=5))
+            if bar is not None:
+                bar.tell(number)
 
 
 class _TimeLeft(ProgressColumn):

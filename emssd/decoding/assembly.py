@@ -55,7 +55,6 @@ class Assembled:
         batch_invariant: bool = False,
         tensor_parallel: bool = False,
         checksums: bool = False,
-        fallback: str = "none",
         **options: Any,
     ) -> Self:
         """Load a model and make an engine for it.
@@ -68,7 +67,7 @@ class Assembled:
             budget: a name, a plugin's config, or a `BudgetPolicy`.
             dtype, device, max_model_len, compile, device_map, weights, frozen, batch_invariant: see
                 `emssd.model.load_model`.
-            trust_remote_code, fallback: see there; they hold for draft models too.
+            trust_remote_code: see there; it holds for draft models too.
             tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call
                 does not return: it does its part until process 0 ends, and ends then.
             checksums: see `emssd.model.load_model`.
@@ -82,7 +81,7 @@ class Assembled:
         registry.resolve("backend", backend)
         if tensor_parallel:
             follow_unless_first(registry)
-        load = partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
+        load = partial(load_model, trust_remote_code=trust_remote_code)
         target, tokenizer = load(
             path,
             dtype=dtype,
@@ -121,18 +120,16 @@ class Assembled:
         frozen: bool = False,
         batch_invariant: bool = False,
         trust_remote_code: bool = False,
-        fallback: str = "none",
         **options: Any,
     ) -> Self:
         """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
         chosen = _options(options, cls.from_model)
-        load = partial(load_model, trust_remote_code=trust_remote_code, fallback=fallback)
+        load = partial(load_model, trust_remote_code=trust_remote_code)
         target = TargetModel(
             model,
             max_model_len=max_model_len,
             compile=compile,
             frozen=frozen,
-            fallback=fallback,
             batch_invariant=batch_invariant,
         )
         return cls.assemble(

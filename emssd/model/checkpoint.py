@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 from emssd.model import support
 from emssd.model.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
@@ -24,15 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["files_of", "load_checkpoint", "load_tokenizer"]
 
-_WHAT_TO_GIVE = (
-    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
-    "model."
-)
 _TRUST = (
     "it needs code that comes with the checkpoint; model.trust_remote_code=true (trust_remote_code=True in Python) "
     "runs that code, so set it only if you trust where it comes from"
 )
-_EMBEDDED = {"demo": "target", "demo-draft": "draft"}
 # What older versions of Transformers stored and newer ones compute; the ignore lists of some models lack it.
 _COMPUTED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _TALKATIVE = ("modeling_utils", "distributed.tensor_parallel")
@@ -47,7 +43,6 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     num_shards: int = 1,
     device_map: DeviceMap | None = None,
-    fallback: str = "none",
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
@@ -56,20 +51,20 @@ def load_checkpoint(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    source = _source(path)
+    source = source_of(path)
+    check_folder(path)
     with _told(path, "its config.json is none that Transformers can read"):
         check_json(source)
-        if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
-            raise _cannot(path, f"there is no config.json in it. {_WHAT_TO_GIVE}")
+        check_layers(path)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            support.check_config(config, None, fallback)
-        support.resolve_max_model_len(config, max_model_len, fallback)
+            support.check_config(config, None)
+        support.resolve_max_model_len(config, max_model_len)
         if num_shards > 1:
             support.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     what = "Transformers cannot make the model of its config.json and weights"
-    with _told(path, what, lambda: weights_fault(source)), _report_kept_back(), _MadeEmpty():
+    with _told(path, what, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype,
@@ -94,7 +89,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    source = _source(path)
+    source = source_of(path)
     missing = (
         f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
         f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
@@ -108,7 +103,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         only_special = set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
     if only_special:  # Transformers makes such ones of nothing
-        raise _cannot(path, missing)
+        raise cannot_load(path, missing)
     return tokenizer
 
 
@@ -117,28 +112,12 @@ def files_of(path: str) -> list[Path]:
     from huggingface_hub import snapshot_download
 
     try:
-        source = _source(path)
+        source = source_of(path)
         return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
     except ConfigError:
         raise
     except (OSError, ValueError):  # it was not downloaded, or can be no id
         return []
-
-
-def _source(path: str) -> str:
-    """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
-    if path in _EMBEDDED:
-        from emssd.data.demo import model_path
-
-        return str(model_path(_EMBEDDED[path]))
-    folder = Path(path).expanduser()
-    if os.path.isdir(folder):  # unlike pathlib, false also for what no folder could be called
-        return str(folder)
-    if os.path.exists(folder):
-        raise _cannot(path, f"this is a file. {_WHAT_TO_GIVE}")
-    if path.startswith(("/", ".", "~")):
-        raise _cannot(path, f"there is no such folder. {_WHAT_TO_GIVE}")
-    return path
 
 
 @contextmanager
@@ -162,10 +141,10 @@ def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: N
         elif isinstance(error, ImportError):
             why = f"it needs a package that is not installed: {said}"
         elif isinstance(error, OSError):
-            why = f"{said} {_WHAT_TO_GIVE}"
+            why = f"{said} {WHAT_TO_GIVE}"
         else:
             why = f"{what} ({said.rstrip('.')})"
-        raise _cannot(path, why) from error
+        raise cannot_load(path, why) from error
 
 
 def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
@@ -182,7 +161,7 @@ def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
     ]
     told = [f"{_names(names)} {what}" for what, names in faults if names]
     if told:
-        raise _cannot(
+        raise cannot_load(
             path,
             f"its weights are not those of its config.json: {'; '.join(told)}. Bring weights and config from one place "
             f"again; if you know that it is right so, save what Transformers makes of it with save_pretrained",
@@ -197,10 +176,6 @@ def _names(names: list[str]) -> str:
 
 def _shape(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
-
-
-def _cannot(path: str, why: str) -> ConfigError:
-    return ConfigError(f"cannot load the model {path!r}: {why}")
 
 
 def _sentence(error: Exception) -> str:
@@ -227,33 +202,29 @@ class _MadeEmpty(TorchFunctionMode):
         return func(*args, **given)
 
 
-class _KeepBack(logging.Filter):
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = ""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        self.text += record.getMessage()
-        return False
-
-
 @contextmanager
-def _report_kept_back() -> Iterator[None]:
+def _report_kept_back(path: str) -> Iterator[None]:
     """Keep back what Transformers prints of weights that do not fit, and of tensor parallelism that nobody asked for.
 
-    Of tensors that it could not put together, as those of experts, only its report has the names.
+    Its report names tensors that it could not put together, as those of experts; its error does not.
     """
-    keep = _KeepBack()
     loggers = [logging.getLogger(f"transformers.{name}") for name in _TALKATIVE]
     for logger in loggers:
-        logger.addFilter(keep)
+        logger.addFilter(_nothing)
     try:
         yield
     except RuntimeError as error:
-        names = re.findall(r"^(\S+) *\|.*CONVERSION", keep.text, re.MULTILINE)
-        if not names:
-            raise
-        raise ValueError(f"what {_names(names)} are made of is missing in part, or has other shapes") from error
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        info: Any = next((values["loading_info"] for values in frames if "loading_info" in values), None)
+        if names := [*getattr(info, "conversion_errors", ())]:
+            raise ValueError(f"what {_names(names)} are made of is missing in part, or has other shapes") from error
+        if getattr(info, "mismatched_keys", ()):  # a tied one, say, which cannot be compared
+            _check_whole(path, info.to_dict())
+        raise
     finally:
         for logger in loggers:
-            logger.removeFilter(keep)
+            logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

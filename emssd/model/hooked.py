@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -26,7 +26,6 @@ from emssd.model.interface import (
 from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
 from emssd.model.spread import is_spread, output_device
-from emssd.model.states import StateCache
 from emssd.model.streams import lock_of
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
@@ -37,15 +36,6 @@ if TYPE_CHECKING:
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
-
-
-class RowByRow(Protocol):
-    """Modules that run row by row, see `emssd.model.per_row.PerRow`."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-    def active(self) -> AbstractContextManager[None]: ...
-    def mend(self) -> bool: ...
 
 
 class HookedModel:
@@ -64,8 +54,6 @@ class HookedModel:
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
         lock: held for a pass, by all that call this model through emssd.
-        per_row: the modules that run row by row, or ``None`` where none may.
-        attention: under which name models attend in a pass.
     """
 
     def __init__(
@@ -75,25 +63,22 @@ class HookedModel:
         max_model_len: int | None = None,
         shard: Shard | None = None,
         batch_invariant: bool = False,
-        fallback: str = "none",
     ) -> None:
         self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
         self.shard = shard
-        check_config(model.config, type(model), fallback)
+        check_config(model.config, type(model))
         if shard is None:
             check_whole(model)
         register(model.config)
         self.keeps_states = self.counts_calls = install(model)
-        self.per_row: RowByRow | None = None
-        self.attention = ATTENTION_NAME
         known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
         self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}
         self.takes_positions = bool({"position_ids", "kwargs"} & self._names)
         self.lock = lock_of(model)
         self.is_spread = is_spread(model)
-        self.max_model_len = resolve_max_model_len(model.config, max_model_len, fallback)
+        self.max_model_len = resolve_max_model_len(model.config, max_model_len)
         self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
         self.arithmetic = self._invariant() if batch_invariant else None
@@ -152,12 +137,11 @@ class HookedModel:
         in_loops = self.dtype is torch.float64 or own is not None
         with (
             self.lock,
-            implementation(self.attention if masks is None else MASKED_NAME, experts_in_loops=in_loops),
+            implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
             keywords_known(keywords | {"emssd_numbers": self._numbers, "emssd_calls": calls}),
             taking,
             cut,
             nullcontext() if own is None else own,
-            nullcontext() if self.per_row is None else self.per_row.active(),
         ):
             output = self.call(
                 input_ids=input_ids,
@@ -177,11 +161,6 @@ class HookedModel:
         if "kwargs" not in names:
             keywords = {name: given for name, given in keywords.items() if name in names}
         return self.model(**keywords)
-
-    def new_states(self) -> StateCache:
-        """Room for the states of rows, or for their history where modules run row by row."""
-        whole = self.per_row is not None and self.per_row.names
-        return StateCache(whole=self.max_model_len if whole else 0)
 
     def _invariant(self) -> BatchInvariant:
         why = "Accelerate moves it from device to device" if self.is_spread else None

@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F  # PyTorch's own name for it
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["BatchInvariant", "why_not_invariant"]
+__all__ = ["Audit", "BatchInvariant", "why_not_invariant"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _VECTORS = 64  # numbers; of each type a whole number of PyTorch's vectors, taken two at a time
@@ -39,7 +40,7 @@ class BatchInvariant(TorchFunctionMode):
     Gradients are PyTorch's. One object may be entered by several threads.
 
     Attributes:
-        missed: names of functions that were called and are not replaced, though their bits may depend on the batch.
+        missed: names of operators in an `Audit` that are not replaced, though their bits may depend on the batch.
     """
 
     def __init__(self) -> None:
@@ -51,9 +52,41 @@ class BatchInvariant(TorchFunctionMode):
         given = kwargs or {}
         if (rule := _RULES.get(func)) is not None and (found := rule(func, *args, **given)) is not None:
             return found
-        if func in _VARYING and not (func in _PRODUCTS and args[0].shape[-1] == 1):
-            self.missed.add(func.__name__)
         return func(*args, **given)
+
+
+class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's own has no annotations
+    """Within, operators that PyTorch runs itself are noted as `missed`, unless they are known to keep a row's bits.
+
+    Known are views, whole numbers, what rounds once (`_EXACT`), and what works along a row or moves it (`_BY_ROW`).
+    """
+
+    def __init__(self, arithmetic: BatchInvariant) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self._missed = arithmetic.missed
+        self._missed.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        results = func(*args, **given)
+        first = results[0] if isinstance(results, (tuple, list)) and results else results
+        if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
+            replaced = torch._C._is_torch_function_all_disabled()  # as the rules do, and attention
+            if not replaced and not _keeps_bits(func, first, args, given):
+                self._missed.add(func.overloadpacket.__name__)
+        return results
+
+
+def _keeps_bits(operator: Any, first: Any, args: Any, given: Any) -> bool:
+    name = operator.overloadpacket.__name__.removesuffix("_")
+    if name in ("mm", "bmm", "matmul"):
+        return bool(args[0].shape[-1] == 1)  # nothing is added up
+    power = args[1] if name == "pow" and isinstance(args[1], (int, float)) else None
+    if name == "rsqrt" or power == -0.5 or (name in ("add", "sub") and given.get("alpha", 1) != 1):
+        return first.dtype is not torch.bfloat16  # some numbers of which are rounded twice
+    if name == "pow":
+        return power in (0.5, 2, 3) or (first.ndim == 1 and not isinstance(args[0], torch.Tensor))  # frequencies
+    return name in _KNOWN
 
 
 class _Linear(torch.autograd.Function):
@@ -122,15 +155,26 @@ def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: A
         return func(filled, *args, **more)[:count].view(input.shape)
 
 
-_PRODUCTS = {torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm, torch.bmm}
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.mm, torch.Tensor.mm)
 _ELEMENTS = (F.silu, F.gelu, F.softplus, F.sigmoid, F.tanh, F.mish, F.elu, F.logsigmoid, torch.sigmoid, torch.tanh,
              torch.Tensor.sigmoid, torch.Tensor.tanh, torch.exp, torch.Tensor.exp, torch.sin, torch.Tensor.sin,
-             torch.cos, torch.Tensor.cos, torch.erf, torch.special.expm1)  # fmt: skip
+             torch.cos, torch.Tensor.cos, torch.erf, torch.special.expm1, torch.expm1, torch.Tensor.expm1,
+             torch.log, torch.Tensor.log, torch.log1p, torch.Tensor.log1p)  # fmt: skip
 _RULES: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(_PRODUCTS - {torch.bmm}, _matmul),
+    **dict.fromkeys(_PRODUCTS, _matmul),
     **dict.fromkeys(_ELEMENTS, _by_element),
     F.linear: _linear,
     torch.addmm: _addmm,
 }
-_VARYING = _RULES.keys() - {*_ELEMENTS} | {torch.bmm, torch.Tensor.bmm, torch.baddbmm, torch.einsum, F.conv1d}
-_VARYING |= {torch.conv1d, F.scaled_dot_product_attention, getattr(F, "grouped_mm", None)}
+_EXACT = (
+    "abs add sub rsub mul multiply div neg sqrt reciprocal square clamp clamp_min clamp_max maximum minimum max min "
+    "relu relu6 leaky_relu hardtanh threshold round floor ceil trunc sign sgn where masked_fill nan_to_num dropout"
+)
+_BY_ROW = (
+    "embedding layer_norm native_layer_norm rms_norm mean sum softmax _softmax log_softmax _log_softmax amax amin topk "
+    "sort linalg_vector_norm cumsum cat stack index index_select index_add index_put index_copy gather take_along_dim "
+    "scatter scatter_add repeat repeat_interleave broadcast_tensors roll flip pad constant_pad_nd tril triu type_as "
+    "_to_copy copy clone contiguous detach lift_fresh fill zero empty empty_like new_empty zeros zeros_like new_zeros "
+    "ones ones_like new_ones full full_like new_full arange scalar_tensor"
+)
+_KNOWN = frozenset(f"{_EXACT} {_BY_ROW}".split())

@@ -39,7 +39,6 @@ def load_model(
     for_drafts: bool = False,
     tensor_parallel: bool = False,
     checksums: bool = False,
-    fallback: str = "none",
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -60,7 +59,6 @@ def load_model(
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
         checksums: with that, compare in every step what the processes were told and what they computed.
-        fallback: see `TargetModel`.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -74,7 +72,6 @@ def load_model(
         "model.batch_invariant=true": batch_invariant,
         "model.architecture": bool(architecture),
         "model.weights=int8": weights == "int8",
-        "model.fallback=per_row": fallback != "none",
     }
     if device_map is not None:
         check_device_map(device_map)
@@ -100,7 +97,6 @@ def load_model(
             max_model_len=max_model_len,
             trust_remote_code=trust_remote_code,
             device_map=device_map,
-            fallback=fallback,
         )
         try:
             model = model if to is None else model.to(to)  # type: ignore[arg-type]  # annotated for no device at all
@@ -116,7 +112,6 @@ def load_model(
         max_model_len=max_model_len,
         compile=compile,
         frozen=frozen or for_drafts,
-        fallback=fallback,
         batch_invariant=batch_invariant,
     )
     return target, tokenizer

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
 
-__all__ = ["Convolution", "Mixer", "Recurrence", "install", "keeps_states", "mixed_by", "mixer_of_pass"]
+__all__ = ["Convolution", "Mixer", "Recurrence", "install", "keeps_states", "mixed_by"]
 
 
 class Convolution(NamedTuple):
@@ -61,13 +61,7 @@ class Recurrence(NamedTuple):
 
 
 class Mixer(Protocol):
-    """Computes, in a pass, what the functions of `install` are called for.
-
-    Attributes:
-        longest: tokens of the longest path of the pass.
-    """
-
-    longest: int
+    """Computes, in a pass, what the functions of `install` are called for."""
 
     def convolve(self, inputs: Convolution) -> torch.Tensor:
         """``[n, channels]`` in the dtype of the weight."""
@@ -75,23 +69,13 @@ class Mixer(Protocol):
     def recur(self, inputs: Recurrence) -> torch.Tensor:
         """``[n, heads, v]``."""
 
-    def run_rows(
-        self, values: list[torch.Tensor], run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """The results of `run` for the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
-
 
 _MIXER: ContextVar[Mixer | None] = ContextVar("_MIXER", default=None)
 
 
-def mixer_of_pass() -> Mixer | None:
-    """The mixer of `mixed_by`."""
-    return _MIXER.get()
-
-
 @contextmanager
-def mixed_by(mixer: Mixer | None) -> Iterator[None]:
-    """Within, `mixer` mixes the tokens of models that this thread calls; their own code does with ``None``."""
+def mixed_by(mixer: Mixer) -> Iterator[None]:
+    """Within, `mixer` mixes the tokens of models that this thread calls."""
     token = _MIXER.set(mixer)
     try:
         yield

@@ -12,15 +12,14 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
 from emssd.model.interface import Attend, Visible, implementation
-from emssd.model.states import Feed
+from emssd.model.invariant import Audit
+from emssd.model.states import Feed, StateCache
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
 __all__ = [
     "PROBE_TOLERANCE",
-    "Aranges",
-    "OtherLogitsError",
     "ProbeRows",
     "layer_devices",
     "look_at_layers",
@@ -55,7 +54,8 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
         return rows.attend(layer, seen, *qkv)
 
     with running(target):
-        with Aranges(rows.num_tokens) as aranges:
+        audit = nullcontext() if target.arithmetic is None else Audit(target.arithmetic)
+        with _Aranges(rows.num_tokens) as aranges, audit:
             try:
                 packed = rows.run_packed(target, attend)
             except _CalledTwiceError:
@@ -73,15 +73,9 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     _compare(target, packed, alone)
     if target.keeps_states:
         _probe_states(target)
-    if target.per_row is not None and target.per_row.names:
-        _refuse_later_tokens(target)
     if aranges.num_calls:
         _refuse_counted_positions(target, rows)
     return tuple(layers[layer] for layer in range(expected))
-
-
-class OtherLogitsError(UnsupportedModelError):
-    """A packed pass gives other logits than the model's own."""
 
 
 class _CalledTwiceError(Exception):
@@ -138,7 +132,7 @@ def _probe_states(target: HookedModel) -> None:
     That two sequences can be packed proves nothing about tokens that follow a state.
     """
     tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
-    states, row, logits = target.new_states(), _OneRow(), list[torch.Tensor]()
+    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
     with running(target):
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
             new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
@@ -155,26 +149,6 @@ def _probe_states(target: HookedModel) -> None:
     _compare(target, torch.cat(logits), alone)
 
 
-def _refuse_later_tokens(target: HookedModel) -> None:
-    """Refuse a model whose own logits of a token change with the tokens after it, such as one that selects among ties.
-
-    Whole texts are computed with drafts after them, so these would decide.
-    """
-    longest = min(40, target.max_model_len)
-    tokens = torch.tensor([[(7 * place * place + 2) % target.vocab_size for place in range(longest)]])
-    with running(target), implementation("eager", experts_in_loops=target.dtype is torch.float64):
-        whole, *parts = (
-            target.call(input_ids=tokens[:, :length].to(target.device), use_cache=False).logits[0].double()
-            for length in range(longest, max(longest - 24, 1), -1)
-        )
-    change = max((float((whole[: len(part)] - part).abs().max()) for part in parts), default=0.0) / whole.std()
-    if not change <= PROBE_TOLERANCE[target.dtype]:
-        raise UnsupportedModelError(
-            f"{type(target.model).__name__} gives a token other logits when further tokens follow it, as models that "
-            f"choose among equal scores do; no drafts can be verified in one pass"
-        )
-
-
 def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
 
@@ -183,7 +157,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     """
     with running(target), implementation(experts_in_loops=True):
         packed = rows.run_packed(target, rows.attend)
-        with Aranges(rows.num_tokens, rows.positions):
+        with _Aranges(rows.num_tokens, rows.positions):
             moved = rows.run_packed(target, rows.attend)
         if torch.equal(moved, packed):
             return
@@ -245,7 +219,7 @@ class ProbeRows:
             str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
             for row, tokens in enumerate(self.rows)
         }
-        states = target.new_states()
+        states = StateCache()
         with states.pass_of(feeds) if target.keeps_states else nullcontext():
             logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
         target.bytes_per_row = states.bytes_per_row
@@ -264,7 +238,7 @@ class ProbeRows:
         return logits
 
 
-class Aranges(TorchFunctionMode):
+class _Aranges(TorchFunctionMode):
     """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
 
     They get `instead`, if that is given.
@@ -299,5 +273,8 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
-        raise OtherLogitsError(f"{name} {reason}")
+        from emssd.model.culprit import culprit
+
+        if (module := culprit(target)) is not None:
+            reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
     raise UnsupportedModelError(f"{name} {reason}")

@@ -15,6 +15,7 @@ import torch
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
 from emssd.model.program import Growth
+from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "in_passes", "likeliest"]
@@ -170,7 +171,7 @@ class CausalLMRunner(ModelRunner):
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._num_changes, self._layers = model.num_changes, model.layers
-        self._states = model.new_states() if model.keeps_states else None
+        self._states = StateCache() if model.keeps_states else None
 
     def begin(self) -> None:
         before, self._num_changes = self._num_changes, self.model.begin()

@@ -8,7 +8,7 @@ draft, which `commit` adopts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -139,11 +139,10 @@ class StateCache:
 
     Args:
         max_rows: so many rows have room; more make it grow.
-        whole: the inputs of all tokens of a row are kept, up to so many; no state moves. 0 for states.
     """
 
-    def __init__(self, max_rows: int = 8, whole: int = 0) -> None:
-        self._max_rows, self._whole = max_rows, whole
+    def __init__(self, max_rows: int = 8) -> None:
+        self._max_rows = max_rows
         self._rows: dict[str, _Row] = {}
         self._slots: dict[str, int] = {}  # of a row: it has the slots 2 i and 2 i + 1
         self._free: list[int] = []
@@ -154,8 +153,7 @@ class StateCache:
     @property
     def bytes_per_row(self) -> int:
         """Bytes of the states of one row; known after the first pass."""
-        kept = sum(each[0].numel() * each.itemsize for each in self._inputs if len(each)) * self._whole
-        return kept + sum(2 * state[0].numel() * state.itemsize for state in self._states.values())
+        return sum(2 * state[0].numel() * state.itemsize for state in self._states.values())
 
     @property
     def held(self) -> int:
@@ -183,6 +181,7 @@ class StateCache:
         mixer = _Mixer(self, step)
         with mixed_by(mixer):
             yield
+        mixer.carry_the_rest()
         self._rows, self._inputs, self._states, self._history = step.rows, mixer.inputs, mixer.states, mixer.history
 
     def commit(self, kept: Kept) -> None:
@@ -237,7 +236,7 @@ class StateCache:
         slot = 2 * self._slot(name)
         base, from_slot = (row.ahead, not row.flipped) if row.ahead else (row.at, row.flipped)
         save = 0
-        if not self._whole and not row.ahead and feed.num_drafts < len(feed.places):
+        if not row.ahead and feed.num_drafts < len(feed.places):
             save = feed.kv_len - feed.num_drafts
         done: set[int] = set()
         inner, branches, before = set(parents.values()), list[list[int]](), list[int]()
@@ -261,15 +260,10 @@ class StateCache:
 
 
 class _Mixer:
-    """Mixes the tokens of one pass: computes what the functions of `emssd.model.mixing.install` are called for.
-
-    Attributes:
-        longest: tokens of the longest path.
-    """
+    """Mixes the tokens of one pass: computes what the functions of `emssd.model.mixing.install` are called for."""
 
     def __init__(self, cache: StateCache, step: _Step) -> None:
         self._cache, self._step = cache, step
-        self.longest = max(len(path.inputs) for path in step.paths)
         self.inputs: list[torch.Tensor] = []
         self.states = dict(cache._states)
         self.history = cache._history
@@ -333,18 +327,12 @@ class _Mixer:
                     slots[path.save_slot] = now[row]
         return out
 
-    def run_rows(
-        self, values: list[torch.Tensor], run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
-    ) -> list[torch.Tensor]:
-        """The results of `run` for the `values` ``[n, ...]`` of a path, for the fed tokens of all paths."""
-        kept, out = [self._with_carried(each) for each in values], list[torch.Tensor]()
-        for path in self._step.paths:
-            results = run([each[path.inputs] for each in kept])
-            out = out or [each.new_zeros(len(values[0]), *each.shape[1:]) for each in results]
-            new = [at for at, place in enumerate(path.outputs) if place >= 0]
-            for to, result in zip(out, results, strict=True):
-                to[[path.outputs[at] for at in new]] = result[new]
-        return out
+    def carry_the_rest(self) -> None:
+        """Keep what layers that a draft leaves out carry; the target drops what stands for the draft's tokens."""
+        num_new = len(self._step.places)
+        for old in self._cache._inputs[len(self.inputs) :]:
+            carried = old[self._index("carried", old.device)] if self._step.carried else old[:0]
+            self.inputs.append(torch.cat([carried, old.new_zeros(num_new, old.shape[1])]))
 
     def _with_carried(self, values: torch.Tensor) -> torch.Tensor:
         """The inputs of this layer for all tokens of the step, the carried ones first."""

@@ -20,7 +20,7 @@ __all__ = [
     "resolve_max_model_len",
 ]
 
-_PER_ROW = "model.fallback=per_row runs what emssd does not know row by row, more slowly"
+_POSSIBLE = "decode it with its own generate, or take a type of docs/reference/models.md"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
 _OPT = {
     "model.decoder.layers.*.self_attn.q_proj": "colwise",
@@ -41,7 +41,7 @@ def length_limit(config: Any) -> int | None:
     return int(limit) if limit is not None and limit > 0 else None
 
 
-def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str = "none") -> int:
+def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
     """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
     text, limit = config.get_text_config(), length_limit(config)
     if max_model_len is None:
@@ -51,12 +51,11 @@ def resolve_max_model_len(config: Any, max_model_len: int | None, fallback: str 
     elif max_model_len < 2 or (limit is not None and max_model_len > limit):
         raise ConfigError(f"max_model_len is {max_model_len}; this model takes 2 to {limit or 'any number of'} tokens")
     _check_rotary(text, config.model_type, max_model_len)
-    if fallback == "none":
-        _check_chunks(text, config.model_type, max_model_len)
+    _check_chunks(text, config.model_type, max_model_len)
     return max_model_len
 
 
-def check_config(config: Any, model_class: type | None, fallback: str = "none") -> None:
+def check_config(config: Any, model_class: type | None) -> None:
     """Refuse, before any weights are loaded, what the config shows cannot be served at any length."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -68,10 +67,8 @@ def check_config(config: Any, model_class: type | None, fallback: str = "none") 
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _refused(name, "Transformers has no causal language model for it")
         model_class = cast("type", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    if fallback != "none":  # the probe finds the modules that are to run row by row
-        return
     if getattr(text, "alibi", False) or name in {"bloom", "mpt"}:
-        raise _refused(name, f"it encodes positions with ALiBi biases, which reach no attention function; {_PER_ROW}")
+        raise _refused(name, f"it encodes positions with ALiBi biases, which reach no attention function; {_POSSIBLE}")
     if keeps_states(model_class):  # the probe tells whether nothing else mixes tokens
         return
     layer_types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
@@ -80,13 +77,13 @@ def check_config(config: Any, model_class: type | None, fallback: str = "none") 
         raise _refused(
             name,
             f"it has layers of type {', '.join(foreign)}, and emssd does not know how their code keeps what it read; "
-            f"{_PER_ROW}",
+            f"{_POSSIBLE}",
         )
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refused(
             name,
             "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
-            f"KV cache cannot be managed from outside; {_PER_ROW}",
+            f"KV cache cannot be managed from outside; {_POSSIBLE}",
         )
 
 
@@ -135,7 +132,7 @@ def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
         raise _refused(
             name,
             f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
-            f"one chunk; {_PER_ROW}",
+            "one chunk",
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 from collections.abc import Callable
@@ -19,10 +18,8 @@ from emssd.errors import CompileError, ConfigError, UnsupportedModelError
 from emssd.model.finding import find_streams
 from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
-from emssd.model.interface import ATTENTION_NAME
 from emssd.model.masks import learn_windows
-from emssd.model.per_row import PerRow, find_fault
-from emssd.model.probe import OtherLogitsError, layer_devices, probe_layers
+from emssd.model.probe import layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
 from emssd.model.streams import Hidden, Streams
 
@@ -33,8 +30,6 @@ if TYPE_CHECKING:
     from emssd.model.parallel.group import Shard
 
 __all__ = ["Compile", "Computed", "TargetModel"]
-
-_LOG = logging.getLogger(__name__)
 
 Compile = bool | Literal["auto"]
 """Whether a model is compiled: yes, no, or where that costs nothing or pays; see `TargetModel.compile_if_it_pays`."""
@@ -67,8 +62,6 @@ class TargetModel(HookedModel):
             call, together.
         frozen: the caller promises that the model stays as it is, so `begin` need not look. That holds of shards, too.
         batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
-        fallback: ``per_row`` lets modules that mix tokens by themselves run row by row, see `emssd.model.per_row`;
-            ``none`` refuses the model.
 
     Attributes:
         compiled: that program, or ``None``.
@@ -90,29 +83,13 @@ class TargetModel(HookedModel):
         shard: Shard | None = None,
         frozen: bool = False,
         batch_invariant: bool = False,
-        fallback: str = "none",
     ) -> None:
         if compile is True and is_spread(model):
             raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
         if compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
-        if fallback not in ("none", "per_row"):
-            raise ConfigError(f"model.fallback is {fallback}; it must be none or per_row")
-        if fallback != "none" and (is_spread(model) or shard is not None):
-            raise ConfigError("model.fallback=per_row is for a model on one device, in one process; leave it out")
-        super().__init__(
-            model, max_model_len=max_model_len, shard=shard, fallback=fallback, batch_invariant=batch_invariant
-        )
-        self.per_row = PerRow(self) if fallback == "per_row" else None
+        super().__init__(model, max_model_len=max_model_len, shard=shard, batch_invariant=batch_invariant)
         self.layers = self._learned()
-        if self.per_row is not None and (names := self.per_row.names):
-            self.per_row.learn_long_texts()
-            _LOG.warning(
-                "%d modules of %s (%s, …) run row by row, over the whole text of a row in each step: exact, and slower",
-                len(names),
-                type(model).__name__,
-                names[0],
-            )
         self.may_compile, self._can_compile = compile, False
         self.why_compiled = "not compiled: model.compile=false"
         if self.is_spread:
@@ -143,17 +120,8 @@ class TargetModel(HookedModel):
     def _learned(self) -> tuple[LayerSpec, ...]:
         """The layers as the model runs now, with the windows that masks alone know of."""
         counted, self._windows = self.counts_calls, {}
-        try:
-            self._windows = learn_windows(self) if self.attention == ATTENTION_NAME else {}
-            layers = probe_layers(self)
-        except UnsupportedModelError as error:
-            if self.per_row is None or not self.per_row.mend():
-                fault = find_fault(self) if isinstance(error, OtherLogitsError) else None
-                raise (
-                    error if not fault else OtherLogitsError(f"{error}: {fault} mixes tokens, or counts them")
-                ) from error
-            self.keeps_states = self.counts_calls = True
-            return self._learned()
+        self._windows = learn_windows(self)
+        layers = probe_layers(self)
         return layers if self.counts_calls == counted else self._learned()  # windows by other numbers
 
     def _learn_again(self, change: str) -> None:

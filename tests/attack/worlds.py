@@ -18,7 +18,7 @@ from emssd.model.target import Computed
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
-from .zoo import BY_ROW, KINDS, MAY_BE_REFUSED, draw_model
+from .zoo import KINDS, MAY_BE_REFUSED, draw_model
 
 __all__ = ["Planted", "Watch", "WatchedTarget", "World", "draw_world", "spoil", "twin", "watched"]
 
@@ -104,9 +104,8 @@ def draw_world(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            fallback = "per_row" if kind in BY_ROW else "none"
             target = TargetModel(  # one that is foul is refused when a run begins, unless it is said to stay as it is
-                model, compile=compiled, frozen=foul, fallback=fallback, batch_invariant=invariant
+                model, compile=compiled, frozen=foul, batch_invariant=invariant
             )
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:

@@ -28,10 +28,6 @@ _ONE_HEAD_EACH: dict[str, Any] = {
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 # By Transformers' model_type; WINDOW, LAYERS and so on are filled in by `draw_model`.
-BY_ROW: dict[str, dict[str, Any]] = {
-    "gptj": {"n_embd": 32, "n_head": 4, "rotary_dim": 4, "bos_token_id": None, "eos_token_id": None}
-}
-"""The types that `model.fallback=per_row` serves."""
 KINDS: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "mistral": _SIZES | {"sliding_window": "WINDOW"},
@@ -113,10 +109,9 @@ def draw_model(
         "FULL": ["full_attention"] * num_layers,
         "HALF": [1, 0, 1][:num_layers],
     }
-    plain = KINDS | BY_ROW
-    given = plain[kind] if kind in plain else HYBRIDS[kind] | {"bos_token_id": None, "eos_token_id": None}
+    given = KINDS[kind] if kind in KINDS else HYBRIDS[kind] | {"bos_token_id": None, "eos_token_id": None}
     values = {name: drawn.get(value, value) if isinstance(value, str) else value for name, value in given.items()}
-    if kind in plain:
+    if kind in KINDS:
         values["n_layer" if "n_embd" in values else "num_hidden_layers"] = num_layers
     values["vocab_size"] = vocab_size
     values["n_positions" if "n_embd" in values else "max_position_embeddings"] = max_model_len

@@ -15,6 +15,7 @@ from emssd.cli import progress
 from emssd.cli.progress import Bar
 from emssd.data.chat import encode_chat
 from emssd.metrics.stats import RunReport
+from emssd.model import load_model
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
 
@@ -142,3 +143,14 @@ def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     ]
     assert "11/12" in lines[2]
     assert len(lines) == 3
+
+
+@pytest.mark.parametrize("soon", [0.0, 100.0])
+def test_a_bar_tells_how_far_a_model_has_loaded_unless_that_is_soon_done(
+    soon: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_SOON", soon)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    with progress.loading_shown(console):
+        load_model("demo")
+    assert ("loading" in console.file.getvalue()) == (soon == 0)  # type: ignore[attr-defined]  # a StringIO

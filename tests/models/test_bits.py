@@ -19,13 +19,13 @@ from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.batch_invariant import batch_invariant
 from emssd.model import TargetModel
-from emssd.model.invariant import BatchInvariant
+from emssd.model.invariant import Audit, BatchInvariant
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd.testing.models import tiny_model
 from tests.support.backends import engine_of, runner_of
-from tests.support.tiers import only
+from tests.support.tiers import looped, only
 
 VOCAB = 23
 ROLLED_OUT = [(1, 2, 3), (4,) * 19, (5, 6)]
@@ -228,10 +228,38 @@ def test_what_is_replaced_gives_a_row_its_bits_in_any_batch(size: int, dtype: to
     bias, flipped = torch.randn(70, generator=generator).to(dtype), weight.t().contiguous()
     functions = (lambda x: F.linear(x, weight, bias), lambda x: torch.addmm(bias, x, flipped), lambda x: x @ flipped,
                  F.silu, F.gelu, torch.sigmoid, F.softplus)  # fmt: skip
-    with BatchInvariant() as arithmetic:
+    with BatchInvariant() as arithmetic, Audit(arithmetic):
         for function in functions:
             whole = function(rows)
             for start, stop in ((0, 1), (3, 5), (7, 24), (39, 40)):
                 assert torch.equal(function(rows[start:stop]), whole[start:stop])
     assert not arithmetic.missed
     torch.testing.assert_close(F.linear(rows, weight, bias), functions[0](rows))
+
+
+SQUARE = torch.eye(32, dtype=torch.float64) + 0.25
+UNKNOWN: dict[str, Any] = {  # by the operator that is named
+    "inner": lambda x: torch.inner(x, SQUARE),
+    "einsum": lambda x: torch.einsum("bni,bji->bnj", x, SQUARE[None]),
+    "mv": lambda x: torch.mv(x[0], SQUARE[0])[None, :, None],
+    "addmm": lambda x: torch.addmm(SQUARE[:1], x[0], SQUARE, beta=0.5),
+    "cdist": lambda x: torch.cdist(x, SQUARE[None]),
+    "conv1d": lambda x: torch.conv1d(x.mT, SQUARE[:, :, None]).mT,
+    "linear": lambda x: torch.ops.aten.linear(x, SQUARE),
+    "pow": lambda x: x.abs().pow(1.5),
+    "exp2": torch.exp2,
+    "atan2": lambda x: torch.atan2(x, x + 1),
+    "logaddexp": lambda x: torch.logaddexp(x, x + 1),
+    "special_expit": torch.special.expit,
+    "sigmoid_": lambda x: (2 * x).sigmoid_(),
+    "rsqrt": lambda x: x.abs().bfloat16().rsqrt(),
+    "var": lambda x: x.var(-1, keepdim=True),
+}
+
+
+@looped("name", UNKNOWN)
+def test_an_operator_that_is_not_known_to_keep_bits_is_named(name: str) -> None:
+    model = tiny_model("llama", vocab_size=VOCAB)
+    own = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: own(hidden) + UNKNOWN[name](hidden)
+    assert f"it calls {name}" in str(TargetModel(model, batch_invariant=True).why_not_invariant)

@@ -102,6 +102,24 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(CONFIG, num_hidden_layers=3),
         r"weights are not those .*: model\.layers\.2\.input_layernorm\.weight, .* and 6 more are missing",
     ),
+    "more layers than tensors": (
+        partial(CONFIG, num_hidden_layers=10**9),
+        r"says 1000000000 layers, .* have 21 tensors",
+    ),
+    "a tied head of another shape": (
+        lambda folder: (
+            CONFIG(folder, tie_word_embeddings=True),
+            change_weights(folder, lambda weights: weights.update({"lm_head.weight": torch.ones(14, 32)})),
+        ),
+        r"lm_head\.weight \(14x32 in place of 13x32\) have another shape",
+    ),
+    "an adapter": (
+        lambda folder: (
+            remove("config.json", WEIGHTS, folder=folder),
+            write("adapter_config.json", '{"base_model_name_or_path": "org/base"}', folder),
+        ),
+        r"it holds an adapter of PEFT for org/base; .*merge_and_unload\(\)\.save_pretrained\(FOLDER\)",
+    ),
     "other shapes": (
         partial(CONFIG, intermediate_size=64),
         r"model\.layers\.0\.mlp\.down_proj\.weight \(32x48 in place of 32x64\), .* have another shape",
@@ -196,8 +214,12 @@ def test_what_older_versions_stored_and_newer_ones_compute_may_be_left_over(
     load_model(str(folder), device="cpu")
 
 
-def test_experts_that_cannot_be_put_together_are_named(tmp_path: Path) -> None:
-    """Transformers stacks them while it loads, and its own error refers to a table."""
+@pytest.mark.parametrize("level", ["WARNING", "CRITICAL"])
+def test_experts_that_cannot_be_put_together_are_named(
+    level: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Transformers stacks them while it loads, and its error refers to a table, which the user may have silenced."""
+    caplog.set_level(level, "transformers")
     values = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = AutoConfig.for_model("mixtral", **values, num_hidden_layers=1, vocab_size=13, num_local_experts=2)
     folder = save_checkpoint(tmp_path)

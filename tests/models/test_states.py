@@ -8,6 +8,7 @@ from functools import cache
 
 import pytest
 import torch
+from emssd_self_draft import SelfConfig
 
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
@@ -208,6 +209,13 @@ def test_states_count_as_memory() -> None:
 def test_drafters_with_a_model_have_states_of_their_own() -> None:
     texts = texts_of("qwen3_5_text")
     assert texts.decoded(texts.engine("early_exit")).report.num_drafted > NEW_TOKENS
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_the_targets_first_layers_draft_on_its_own_states(architecture: str) -> None:
+    texts = texts_of(architecture)
+    layers = texts.model.config.num_hidden_layers - 1
+    assert texts.decoded(texts.engine(SelfConfig(layers=layers))).report.num_drafted > NEW_TOKENS
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:

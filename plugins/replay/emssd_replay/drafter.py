@@ -43,9 +43,9 @@ class ReplayDrafter(Drafter):
 
     def __init__(self, config: ReplayConfig, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._known = None if config.known is None else _read_known(Path(config.known))
+        self._known = None if config.known is None else _read_known(Path(config.known).expanduser())
         if config.trace is not None:
-            trace = load_trace(Path(config.trace))
+            trace = load_trace(Path(config.trace).expanduser())
             dealt = ", dealt out by request id" if self._known is None else ""
             self.replays = f"acceptance recorded in {Path(config.trace).name}{dealt}"
         else:

@@ -1,0 +1,96 @@
+"""The folder of a model: whether it can be one, told by its small files in milliseconds, without torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from emssd.data.demo import model_path
+from emssd.errors import ConfigError
+
+__all__ = ["WHAT_TO_GIVE", "cannot_load", "check_folder", "check_layers", "source_of"]
+
+WHAT_TO_GIVE = (
+    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
+    "model."
+)
+_EMBEDDED = {"demo": "target", "demo-draft": "draft"}
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+
+
+def cannot_load(path: str, why: str) -> ConfigError:
+    """The error for the model `path`."""
+    return ConfigError(f"cannot load the model {path!r}: {why}")
+
+
+def source_of(path: str) -> str:
+    """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
+    if path in _EMBEDDED:
+        return str(model_path(_EMBEDDED[path]))
+    folder = Path(path).expanduser()
+    if os.path.isdir(folder):  # unlike pathlib, false also for what no folder could be called
+        return str(folder)
+    if os.path.exists(folder):
+        raise cannot_load(path, f"this is a file. {WHAT_TO_GIVE}")
+    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise cannot_load(path, f"there is no such folder. {WHAT_TO_GIVE}")
+    return path
+
+
+def check_folder(path: str) -> None:
+    """Refuse a folder without a model; an id of the hub passes."""
+    folder = Path(source_of(path))
+    if not os.path.isdir(folder):
+        return
+    if (folder / "adapter_config.json").is_file() and not any(folder.glob("*model*.safetensors")):
+        base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+        raise cannot_load(
+            path,
+            f"it holds an adapter of PEFT for {base}; give a folder with both, which "
+            f"AutoPeftModelForCausalLM.from_pretrained({path!r}).merge_and_unload().save_pretrained(FOLDER) writes",
+        )
+    if not (folder / "config.json").is_file():
+        raise cannot_load(path, f"there is no config.json in it. {WHAT_TO_GIVE}")
+
+
+def check_layers(path: str) -> None:
+    """Refuse a folder whose config has more layers than there are tensors; Transformers makes lists of that length."""
+    folder = Path(source_of(path))
+    config = _read(folder / "config.json")
+    parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
+    numbers = [part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)]
+    most, tensors = max(numbers, default=0), _most_tensors(folder)
+    if tensors is not None and most > tensors:
+        raise cannot_load(
+            path, f"config.json says {most} layers, and its weights have {tensors} tensors; bring both from one place"
+        )
+
+
+def _most_tensors(folder: Path) -> int | None:
+    """The most tensors that the weights can be, by lists and headers, or else by bytes; ``None`` if nothing tells."""
+    try:
+        for index in folder.glob("*.index.json"):
+            return len(_read(index)["weight_map"])
+        files = [*folder.glob("model*.safetensors")]
+        most = sum(map(_num_tensors, files)) or sum(file.stat().st_size for file in folder.glob("pytorch_model*.bin"))
+        return most or None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # to load it says which file is damaged
+
+
+def _num_tensors(file: Path) -> int:
+    with file.open("rb") as read:
+        size = int.from_bytes(read.read(8), "little")
+        header = json.loads(read.read(size if size < file.stat().st_size else 0))
+        return len(header.keys() - {"__metadata__"})
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A JSON object; an empty one in the place of anything else, as to load it says what is wrong with it."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
