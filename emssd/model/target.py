@@ -132,10 +132,9 @@ class TargetModel(HookedModel):
             UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
         """
         name = type(self.model).__name__
-        if (
-            trained := next((part for part, module in self.model.named_modules() if module.training), None)
-        ) is not None:
-            part = f" in {trained}" if trained else ""
+        trained = [part for part, module in self.model.named_modules() if module.training]
+        if trained:
+            part = f" in {trained[0]}" if trained[0] else ""
             raise UnsupportedModelError(
                 f"{name} is in training mode{part}, where dropout draws at random; call model.eval()"
             )
