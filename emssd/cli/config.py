@@ -40,7 +40,7 @@ __all__ = [
 
 STDOUT = "-"  # as output_dir
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
-_NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel", "model.checksums")
+_NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel")
 _ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
 
 
@@ -79,12 +79,9 @@ class ModelConfig:
             Transformers has none for it; that code can do anything.
         weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
             model, somewhat worse and faster; speculation does not change its text.
-        frozen: no plugin changes the model; else each run looks whether it is still the same, in the time of about a
-            step.
         batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
             docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
-        checksums: with that, compare in every step what the processes were told and what they computed, to find faults.
     """
 
     path: str = "demo"
@@ -96,10 +93,8 @@ class ModelConfig:
     architecture: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     weights: str = "auto"
-    frozen: bool = False
     batch_invariant: bool = False
     tensor_parallel: bool = False
-    checksums: bool = False
 
 
 class Size(str, Enum):

@@ -47,14 +47,12 @@ class Assembled:
         dtype: str | torch.dtype = "auto",
         device: str = "auto",
         max_model_len: int | None = None,
-        compile: Compile = False,
+        compile: Compile = "auto",
         device_map: DeviceMap | None = None,
         trust_remote_code: bool = False,
         weights: str = "auto",
-        frozen: bool = False,
         batch_invariant: bool = False,
         tensor_parallel: bool = False,
-        checksums: bool = False,
         **options: Any,
     ) -> Self:
         """Load a model and make an engine for it.
@@ -65,12 +63,11 @@ class Assembled:
                 or a list of them, asked in turn.
             backend: a name or a plugin's config.
             budget: a name, a plugin's config, or a `BudgetPolicy`.
-            dtype, device, max_model_len, compile, device_map, weights, frozen, batch_invariant: see
-                `emssd.model.load_model`.
+            dtype, device, max_model_len, device_map, weights, batch_invariant: see `emssd.model.load_model`.
+            compile: see there; with ``"auto"``, `generate` and `stream` also compile where a call is long enough.
             trust_remote_code: see there; it holds for draft models too.
             tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call
                 does not return: it does its part until process 0 ends, and ends then.
-            checksums: see `emssd.model.load_model`.
             options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
         """
         chosen, registry = _options(options, cls.from_pretrained), Registry()
@@ -90,10 +87,8 @@ class Assembled:
             compile=compile,
             device_map=device_map,
             weights=weights,
-            frozen=frozen,
             batch_invariant=batch_invariant,
             tensor_parallel=tensor_parallel,
-            checksums=checksums,
         )
         return cls.assemble(
             target,
@@ -122,7 +117,15 @@ class Assembled:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> Self:
-        """Make an engine for a model that is already loaded; see `from_pretrained` for the options."""
+        """Make an engine for a model that is already loaded; see `from_pretrained` for the options.
+
+        The engine borrows the model: what it computes from the weights ends with each run, and a compiled program is
+        made again. So you may train or edit the model between two runs.
+
+        Args:
+            frozen: you promise not to, so the engine keeps what it computes, as if it had loaded the model. It raises
+                `UnsupportedModelError` where it sees a change; after `Engine.refresh`, it uses the model as it is then.
+        """
         chosen = _options(options, cls.from_model)
         load = partial(load_model, trust_remote_code=trust_remote_code)
         target = TargetModel(

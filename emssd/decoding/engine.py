@@ -166,6 +166,9 @@ class Engine(Assembled):
         stops = StopStrings(stop, self.tokenizer) if stop else None
         eos = frozenset[int]() if ignore_eos else self.eos_token_ids
         pairs = enumerate(zip(encoded, limits, strict=True))
+        if limits and isinstance(self.runner, CausalLMRunner):
+            num_tokens = sum(limits) * (1 if sampling is None else sampling.n)
+            self.target.compile_if_it_pays(max(*limits, num_tokens // self.batch_size))
         return self.run([Request(str(i), tuple(ids), limit, eos, stops, sampling) for i, (ids, limit) in pairs])
 
     def generate(
@@ -245,6 +248,17 @@ class Engine(Assembled):
         dropped = self.scheduler.clear(gone)
         self._in_run &= self.scheduler.has_work
         self._free(dropped)
+
+    def refresh(self) -> None:
+        """Take the model as it is now. An engine that owns its model keeps what it computed from the weights.
+
+        Raises:
+            ConfigError: the engine is decoding.
+            UnsupportedModelError: its KV cache cannot serve the model any more.
+        """
+        if self.scheduler.has_work:
+            raise ConfigError("this engine is decoding; refresh it when it has no more work")
+        self.target.renew()
 
     def row(self, request: Request) -> Row:
         """The row of `request` as it will begin.

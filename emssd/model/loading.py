@@ -34,11 +34,9 @@ def load_model(
     device_map: DeviceMap | None = None,
     trust_remote_code: bool = False,
     weights: str = "auto",
-    frozen: bool = False,
     batch_invariant: bool = False,
     for_drafts: bool = False,
     tensor_parallel: bool = False,
-    checksums: bool = False,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -54,11 +52,9 @@ def load_model(
         trust_remote_code: run Python code that comes with the checkpoint, where it needs some.
         weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
             model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
-        frozen: the caller promises that the model stays as it is; else each run looks, see `emssd.model.guard`.
         for_drafts: it is only to draft, so that a compiled program of it may round its weights in the same way.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
-        checksums: with that, compare in every step what the processes were told and what they computed.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -80,9 +76,7 @@ def load_model(
             raise ConfigError(f"model.device_map puts one model on several devices by itself; leave it or {name} out")
     if tensor_parallel:
         _check_parallel(device, _given(whole))
-        return _load_first_shard(Wanted(path, dtype, max_model_len, trust_remote_code, checksums))
-    if checksums:
-        raise ConfigError("model.checksums compares the processes of model.tensor_parallel=true; leave it out")
+        return _load_first_shard(Wanted(path, dtype, max_model_len, trust_remote_code))
     if architecture:
         from emssd.model.random_weights import counting_model
 
@@ -111,7 +105,7 @@ def load_model(
         model,
         max_model_len=max_model_len,
         compile=compile,
-        frozen=frozen or for_drafts,
+        frozen=True,
         batch_invariant=batch_invariant,
     )
     return target, tokenizer
@@ -169,7 +163,6 @@ class Wanted(NamedTuple):
     dtype: str | torch.dtype
     max_model_len: int | None
     trust_remote_code: bool
-    checksums: bool
 
 
 def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
@@ -183,7 +176,7 @@ def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
             num_shards=shard.group.size,
         )
     with shard.group.agreed():
-        target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard)
+        target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard, frozen=True)
         check_heads(target, shard.group.size)
     return target, tokenizer
 
@@ -192,7 +185,7 @@ def _load_first_shard(wanted: Wanted) -> tuple[TargetModel, Any]:
     """Load a model in process 0, and have the others do so."""
     group = join()
     assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
-    shard = Shard(group, group.number(), wanted.checksums)
+    shard = Shard(group, group.number())
     group.say(Message("load", shard.number, (wanted,)))
     target, tokenizer = load_shard(wanted, shard)
     target.why_compiled = "not compiled: the model is spread over several processes"

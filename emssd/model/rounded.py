@@ -29,7 +29,7 @@ class RoundedRunner(CausalLMRunner):
     step writes before it reads them. So it has nothing to commit, to release or to catch up with. Whatever is no
     linear layer is the target's own, and so is the compiled program.
 
-    The weights are rounded when it is attached, and again when the model was found changed.
+    The weights are rounded when it is attached, and again when the model was renewed.
 
     Args:
         model: whose weights they are.
@@ -99,9 +99,9 @@ class RoundedRunner(CausalLMRunner):
         return self.model.run(*args, **kwargs)
 
     def _follow(self) -> None:
-        """Round the weights again if the model has changed."""
+        """Round the weights again if the model was renewed."""
         compiled = self.model.compiled if self.num_layers is None else None
-        state = self.model.num_changes, compiled
+        state = self.model.num_renewals, compiled
         if self._made_of is None or self._made_of[0] != state[0] or self._made_of[1] is not state[1]:
             self._made_of = self._weights = self._program = None  # memory first
             if compiled is not None:

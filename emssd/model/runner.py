@@ -170,12 +170,12 @@ class CausalLMRunner(ModelRunner):
         self.model, self.backend, self.num_layers = model, backend, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
-        self._num_changes, self._layers = model.num_changes, model.layers
+        self._num_renewals, self._layers = model.num_renewals, model.layers
         self._states = StateCache() if model.keeps_states else None
 
     def begin(self) -> None:
-        before, self._num_changes = self._num_changes, self.model.begin()
-        if self._num_changes != before:
+        before, self._num_renewals = self._num_renewals, self.model.begin()
+        if self._num_renewals != before:
             self.backend.forget_steps()
             self.forget_prefixes()
         if self._layers != self.model.layers and not self.backend.take_sinks(self.model.layers):

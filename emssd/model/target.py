@@ -16,12 +16,12 @@ import torch
 from emssd.attention import AttentionBackend, LayerSpec, StepPlan
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
 from emssd.model.finding import find_streams
-from emssd.model.guard import Guard
 from emssd.model.hooked import HookedModel
 from emssd.model.masks import learn_windows
 from emssd.model.probe import layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
 from emssd.model.streams import Hidden, Streams
+from emssd.model.structure import Structure, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,14 +60,14 @@ class TargetModel(HookedModel):
             leaves the rest to `compile_if_it_pays`.
         shard: where the others are, if this process has but a shard of the model. All processes do this, and every
             call, together.
-        frozen: the caller promises that the model stays as it is, so `begin` need not look. That holds of shards, too.
+        frozen: the model stays as it is, so what is computed from its weights is kept; else it is computed in each run.
         batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
 
     Attributes:
         compiled: that program, or ``None``.
         why_compiled: in a line, whether it is compiled, and why.
         may_compile: whether a program that is wanted is compiled if none is kept: ``False`` with ``compile=False``.
-        num_changes: how often `begin` found it changed.
+        num_renewals: how often the model was taken as it is then; what was computed from its weights before is old.
 
     Raises:
         UnsupportedModelError: with the reason, if its output would not be that of the model.
@@ -97,25 +97,37 @@ class TargetModel(HookedModel):
             self.devices = devices if {*devices} != {self.device} else ()
             self.may_compile, self.why_compiled = False, "not compiled: Accelerate moves it from device to device"
         self.compiled = self._compile() if self.may_compile else None
-        self.num_changes = 0
-        self._guard = None if frozen or shard is not None else Guard(self)
+        self.num_renewals = 0
+        self._frozen = frozen
+        with self.lock:  # passes in other threads replace methods of modules for a while
+            self._structure = Structure(model)
 
-    @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
     def begin(self) -> int:
-        """A run begins: what was learnt of the model is learnt again if it has changed. Returns `num_changes`.
+        """A run begins. A model that is not frozen is taken as it is now. Returns `num_renewals`.
 
         Raises:
-            UnsupportedModelError: it is in training mode, or it has changed so that its KV cache cannot serve it.
+            UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
         """
-        if self.model.training:
+        name = type(self.model).__name__
+        trained = [part for part, module in self.model.named_modules() if module.training]
+        if trained:
+            part = f" in {trained[0]}" if trained[0] else ""
             raise UnsupportedModelError(
-                f"{type(self.model).__name__} is in training mode, where dropout draws at random; call model.eval()"
+                f"{name} is in training mode{part}, where dropout draws at random; call model.eval()"
             )
-        if self._guard is not None:
-            with self.lock:
-                if (change := self._guard.change(self)) is not None:
-                    self._learn_again(change)
-        return self.num_changes
+        if not self._frozen:
+            self.renew()
+        elif (change := self._change()) is not None:
+            raise UnsupportedModelError(
+                f"{name} was changed ({change}), and this engine keeps what it computed from the weights before; call "
+                f"engine.refresh()"
+            )
+        return self.num_renewals
+
+    def _change(self) -> str | None:
+        with self.lock:
+            before, now = self._structure, Structure(self.model)
+        return changed(before.modules, now.modules) or changed(before.tensors, now.tensors)
 
     def _learned(self) -> tuple[LayerSpec, ...]:
         """The layers as the model runs now, with the windows that masks alone know of."""
@@ -124,32 +136,44 @@ class TargetModel(HookedModel):
         layers = probe_layers(self)
         return layers if self.counts_calls == counted else self._learned()  # windows by other numbers
 
-    def _learn_again(self, change: str) -> None:
+    @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
+    def renew(self) -> None:
+        """Take the model as it is now: what was computed from its weights is computed again.
+
+        Raises:
+            UnsupportedModelError: its KV cache cannot serve it any more.
+        """
         kind = self.model.dtype, output_device(self.model), self.model.config.get_text_config().vocab_size
         if kind != (self.dtype, self.device, self.vocab_size):
             raise UnsupportedModelError(
                 f"the model is in {kind[0]} on {kind[1]} with {kind[2]} tokens now, and this engine was made for "
                 f"{self.dtype} on {self.device} with {self.vocab_size}; make the engine again"
             )
+        with self.lock:
+            now = Structure(self.model)
+            self._sinks.clear()
+            if changed(self._structure.modules, now.modules) or any(layer.sinks is not None for layer in self.layers):
+                self._learn_again()
+            if self.compiled is not None:
+                hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
+                self.compiled = self._compile(hidden, again=True)
+            self.num_renewals += 1
+            self._structure = now
+
+    def _learn_again(self) -> None:
         windows, self._windows = self._windows, {}
-        self._sinks.clear()
         try:
             layers = self._learned()
             if _without_sinks(layers) != _without_sinks(self.layers):
                 raise UnsupportedModelError(
-                    f"the model has changed ({change}), and attends by other rules than those that the KV cache of "
-                    f"this engine was made for; make the engine again"
+                    "the model attends by other rules now than those that the KV cache of this engine was made for; "
+                    "make the engine again"
                 )
         except BaseException:
             self._windows = windows
             raise
         self.layers = layers
         self.streams = None if self.streams is None else find_streams(self)
-        if self.compiled is not None:
-            hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
-            self.compiled = self._compile(hidden, change=change)
-        self.num_changes += 1
-        self._guard = Guard(self)
 
     def prepare_hidden(self, indices: Seq[int]) -> Streams:
         """From now on, these hidden states can be asked for; see `emssd.model.streams.Streams` for the indices.
@@ -210,7 +234,7 @@ class TargetModel(HookedModel):
     def compile_if_it_pays(self, num_steps: int) -> None:
         """After ``compile="auto"`` found no program: compile one now, if `num_steps` steps take long enough.
 
-        Before the first row only: a program rounds otherwise than the model, and each run has one arithmetic.
+        Between runs only: a program rounds otherwise than the model, and each run has one arithmetic.
         """
         if self.may_compile != "auto" or self.compiled is not None or not self._can_compile:
             return
@@ -229,17 +253,18 @@ class TargetModel(HookedModel):
             return
         self.may_compile = True
         self.compiled = self._compile(asked_for=False)
+        self.num_renewals += 1  # it rounds otherwise than what computed the KV of prefixes
 
     def _compile(
-        self, hidden: tuple[int, ...] = (), *, asked_for: bool = True, change: str | None = None
+        self, hidden: tuple[int, ...] = (), *, asked_for: bool = True, again: bool = False
     ) -> CompiledForward | None:
         """A program; ``None`` where there can be none, with a warning if it was `asked_for`.
 
-        After a `change`, one that is kept: the same one with the weights as they are now, say.
+        Made `again`, it is one that is kept, with the weights as they are now.
         """
         from emssd.model.compiled import CompiledForward, NotKeptError
 
-        only_kept, self._can_compile = self.may_compile == "auto" or change is not None, False
+        only_kept, self._can_compile = self.may_compile == "auto" or again, False
         try:
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
@@ -247,13 +272,11 @@ class TargetModel(HookedModel):
             if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
                 raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
-            self._can_compile = change is None and isinstance(error, NotKeptError)
+            self._can_compile = not again and isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"
-            if change is not None:
-                since = f"it has changed since it was compiled ({change}), and {error}; make the engine again"
-                warnings.warn(
-                    f"the model runs without model.compile from here on: {since}", RuntimeWarning, stacklevel=3
-                )
+            if again:
+                since = "the model has changed since it was compiled, and runs without model.compile from here on"
+                warnings.warn(f"{since}: {error}; make the engine again", RuntimeWarning, stacklevel=3)
             elif asked_for and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None

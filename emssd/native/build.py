@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _SOURCES = Path(__file__).with_name("cpp")
-_PARTS = ("library", "attention", "choice", "linear", "recurrence", "checksums")  # what takes longest first
+_PARTS = ("library", "attention", "choice", "linear", "recurrence")  # what takes longest first
 _LIBRARY = "emssd_native.so"
-_OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "plain_linear", "add_weight", "run_program",
-              "checksums")  # fmt: skip
+_OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "plain_linear", "add_weight",
+              "run_program")  # fmt: skip
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-march=native", "-fopenmp")
 _LIBRARY_FLAGS = ("-std=c++20", "-O1", *_FLAGS[2:])  # PyTorch's headers; it computes nothing
 

@@ -78,7 +78,7 @@ def targets(kernels: None) -> dict[str, TargetModel]:
     made = {}
     for name in sorted(MODELS, reverse=int(worker) % 2 == 1):
         with FileLock(cache_dir() / f"{name}.lock"):
-            made[name] = TargetModel(make(name), compile=True)
+            made[name] = TargetModel(make(name), compile=True, frozen=True)
         assert made[name].compiled is not None
     return made
 
@@ -139,7 +139,6 @@ def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
 
 @EVERY_MODEL
 def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, TargetModel], monkeypatch: Any) -> None:
-    monkeypatch.setattr(targets[name], "_guard", None)  # which runs the model
     monkeypatch.setattr(targets[name], "run", lambda *arguments: pytest.fail("the model itself runs"))
     engine = engine_of(targets[name], "none", BACKENDS["fused"])
     assert len(engine.generate(PROMPTS, 2)) == len(PROMPTS)
@@ -148,7 +147,7 @@ def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, Target
 @pytest.fixture(scope="module")
 def with_hidden(targets: dict[str, TargetModel]) -> TargetModel:
     """A model whose program gives hidden states, too."""
-    target = TargetModel(make("opt-float32"), compile=True)
+    target = TargetModel(make("opt-float32"), compile=True, frozen=True)
     with FileLock(cache_dir() / "hidden.lock"):
         target.prepare_hidden([1, -1, 0])
     return target
@@ -172,7 +171,6 @@ def test_hidden_states_are_those_of_the_model_for_any_number_of_tokens(with_hidd
 
 
 def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_hidden, "_guard", None)
     monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))
     listener = Listener(RandomDrafter(VOCAB_SIZE, 4), (-1, 0))
     options = EngineOptions(batch_size=2, max_step_tokens=8, on_drafter_error=OnDrafterError.fail)

@@ -84,7 +84,7 @@ def twice(module: nn.Module) -> Change:
 
 @pytest.mark.filterwarnings("error")
 def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_guard` tests which changes are noticed."""
+    """`test_ownership` tests other changes."""
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     target = TargetModel(opt(), compile=True)
     before = tokens(target)
@@ -97,7 +97,7 @@ def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypa
 CHANGES: dict[str, tuple[Change, str]] = {
     "has a forward hook on .*fc1": (lambda model: layer(model).fc1.register_forward_hook(double), ""),
     "no program of it is kept": (
-        lambda model: setattr(layer(model), "activation_fn", nn.Tanh()),
+        lambda model: setattr(layer(model), "activation_fn", nn.Tanh().eval()),
         "it is asked to compile",
     ),
     "has its forward replaced on .*fc1": (
@@ -120,25 +120,11 @@ def test_a_model_whose_code_changes_before_or_later_runs_as_it_is(
     target = TargetModel(opt(), compile=True)
     before, expected = tokens(target), greedy_reference(model, PROMPT, 12)
     change(target.model)
-    reason = (
-        rf"from here on: it has changed since it was compiled \(what its modules compute\), and .*{why}.*; make the"
-    )
+    reason = rf"the model has changed since it was compiled, and .* from here on: .*{why}.*; make the engine again"
     with pytest.warns(RuntimeWarning, match=reason):
         after = tokens(target)
     assert tokens(changed) == after == expected != before
     assert target.compiled is None
-
-
-def test_a_change_is_seen_where_every_row_adopts_a_prefix(compiled_entry: Path) -> None:
-    target = TargetModel(opt(), compile=True)
-    options = EngineOptions(batch_size=1)
-    engine = Engine.assemble(target, None, drafter="none", backend="ragged", options=options, eos=())
-    prompt = [3 + i * i % 10 for i in range(40)]
-    for _ in range(2):
-        engine.generate([prompt], 12)
-    assert engine.report.num_adopted_tokens > 0
-    layer(target.model).fc2.weight.data.neg_()
-    assert list(engine.generate([prompt], 12)[0].token_ids) == greedy_reference(target.model, prompt, 12)
 
 
 def seal(folder: Path) -> None:

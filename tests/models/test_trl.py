@@ -94,7 +94,7 @@ def step_in_place(model: Any) -> None:
 
 @pytest.mark.parametrize("drafter", ["none", REMEMBERS])
 def test_what_is_decoded_is_the_model_as_it_is_now(drafter: Any) -> None:
-    """`test_guard` tests which changes are noticed."""
+    """`test_ownership` tests other changes."""
     model = make_model()
     rollouts, trainer = Rollouts(drafter=drafter, budget=FixedBudget()), stand_in(model, do_sample=False)
     before = rollouts(PROMPTS, trainer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.errors import EmssdError, GroupError, UnsupportedModelError
 from emssd.model.loading import Wanted, load_shard
 from emssd.model.parallel.group import Group, Shard, packed_of
-from emssd.model.parallel.leader import Checksums
 from emssd.model.parallel.lending import whole_weights
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import TargetModel
@@ -38,13 +37,11 @@ class _Follower:
         self._group, self._make_backend = group, make_backend
         self._targets: dict[int, TargetModel] = {}
         self._runners: dict[int, CausalLMRunner] = {}
-        self._checksums: dict[int, Checksums] = {}
 
     @torch.inference_mode()
     def follow(self) -> None:
         while True:
-            messages, self._told = self._group.hear()
-            for call, number, arguments in messages:
+            for call, number, arguments in self._group.hear():
                 if call == "end":
                     return
                 with self._group.in_step():
@@ -55,17 +52,15 @@ class _Follower:
 
     def load(self, number: int, wanted: Wanted) -> None:
         with suppress(EmssdError):  # process 0 has failed too, and says so; it may go on with something else
-            self._targets[number], _ = load_shard(wanted, Shard(self._group, number, wanted.checksums))
+            self._targets[number], _ = load_shard(wanted, Shard(self._group, number))
 
     def make_cache(self, number: int, model: int, recipe: Any, spec: KVCacheSpec) -> None:
         target = self._targets[model]
         spec = replace(spec, layers=target.layers, dtype=target.dtype, device=target.device)
         self._runners[number] = CausalLMRunner(target, self._make_backend(recipe, spec))
-        if target.shard is not None and target.shard.checksums:
-            self._checksums[number] = Checksums(target)
 
     def drop(self, number: int) -> None:
-        for each in (self._targets, self._runners, self._checksums):
+        for each in (self._targets, self._runners):
             each.pop(number, None)
 
     def prepare_hidden(self, number: int, indices: list[int]) -> None:
@@ -76,9 +71,7 @@ class _Follower:
         whole_weights(self._targets[number])
 
     def run(self, number: int, step: Any) -> None:
-        checked = self._checksums.get(number)
-        with nullcontext() if checked is None else checked.compared(self._told):
-            self._runners[number].run(packed_of(step))
+        self._runners[number].run(packed_of(step))
 
     def adopt_prefix(self, number: int, request: str, tokens: list[int], num_cached: int, adopted: int) -> None:
         if (here := self._runners[number].adopt_prefix(request, tokens, num_cached)) < adopted:

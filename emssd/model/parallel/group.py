@@ -86,8 +86,8 @@ class Group:
         if not self.is_broken:
             self._pending.append(message)
 
-    def say(self, message: Message) -> bytes:
-        """Process 0: tell the others everything that is noted, and this. Returns it as they get it."""
+    def say(self, message: Message) -> None:
+        """Process 0: tell the others everything that is noted, and this."""
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
         noted, self._pending = self._pending, []
@@ -98,10 +98,9 @@ class Group:
                 part = left + data[start : start + _FRAME - _LENGTH]
                 frame = torch.frombuffer(bytearray(part.ljust(_FRAME, b"\0")), dtype=torch.uint8)
                 self._dist.broadcast(frame, 0, group=self._orders)
-        return data
 
-    def hear(self) -> tuple[list[Message], bytes]:
-        """The others: what process 0 says next, and the same as bytes. Raises GroupError: it has ended."""
+    def hear(self) -> list[Message]:
+        """The others: what process 0 says next. Raises GroupError: it has ended."""
         data, frame = b"", torch.zeros(_FRAME, dtype=torch.uint8)
         with self.in_step():
             while True:
@@ -110,7 +109,8 @@ class Group:
                 left = int.from_bytes(head, "little")
                 data += part[:left]
                 if left <= len(part):
-                    return pickle.loads(data), data
+                    messages: list[Message] = pickle.loads(data)
+                    return messages
 
     def gathered(self, value: Any) -> list[Any]:
         """The values of all processes, by rank. All must call this. Raises GroupError: one of them has ended."""
@@ -190,14 +190,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The place of a shard among those of its model, which has a `number` in what process 0 says.
-
-    With `checksums`, they compare what they were told and what they computed in every step.
-    """
+    """The place of a shard among those of its model, which has a `number` in what process 0 says."""
 
     group: Group
     number: int
-    checksums: bool = False
 
     @contextmanager
     def together(self, call: str, *arguments: Any) -> Iterator[None]:

@@ -3,57 +3,16 @@
 from __future__ import annotations
 
 import weakref
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, PackedInputs, StepPlan
-from emssd.errors import GroupError
 from emssd.model.parallel.group import Message, step_of
 from emssd.model.runner import CausalLMRunner
 from emssd.model.target import Computed, TargetModel
 
-__all__ = ["Checksums", "LeadingRunner"]
-
-
-class Checksums:
-    """`model.checksums=true`: compares the steps of one KV cache, in every process of a group at once.
-
-    What is computed is compared where the LM head gets it: by then, every process has the same hidden states, to the
-    last bit. After the LM head nothing could be seen, as the logits of all processes are put together.
-    """
-
-    def __init__(self, target: TargetModel) -> None:
-        assert target.shard is not None, "a model that is whole has nobody to compare with"
-        self._group, self._head, self._num_steps = target.shard.group, target.model.get_output_embeddings(), 0
-
-    @contextmanager
-    def compared(self, told: bytes) -> Iterator[None]:
-        """A step inside this is compared when it is done. Raises GroupError: a process was told, or has computed,
-        something else than process 0.
-        """
-        computed = list[int]()
-
-        def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-            computed.append(_checksum(arguments[0]))
-
-        with self._head.register_forward_pre_hook(note):
-            yield
-        mine = zlib.crc32(told), *computed
-        ours = self._group.gathered(mine)
-        self._num_steps += 1
-        for rank, theirs in enumerate(ours):
-            if theirs != ours[0]:
-                what = "was told something else" if theirs[0] != ours[0][0] else "has computed other hidden states"
-                raise GroupError(f"model.checksums: in step {self._num_steps}, process {rank} {what} than process 0")
-
-
-def _checksum(states: torch.Tensor) -> int:
-    return zlib.crc32(states.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes())
+__all__ = ["LeadingRunner"]
 
 
 class LeadingRunner(CausalLMRunner):
@@ -70,19 +29,15 @@ class LeadingRunner(CausalLMRunner):
         assert model.shard is not None, "a model that is whole has nobody to lead"
         self._group = model.shard.group
         self._number = self._group.number()
-        self._checksums = Checksums(model) if model.shard.checksums else None
         self._note("make_cache", model.shard.number, recipe, spec)
         weakref.finalize(self, self._group.note, Message("drop", self._number)).atexit = False
 
     def _announce(self, packed: PackedInputs) -> None:
-        self._told = self._group.say(Message("run", self._number, (step_of(packed),)))
+        self._group.say(Message("run", self._number, (step_of(packed),)))
 
     def _compute(self, plan: StepPlan) -> Computed:
         with self._group.in_step():
-            if self._checksums is None:
-                return super()._compute(plan)
-            with self._checksums.compared(self._told):
-                return super()._compute(plan)
+            return super()._compute(plan)
 
     def commit(self, kept: Kept) -> None:
         super().commit(kept)

@@ -132,13 +132,4 @@ struct Path {
 // Follows all paths; no two save to one slot, and none starts from a slot that another saves to.
 void recur(const Recurrence& layer, const Path* paths, int64_t num_paths);
 
-// A checksum of some bytes. Each word changes its lane in a one-to-one way, so a change of any one is seen.
-uint64_t checksum(const char* data, int64_t size);
-
-// `sum`, with one more number.
-inline uint64_t with_checksum(uint64_t sum, uint64_t next) {
-  sum = (sum ^ next) * 0x9fb21c651e98df25u;
-  return sum ^ sum >> 29;
-}
-
 }  // namespace emssd

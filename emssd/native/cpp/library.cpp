@@ -2,7 +2,6 @@
 
 #include <ATen/Parallel.h>
 
-#include "checksums.h"
 #include "choice.h"
 #include "program.h"
 #include "recurrence.h"
@@ -30,8 +29,6 @@ TORCH_LIBRARY(emssd_native, library) {
   library.impl("top_draws", c10::DispatchKey::CPU, TORCH_FN(top_draws));
   library.def("noise_bits(Tensor keys, Tensor positions, int vocab_size) -> Tensor");
   library.impl("noise_bits", c10::DispatchKey::CPU, TORCH_FN(noise_bits));
-  library.def("checksums(Tensor[] tensors) -> Tensor");
-  library.impl("checksums", c10::DispatchKey::CPU, TORCH_FN(checksums));
   library.def(
       "recur(Tensor inputs, Tensor query, Tensor(a!) states, Tensor? rates, Tensor tokens, Tensor paths, int decay_keys, "
       "int decay_values) -> Tensor");

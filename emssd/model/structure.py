@@ -1,0 +1,67 @@
+"""`Structure`: the tensors and modules that a model is made of, to see whether somebody replaced or wrote to one.
+
+It reads no values, so it does not see writes that PyTorch does not count: those of fused optimizers, to ``tensor.data``
+and through NumPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as of_all
+
+__all__ = ["Structure", "changed"]
+
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
+Marks = dict[str, tuple[Any, ...]]
+"""By name, objects, which are the same or not, and numbers."""
+
+
+class Structure:
+    """A model as it is now.
+
+    Attributes:
+        tensors: the object, version and address of each parameter and buffer.
+        modules: the object, class, forward, hooks and mode of each module; under ``its config`` that of the model.
+    """
+
+    def __init__(self, model: Any) -> None:
+        everywhere = (*of_all._global_forward_hooks.values(), *of_all._global_forward_pre_hooks.values())
+        self.tensors: Marks = {}
+        self.modules: Marks = {"a hook of all modules": everywhere, "its config": (str(model.config.to_dict()),)}
+        for name, module in model.named_modules():
+            held, kind = vars(module), type(module)
+            hooks = *held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()
+            self.modules[name or "the model"] = module, kind, kind.forward, held.get("forward"), module.training, *hooks
+            for key, tensor in chain(held["_parameters"].items(), held["_buffers"].items()):
+                if tensor is not None:
+                    self.tensors[f"{name}.{key}"] = tuple(_marks(tensor))
+
+
+def changed(before: Marks, now: Marks) -> str | None:
+    """The name of what is in one only, or has other marks."""
+    if before.keys() == now.keys():
+        return next((name for name, marks in now.items() if not _same(marks, before[name])), None)
+    return next((name for name in now if name not in before), None) or next(n for n in before if n not in now)
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    if len(one) != len(other):
+        return False
+    return all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(one, other, strict=True))
+
+
+def _marks(tensor: torch.Tensor) -> Iterator[Any]:
+    """Those of a tensor of a class of its own, as quantized ones are, are those of its parts."""
+    yield tensor
+    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
+        yield -1 if tensor.is_inference() else tensor._version
+        yield 0 if tensor.is_meta else tensor.data_ptr()
+    else:
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _marks(getattr(tensor, name))
