@@ -39,7 +39,7 @@ from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["main"]
 
-_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling", "cluster")  # whose options --help tells
+_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling")  # whose options --help tells
 _COMPARED = ("experiment", "method", "task")
 _INDENT = 32  # columns before the descriptions of options
 _WIDEST = 120

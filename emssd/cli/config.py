@@ -24,7 +24,6 @@ __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "STDOUT",
     "Check",
-    "ClusterConfig",
     "ExperimentConfig",
     "ModelConfig",
     "OnError",
@@ -144,27 +143,6 @@ class TaskConfig:
     data: str = MISSING
 
 
-@dataclass
-class ClusterConfig:
-    """`cluster=ray`: the run's prompts are decoded by workers with an engine each, on one machine or many.
-
-    Attributes:
-        workers: how many.
-        cpus: CPUs of a worker.
-        gpus: GPUs of a worker; ``0.5`` lets two share one.
-        address: of a Ray cluster; ``null`` takes ``RAY_ADDRESS``, or starts Ray on this machine for as long as the run
-            takes.
-        prompts_per_task: what a worker is given at a time, and what another one decodes again if it dies; at least two
-            times `batch_size`, so that batches stay full.
-    """
-
-    workers: int = 2
-    cpus: float = 1.0
-    gpus: float = 0.0
-    address: str | None = None
-    prompts_per_task: int = 32
-
-
 def _sampling_config() -> type:
     """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
     kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
@@ -207,7 +185,6 @@ class RunConfig(EngineOptions):
         experiment: config group: sweeps whose runs are compared, such as those of the paper.
         size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
             ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
-        cluster: config group: ``ray`` decodes on several workers; see docs/how_to/ray.md.
         method, task: config groups of experiments: what is compared, on what data; they set the options above.
         repeat: which repetition of an experiment this is.
     """
@@ -231,7 +208,6 @@ class RunConfig(EngineOptions):
     progress: bool = True
     figures: bool | None = None
     num_threads: int | None = None
-    cluster: ClusterConfig | None = None
     experiment: ExperimentConfig | None = None
     size: Size = Size.small
     method: str | None = None
@@ -294,7 +270,6 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     store.store(name="run", node=structured(RunConfig))
     store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
     store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
-    store.store(group="cluster", name="ray", node=structured(ClusterConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
     offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind) if (kind, spec.name) not in absent]
     for kind, spec in offered:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.cluster import check_cluster, decode_on_cluster
-from emssd.cli.config import ClusterConfig, RunConfig
+from emssd.cli.config import RunConfig
 from emssd.cli.experiment import label_of, setting_of
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
@@ -67,8 +66,6 @@ def run_job(
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
     """
     check_options(config)
-    if config.cluster is not None:
-        check_cluster(config, config.cluster)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
@@ -78,11 +75,7 @@ def run_job(
     show_messages(plain_console(stderr=True))
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         run = _Run(config, config_text, registry, models, output, brief)
-        if not run.read_prompts():
-            return run.end_without_rows()
-        if config.cluster is not None:
-            return run.on_cluster(config.cluster)
-        return run.here(alone=alone)
+        return run.decode(alone=alone) if run.read_prompts() else run.end_without_rows()
 
 
 @dataclass
@@ -119,7 +112,7 @@ class _Run:
             )
         return False
 
-    def here(self, *, alone: bool) -> JobResult:
+    def decode(self, *, alone: bool) -> JobResult:
         config, output = self.config, self.output
         engine = self._load(alone=alone)
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
@@ -138,36 +131,6 @@ class _Run:
         result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
         self._print(result, report)
         return result
-
-    def on_cluster(self, cluster: ClusterConfig) -> JobResult:
-        config, output = self.config, self.output
-        self._begin()
-        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
-        live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
-        num_rows, report = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
-        if not num_rows:
-            return self.end_without_rows()
-        metrics = {
-            "title": f"{config.model.path} on {cluster.workers} workers",
-            "setting": setting_of(config),
-            "versions": versions(),
-            "num_workers": cluster.workers,
-            "num_new_tokens": report.num_new_tokens,
-            "seconds": {"total": report.total_seconds},
-            "tokens_per_second": report.tokens_per_second,
-            "mean_acceptance_length": report.mean_acceptance_length,
-        } | self._counts(num_rows)
-        output.write_errors(self.failures.prompts)
-        output.write_metrics(metrics)
-        self._write_answers()
-        print_failures(self.console, self.failures.prompts)
-        written = "" if output.is_stdout else f"; written to {output.path}/"
-        plain_console(stderr=output.is_stdout).print(
-            f"{num_rows} rows, {report.num_new_tokens} tokens in {report.total_seconds:.1f} s, "
-            f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}, on "
-            f"{cluster.workers} workers{written}",
-        )
-        return JobResult(metrics)
 
     def _load(self, *, alone: bool) -> Engine:
         config = self.config
