@@ -12,13 +12,13 @@ from emssd.cli.config import OnError, RunConfig
 from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.openai_batch import OpenAIBatchConfig
-from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, encode_text, truncated, unescaped
+from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.sampling.params import MOST_SAMPLES, SamplingParams
-from emssd.sequences import Request, StopStrings
+from emssd.sequences import Generation, Request, StopStrings
 
 __all__ = ["Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "to_requests"]
 
@@ -42,10 +42,21 @@ class Failures:
             raise PromptError(failed.error)
         self.prompts.append(failed)
 
+    def add_row(self, generation: Generation) -> bool:
+        """Remember the prompt of a row that has an error, once for all of its samples. Returns whether it has one."""
+        try:
+            generation.check()
+        except PromptError as error:
+            if (failed := FailedPrompt(generation.request_id, str(error))) not in self.prompts:
+                self.add(failed)
+            return True
+        return False
+
     def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
         """Return the prompts that a source could read, and remember the others."""
         good: dict[str, Prompt] = {}
-        for prompt in prompts:
+        for place, given in enumerate(prompts):
+            prompt = given if isinstance(given, FailedPrompt) else checked(given, str(place))
             name = prompt.prompt_id
             if isinstance(prompt, FailedPrompt):
                 self.add(prompt)
@@ -206,7 +217,7 @@ def to_requests(
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         except ConfigError as error:
-            if (prompt.sampling or {}).get("grammar") is None:
+            if (prompt.stop, prompt.max_new_tokens, (prompt.sampling or {}).get("grammar")) == (None, None, None):
                 raise
             failures.add(FailedPrompt(prompt.prompt_id, f"prompt {prompt.prompt_id}: {error}"))
         else:

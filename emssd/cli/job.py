@@ -120,6 +120,10 @@ class _Run:
             return self.end_without_rows()
         self._begin()
         done, figures = self._decode("decoding", engine, requests, output)
+        if not done:
+            return self.end_without_rows()
+        requests = [request for request in requests if _place(request) in done]
+        output.write_errors(self.failures.prompts)
         metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         self._write_answers()
@@ -164,7 +168,11 @@ class _Run:
         if not self.output.finished:
             raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
-        return JobResult(self.output.read_metrics())
+        if not (metrics := self.output.read_metrics()):  # the disk was full when all rows were there, say
+            self.output.write_metrics(
+                metrics := {"setting": setting_of(self.config), "versions": versions()} | self._counts(0)
+            )
+        return JobResult(metrics)
 
     def _write_answers(self) -> None:
         """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
@@ -187,6 +195,8 @@ class _Run:
         live = self._live(title, len(requests), done=None if output is not None else 0)
         with live, OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others:
             for generation in engine.run(requests):
+                if self.failures.add_row(generation):
+                    continue
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)

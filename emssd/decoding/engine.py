@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from emssd.attention import Kept, PackedInputs
-from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
+from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Assembled
 from emssd.decoding.choosing import choices, states_in, verdicts
 from emssd.decoding.logprobs import add_logprobs
@@ -255,8 +255,7 @@ class Engine(Assembled):
         """
         num_prompt, name = len(request.prompt_ids), request.request_id
         check_prompt(request.prompt_ids, self.runner.max_model_len, self.runner.vocab_size, name)
-        if request.max_new_tokens < 1:
-            raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
+        check_limit(request.max_new_tokens, f"request {name!r} has max_new_tokens")
         if request.sampling is not None:
             request.sampling.check_vocabulary(self.runner.vocab_size)
         row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
