@@ -14,7 +14,6 @@ from typing import Any, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.core.utils import env_override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -139,16 +138,17 @@ def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
     """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged."""
-    wants_traceback = os.environ.get(_FULL) == "1"
+    before, os.environ[_FULL] = os.environ.get(_FULL, ""), "1"  # or Hydra prints its errors and exits
     try:
-        with env_override({_FULL: "1"}):  # or Hydra prints its errors and exits
-            yield
+        yield
     except (EmssdError, BrokenPipeError):
         raise
     except Exception as error:
-        if wants_traceback:
+        if before == "1":
             raise
         raise _as_config_error(error, registry) from error
+    finally:
+        os.environ[_FULL] = before  # not taken out, as a plugin may have done that
 
 
 def _as_config_error(error: Exception, registry: Registry) -> ConfigError:
