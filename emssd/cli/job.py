@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_model, made_with, unfinished
+from emssd.cli.text_stream import TextStream
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
@@ -88,6 +90,7 @@ class _Run:
     brief: bool
     prompts: Seq[Prompt] = ()
     left: Seq[Prompt] = ()  # those that have rows to decode
+    is_streamed: bool = False
 
     def __post_init__(self) -> None:
         self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
@@ -193,15 +196,30 @@ class _Run:
         done: dict[tuple[str, int], Generation] = {}
         prompts = {prompt.prompt_id: prompt for prompt in self.left}
         live = self._live(title, len(requests), done=None if output is not None else 0)
-        with live, OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others:
-            for generation in engine.run(requests):
+        stream = self._text_stream(engine, requests) if output is not None else None
+        with (
+            live if stream is None else nullcontext(),
+            OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others,
+        ):
+            for generation in engine.run(requests, watch=stream):
                 if self.failures.add_row(generation):
                     continue
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
+                if stream is not None:
+                    stream.end(generation.text or "")
                 live.row_done(engine.report)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
+
+    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
+        """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
+        console, tokenizer = plain_console(), engine.tokenizer
+        is_one = self.config.prompt is not None and len(requests) == 1 and not (self.output.is_stdout or self.brief)
+        if not (is_one and console.is_terminal) or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            return None
+        self.is_streamed = True
+        return TextStream(console, tokenizer, requests[0].stop)
 
     def _compare_with_plain(
         self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
@@ -233,7 +251,7 @@ class _Run:
                 print_check(console, report, check)
             return
         has_figures = config.prompt is None if config.figures is None else config.figures
-        if config.prompt is not None and not output.is_stdout:
+        if config.prompt is not None and not (output.is_stdout or self.is_streamed):
             print_whole(console, result.generations)
         if has_figures:
             print_report(console, result.metrics, _plain_label(config))

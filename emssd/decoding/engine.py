@@ -193,8 +193,11 @@ class Engine(Assembled):
             raise
         return [done[place] for place in sorted(done)]
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
+    def run(self, requests: Iterable[Request], *, watch: Callable[[Row], None] | None = None) -> Iterator[Generation]:
         """Decode requests, each for all of its samples; yields in finish order. Closing the iterator frees what runs.
+
+        Args:
+            watch: gets each row after each step, to be read only: a text is there before its row has finished.
 
         Raises:
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
@@ -204,9 +207,9 @@ class Engine(Assembled):
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
-        return self._decode([self.row(request) for request in requests])
+        return self._decode([self.row(request) for request in requests], watch)
 
-    def _decode(self, rows: Seq[Row]) -> Iterator[Generation]:
+    def _decode(self, rows: Seq[Row], watch: Callable[[Row], None] | None) -> Iterator[Generation]:
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
@@ -214,7 +217,10 @@ class Engine(Assembled):
             self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                for row in self._step_in_memory():
+                finished = self._step_in_memory()
+                for row in rows if watch is not None else ():
+                    watch(row.view)  # type: ignore[misc]  # it is there
+                for row in finished:
                     yield Generation.of(row, self.tokenizer)
         except EmssdError:
             for row in self._handed_over():  # by a step that failed after its tokens
