@@ -40,7 +40,7 @@ __all__ = [
 STDOUT = "-"  # as output_dir
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel", "model.checksums")
-_ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
+_ROW_OPTIONS = ("model", "prompt", "data", "chat_template", "sampling", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
@@ -170,6 +170,7 @@ class RunConfig(EngineOptions):
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
             stand for newline, tab, carriage return and backslash.
+        chat_template: a Jinja file that makes prompts of conversations, in the place of the tokenizer's own template.
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
         check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
             ``greedy`` is its older name.
@@ -199,6 +200,7 @@ class RunConfig(EngineOptions):
     sampling: Any = field(default_factory=SamplingConfig)
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
+    chat_template: str | None = None
     ignore_eos: bool = False
     check: Check | None = None
     on_error: OnError = OnError.auto

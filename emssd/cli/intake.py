@@ -13,6 +13,7 @@ from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
+from emssd.data.records import content_of, text_in
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.model.loading import ModelCache
@@ -20,7 +21,16 @@ from emssd.plugins.registry import Registry
 from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 
-__all__ = ["Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "to_requests"]
+__all__ = [
+    "Failures",
+    "check_options",
+    "make_engine",
+    "num_samples",
+    "prompts_of",
+    "sampling_of",
+    "template_of",
+    "to_requests",
+]
 
 _LONGEST_ID = 19  # digits of a token id that no model has
 
@@ -188,6 +198,12 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
+def template_of(config: RunConfig) -> str | None:
+    """The text of the file that `chat_template` names."""
+    option = "chat_template="
+    return None if config.chat_template is None else text_in(*content_of(config.chat_template, option))
+
+
 def to_requests(
     config: RunConfig,
     engine: Engine,
@@ -199,8 +215,9 @@ def to_requests(
 
     A request is one sample of a prompt; `finished` ones, by id of the prompt and index of the sample, are left out.
     """
+    template = template_of(config)
     if isinstance(config.data, SourceConfig) and config.data.chat:
-        require_template(engine.tokenizer)
+        require_template(engine.tokenizer, template)
     stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
     common = tuple(map(unescaped, config.stop))
     stops(common)  # what cannot be is the run's own fault, and no prompt's
@@ -209,7 +226,7 @@ def to_requests(
     for prompt in prompts:
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
-            ids = _encoded(config, engine, prompt, limit)
+            ids = _encoded(config, engine, prompt, limit, template)
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
@@ -225,7 +242,7 @@ def to_requests(
     return requests
 
 
-def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:
+def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int, template: str | None) -> list[int]:
     name, options = prompt.prompt_id, config.data
     if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
         options = SourceConfig()
@@ -237,5 +254,5 @@ def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> l
     elif messages is None:
         ids = encode_text(prompt.text, engine.tokenizer, name)
     else:
-        ids = encode_chat(messages, engine.tokenizer, name, options.system)
+        ids = encode_chat(messages, engine.tokenizer, name, options.system, template)
     return truncated(ids, options, engine.runner.max_model_len - limit, name)
