@@ -65,7 +65,7 @@ class TextStream:
             self._console.print(legend, soft_wrap=True)
 
     def _piece(self, tokens: Seq[int]) -> str:
-        """What the last of `tokens` adds to the text, with bytes of earlier ones; none while a character is not whole.
+        """The text that the last of `tokens` adds, with bytes of earlier ones; none while a character is not whole.
 
         It is decoded after the tokens of the piece before, since the first one of a text may lose its leading space. Of
         tokens that stand for a byte, the sentencepiece family loses all that follow one another, special tokens left

@@ -219,7 +219,7 @@ class Engine(Assembled):
             while self.scheduler.has_work:
                 finished = self._step_in_memory()
                 for row in rows if watch is not None else ():
-                    watch(row.view)  # type: ignore[misc]  # it is there
+                    watch(row.view)
                 for row in finished:
                     yield Generation.of(row, self.tokenizer)
         except EmssdError:
