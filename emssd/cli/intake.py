@@ -66,7 +66,7 @@ class Failures:
         """Return the prompts that a source could read, and remember the others."""
         good: dict[str, Prompt] = {}
         for place, given in enumerate(prompts):
-            prompt = given if isinstance(given, FailedPrompt) else checked(given, str(place))
+            prompt = given if isinstance(given, FailedPrompt) else checked(given, f"#{place}")
             name = prompt.prompt_id
             if isinstance(prompt, FailedPrompt):
                 self.add(prompt)

@@ -202,13 +202,13 @@ class _Run:
             OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others,
         ):
             for generation in engine.run(requests, watch=stream):
+                if stream is not None:
+                    stream.end(generation.text or "")
                 if self.failures.add_row(generation):
                     continue
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
-                if stream is not None:
-                    stream.end(generation.text or "")
                 live.row_done(engine.report)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
 

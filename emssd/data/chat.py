@@ -20,11 +20,7 @@ _MOST_CHARACTERS = 2**24
 
 
 def encode_chat(
-    messages: Iterable[Message],
-    tokenizer: Any,
-    name: str = "0",
-    system: str | None = None,
-    template: str | None = None,
+    messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None, template: str | None = None
 ) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins, as `Engine.generate` takes them.
 

@@ -15,6 +15,7 @@ from emssd.cli import job
 from emssd.data.prompts import Prompt
 from emssd.errors import EmssdError
 from emssd.sequences import Request, StopStrings
+from tests.support.tiers import few
 
 _DEEP: Any = "x"
 for _ in range(400):
@@ -122,23 +123,20 @@ def fuzz(
         assert result.status == 0, (seed, result.err)
         rows = [row for row in result.rows if str(row["id"]).startswith("good ")]
         assert [row["text"] for row in rows] == [expected] * number, seed
-        failed = (work / "out" / "errors.jsonl").read_bytes().splitlines()
-        answered = {row["id"] for row in result.rows} - {json.loads(line)["id"] for line in failed}
+        failed = [json.loads(line) for line in (work / "out" / "errors.jsonl").read_bytes().splitlines()]
+        dead_ends = {each["id"] for each in failed if "can go on with an output of the grammar" in each["error"]}
+        answered = {row["id"] for row in result.rows} - dead_ends  # of some, another sample has a row
         assert len(answered) + len(failed) == 2 * number, seed
 
     return run
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "openai_batch", "plugin"])
-def test_a_request_is_wrong_for_itself_alone(kind: str, fuzz: Callable) -> None:
-    fuzz(kind, 0, 25)
+_SEEDS = [(kind, seed) for seed in range(31) for kind in ("jsonl", "openai_batch", "plugin")]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("kind", ["jsonl", "openai_batch", "plugin"])
-def test_thousands_of_requests_are_wrong_for_themselves_alone(kind: str, fuzz: Callable) -> None:
-    for seed in range(1, 31):
-        fuzz(kind, seed, 100)
+@pytest.mark.parametrize(("kind", "seed"), few(_SEEDS, ci=3))
+def test_a_request_is_wrong_for_itself_alone(kind: str, seed: int, fuzz: Callable) -> None:
+    fuzz(kind, seed, 100 if seed else 25)
 
 
 def ask(engine: Engine, draw: random.Random) -> None:
@@ -162,7 +160,13 @@ def ask(engine: Engine, draw: random.Random) -> None:
     assert len(rows["good"].output_ids) == 2
 
 
-def check_library(seed: int, number: int, engine: Engine) -> None:
+@pytest.fixture(scope="module")
+def engine(chat_model: str) -> Engine:
+    return Engine.from_pretrained(chat_model, drafter="suffix")
+
+
+@pytest.mark.parametrize(("seed", "number"), few([(0, 60), (1, 3000)], ci=1))
+def test_a_wrong_call_of_the_library_is_refused(seed: int, number: int, engine: Engine) -> None:
     draw = random.Random(seed)
     for case in range(number):
         try:
@@ -170,18 +174,4 @@ def check_library(seed: int, number: int, engine: Engine) -> None:
         except EmssdError:
             engine.clear()
         except Exception as error:
-            raise AssertionError((seed, case)) from error
-
-
-@pytest.fixture(scope="module")
-def engine(chat_model: str) -> Engine:
-    return Engine.from_pretrained(chat_model, drafter="suffix")
-
-
-def test_a_wrong_call_of_the_library_is_refused(engine: Engine) -> None:
-    check_library(0, 60, engine)
-
-
-@pytest.mark.nightly
-def test_thousands_of_wrong_calls_of_the_library_are_refused(engine: Engine) -> None:
-    check_library(1, 3000, engine)
+            raise AssertionError(case) from error
