@@ -138,7 +138,7 @@ def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
     """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged."""
-    before, os.environ[_FULL] = os.environ.get(_FULL, ""), "1"  # or Hydra prints its errors and exits
+    before, os.environ[_FULL] = os.environ.get(_FULL), "1"  # or Hydra prints its errors and exits
     try:
         yield
     except (EmssdError, BrokenPipeError):
@@ -148,7 +148,9 @@ def explained(registry: Registry) -> Iterator[None]:
             raise
         raise _as_config_error(error, registry) from error
     finally:
-        os.environ[_FULL] = before  # not taken out, as a plugin may have done that
+        os.environ.pop(_FULL, None)  # a plugin may have taken it out
+        if before is not None:
+            os.environ[_FULL] = before
 
 
 def _as_config_error(error: Exception, registry: Registry) -> ConfigError:
