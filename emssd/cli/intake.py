@@ -22,15 +22,9 @@ from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 
 __all__ = [
-    "Failures",
-    "check_options",
-    "make_engine",
-    "num_samples",
-    "prompts_of",
-    "sampling_of",
-    "template_of",
+    "Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "template_of",
     "to_requests",
-]
+]  # fmt: skip
 
 _LONGEST_ID = 19  # digits of a token id that no model has
 
