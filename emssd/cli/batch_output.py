@@ -39,9 +39,8 @@ def write_batch_output(
     origin = {"created": int(time.time()), "model": model}
     token_bytes = cache(lambda: TokenBytes(load_tokenizer()))
     with whole_file(folder / BATCH_OUTPUT) as file:
-        for prompt, rows in _rows_of(
-            folder / "generations.jsonl", [each for each in prompts if each.prompt_id not in failed_ids]
-        ):
+        wanted = [prompt for prompt in prompts if prompt.prompt_id not in failed_ids]
+        for prompt, rows in _rows_of(folder / "generations.jsonl", wanted):
             file.write(_line(prompt.prompt_id, 200, _body(prompt, rows, origin, token_bytes)))
         for item in failed:
             why = {"message": item.error, "type": "invalid_request_error", "param": None, "code": None}

@@ -59,8 +59,8 @@ class Failures:
     def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
         """Return the prompts that a source could read, and remember the others."""
         good: dict[str, Prompt] = {}
-        for place, given in enumerate(prompts):
-            prompt = given if isinstance(given, FailedPrompt) else checked(given, f"#{place}")
+        for number, item in enumerate(prompts):
+            prompt = item if isinstance(item, FailedPrompt) else checked(item, f"#{number}")
             name = prompt.prompt_id
             if isinstance(prompt, FailedPrompt):
                 self.add(prompt)

@@ -31,17 +31,17 @@ class TextStream:
         self._console, self._tokenizer = console, tokenizer
         strings = stop.strings if isinstance(stop, StopStrings) else ()
         self._held = max((len(string.encode()) - 1 for string in strings), default=0)  # characters, at most
-        self._num_tokens = self._num_accepted = self._since = self._known = 0
+        self._num_tokens = self._num_accepted = self._since = self._until = 0
         self._waiting = deque[tuple[str, bool]]()  # pieces of text, and whether they were drafted
         self._shown, self._has_drafted = "", False
 
     def __call__(self, row: Row) -> None:
-        output, num_known = row.output_ids, self._num_tokens
+        output, num_before = row.output_ids, self._num_tokens
         num_drafted = row.num_accepted - self._num_accepted  # the target's own token comes after them
         self._num_tokens, self._num_accepted = len(output), row.num_accepted
-        for place in range(num_known, len(output)):
-            if piece := self._piece(output[: place + 1]):
-                self._waiting.append((piece, place - num_known < num_drafted))
+        for index in range(num_before, len(output)):
+            if piece := self._piece(output[: index + 1]):
+                self._waiting.append((piece, index - num_before < num_drafted))
         room = sum(len(piece) for piece, _ in self._waiting) - self._held
         while room > 0 and row.finish_reason is None:  # else `end` knows what is left
             piece, drafted = self._waiting.popleft()
@@ -74,10 +74,10 @@ class TextStream:
         name = self._tokenizer.convert_ids_to_tokens(tokens[-1]) or ""
         if BYTE_TOKEN.fullmatch(name) or name in self._tokenizer.all_special_tokens:
             return ""
-        before, after = (self._decoded(tokens[self._since : end]) for end in (self._known, None))
+        before, after = (self._decoded(tokens[self._since : end]) for end in (self._until, None))
         if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        self._since, self._known = self._known, len(tokens)
+        self._since, self._until = self._until, len(tokens)
         return after[len(before) :]
 
     def _decoded(self, tokens: Seq[int]) -> str:

@@ -129,8 +129,8 @@ def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[li
         what = "one string" if isinstance(prompts, str) else f"{prompts!r:.60}"
         raise ConfigError(f"prompts is {what}; give a list of prompts, such as [prompt]")
     return [
-        encode_text(prompt, tokenizer, str(place)) if isinstance(prompt, str) else _ids(prompt, str(place))
-        for place, prompt in enumerate(prompts)
+        encode_text(prompt, tokenizer, str(number)) if isinstance(prompt, str) else _ids(prompt, str(number))
+        for number, prompt in enumerate(prompts)
     ]
 
 
