@@ -1,14 +1,18 @@
+from pathlib import Path
+
 import ray
 
 from emssd.integrations.ray import TextGenerator
 
-prompts = ["The for statement", "Lambda expressions are", "A class", "An assert"]
-rows = ray.data.from_items([{"id": n, "prompt": prompts[n % 4]} for n in range(8)])  # or read_parquet, read_json, …
-texts = rows.map_batches(
+done = set()
+if Path("answers").exists():  # of an earlier run that was stopped
+    done = {row["id"] for row in ray.data.read_json("answers").iter_rows()}
+questions = ray.data.read_json("questions.jsonl")  # or read_parquet, read_csv, …
+answers = questions.filter(lambda row: row["id"] not in done).map_batches(
     TextGenerator,
-    fn_constructor_kwargs={"path": "demo", "drafter": "suffix", "batch_size": 4, "max_new_tokens": 16},
+    fn_constructor_kwargs={"path": "demo", "drafter": "suffix", "prompt_column": "question", "max_new_tokens": 16},
     compute=ray.data.ActorPoolStrategy(size=1, max_concurrent_calls_per_actor=2),
-    batch_size=8,
+    batch_size=16,
     num_gpus=0,  # of each actor
 )
-texts.write_parquet("texts")
+answers.write_json("answers")

@@ -13,7 +13,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from emssd.cli import option_texts as docstrings
 from emssd.cli.config import (
-    ClusterConfig,
     ExperimentConfig,
     ModelConfig,
     RunConfig,
@@ -48,7 +47,6 @@ _GROUPS = {
 _MORE = {
     "model": "The target model.",
     "sampling": "How the next token is chosen.",
-    "cluster": "Where prompts are decoded; `null` is this process.",
     "method": "What an experiment compares.",
     "task": "What an experiment decodes.",
     "experiment": "A sweep whose runs are kept as rows.",
@@ -73,7 +71,6 @@ def page() -> str:
     kinds = {
         "model": ModelConfig,
         "sampling": SamplingConfig,
-        "cluster": ClusterConfig,
         "experiment": ExperimentConfig,
         "task": TaskConfig,
     }

@@ -35,10 +35,12 @@ def write_batch_output(
 
     Those that `failed` come last. The tokenizer is loaded if a row has log-probabilities.
     """
+    failed_ids = {item.prompt_id for item in failed}  # a sample of such a prompt may have a row
     origin = {"created": int(time.time()), "model": model}
     token_bytes = cache(lambda: TokenBytes(load_tokenizer()))
     with whole_file(folder / BATCH_OUTPUT) as file:
-        for prompt, rows in _rows_of(folder / "generations.jsonl", prompts):
+        wanted = [prompt for prompt in prompts if prompt.prompt_id not in failed_ids]
+        for prompt, rows in _rows_of(folder / "generations.jsonl", wanted):
             file.write(_line(prompt.prompt_id, 200, _body(prompt, rows, origin, token_bytes)))
         for item in failed:
             why = {"message": item.error, "type": "invalid_request_error", "param": None, "code": None}

@@ -40,7 +40,7 @@ from emssd.plugins.registry import KINDS, Registry
 
 __all__ = ["main"]
 
-_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling", "cluster")  # whose options --help tells
+_CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling")  # whose options --help tells
 _COMPARED = ("experiment", "method", "task")
 _INDENT = 32  # columns before the descriptions of options
 _WIDEST = 120
@@ -65,7 +65,7 @@ def main() -> None:
     registry = Registry()
     register_configs(registry, runnable=True)
     OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
-    sys.argv[1:] = map(_quoted_prompt, sys.argv[1:])
+    sys.argv[1:] = [_quoted_prompt(_with_folder(argument)) for argument in sys.argv[1:]]
     _check_flags(sys.argv[1:])
     with closing(Jobs(registry)) as jobs:
         _compose_and_run(jobs, registry)
@@ -159,6 +159,16 @@ def _check_launcher(target: str) -> None:
             "an experiment compares runs that follow one another in one process, and its launcher is "
             f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
         )
+
+
+def _with_folder(argument: str) -> str:
+    """``output_dir=~/x`` with the user's own folder, as Hydra makes that of a sweep; any other argument as it is."""
+    name, _, folder = argument.partition("=")
+    if name != "output_dir":
+        return argument
+    if re.match(r"\W?\w+://", folder):
+        raise ConfigError(f"output_dir is the address {folder}, and rows go to a folder of this machine; give its path")
+    return f"{name}={Path(folder).expanduser()}" if folder.startswith("~") else argument
 
 
 def _quoted_prompt(argument: str) -> str:

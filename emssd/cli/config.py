@@ -24,7 +24,6 @@ __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "STDOUT",
     "Check",
-    "ClusterConfig",
     "ExperimentConfig",
     "ModelConfig",
     "OnError",
@@ -41,7 +40,7 @@ __all__ = [
 STDOUT = "-"  # as output_dir
 DEFAULT_OUTPUT_DIR = "outputs/${now:%Y-%m-%d}/${now:%H-%M-%S}"
 _NO_ROW_OPTIONS = ("data.limit", "sampling.n", "model.tensor_parallel")
-_ROW_OPTIONS = ("model", "prompt", "data", "sampling", "max_new_tokens", "stop", "ignore_eos")
+_ROW_OPTIONS = ("model", "prompt", "data", "chat_template", "sampling", "max_new_tokens", "stop", "ignore_eos")
 
 
 class Check(str, Enum):
@@ -136,27 +135,6 @@ class TaskConfig:
     data: str = MISSING
 
 
-@dataclass
-class ClusterConfig:
-    """`cluster=ray`: the run's prompts are decoded by workers with an engine each, on one machine or many.
-
-    Attributes:
-        workers: how many.
-        cpus: CPUs of a worker.
-        gpus: GPUs of a worker; ``0.5`` lets two share one.
-        address: of a Ray cluster; ``null`` takes ``RAY_ADDRESS``, or starts Ray on this machine for as long as the run
-            takes.
-        prompts_per_task: what a worker is given at a time, and what another one decodes again if it dies; at least two
-            times `batch_size`, so that batches stay full.
-    """
-
-    workers: int = 2
-    cpus: float = 1.0
-    gpus: float = 0.0
-    address: str | None = None
-    prompts_per_task: int = 32
-
-
 def _sampling_config() -> type:
     """`SamplingParams` as options: OmegaConf writes into them, and without a temperature the run is greedy."""
     kinds = get_type_hints(SamplingParams) | {"logit_bias": dict[int, float], "grammar": Any}
@@ -184,6 +162,7 @@ class RunConfig(EngineOptions):
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
             stand for newline, tab, carriage return and backslash.
+        chat_template: a Jinja file that makes prompts of conversations, in the place of the tokenizer's own template.
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
         check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
             ``greedy`` is its older name.
@@ -199,7 +178,6 @@ class RunConfig(EngineOptions):
         experiment: config group: sweeps whose runs are compared, such as those of the paper.
         size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
             ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
-        cluster: config group: ``ray`` decodes on several workers; see docs/how_to/ray.md.
         method, task: config groups of experiments: what is compared, on what data; they set the options above.
         repeat: which repetition of an experiment this is.
     """
@@ -214,6 +192,7 @@ class RunConfig(EngineOptions):
     sampling: Any = field(default_factory=SamplingConfig)
     max_new_tokens: int = 128
     stop: list[str] = field(default_factory=list)
+    chat_template: str | None = None
     ignore_eos: bool = False
     check: Check | None = None
     on_error: OnError = OnError.auto
@@ -223,7 +202,6 @@ class RunConfig(EngineOptions):
     progress: bool = True
     figures: bool | None = None
     num_threads: int | None = None
-    cluster: ClusterConfig | None = None
     experiment: ExperimentConfig | None = None
     size: Size = Size.small
     method: str | None = None
@@ -286,7 +264,6 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     store.store(name="run", node=structured(RunConfig))
     store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
     store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
-    store.store(group="cluster", name="ray", node=structured(ClusterConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
     offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind) if (kind, spec.name) not in absent]
     for kind, spec in offered:

@@ -31,7 +31,7 @@ _TOLD = _AROUND | {  # options that other fields of a row tell: data.limit its p
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
     "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
     "model.compile", "data.name", "data.limit",
-    "check", "cluster", "on_error", "on_drafter_error",  # without effect on what a run measures
+    "check", "on_error", "on_drafter_error",  # without effect on what a run measures
 }  # fmt: skip
 
 

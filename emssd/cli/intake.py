@@ -12,15 +12,19 @@ from emssd.cli.config import OnError, RunConfig
 from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.openai_batch import OpenAIBatchConfig
-from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, encode_text, truncated, unescaped
+from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
+from emssd.data.records import content_of, text_in
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
 from emssd.model.loading import ModelCache
 from emssd.plugins.registry import Registry
 from emssd.sampling.params import MOST_SAMPLES, SamplingParams
-from emssd.sequences import Request, StopStrings
+from emssd.sequences import Generation, Request, StopStrings
 
-__all__ = ["Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "to_requests"]
+__all__ = [
+    "Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "template_of",
+    "to_requests",
+]  # fmt: skip
 
 _LONGEST_ID = 19  # digits of a token id that no model has
 
@@ -42,10 +46,21 @@ class Failures:
             raise PromptError(failed.error)
         self.prompts.append(failed)
 
+    def add_row(self, generation: Generation) -> bool:
+        """Remember the prompt of a row that has an error, once for all of its samples. Returns whether it has one."""
+        try:
+            generation.check()
+        except PromptError as error:
+            if (failed := FailedPrompt(generation.request_id, str(error))) not in self.prompts:
+                self.add(failed)
+            return True
+        return False
+
     def passed(self, prompts: Iterable[Prompt | FailedPrompt]) -> list[Prompt]:
         """Return the prompts that a source could read, and remember the others."""
         good: dict[str, Prompt] = {}
-        for prompt in prompts:
+        for number, item in enumerate(prompts):
+            prompt = item if isinstance(item, FailedPrompt) else checked(item, f"#{number}")
             name = prompt.prompt_id
             if isinstance(prompt, FailedPrompt):
                 self.add(prompt)
@@ -177,6 +192,12 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
+def template_of(config: RunConfig) -> str | None:
+    """The text of the file that `chat_template` names."""
+    option = "chat_template="
+    return None if config.chat_template is None else text_in(*content_of(config.chat_template, option))
+
+
 def to_requests(
     config: RunConfig,
     engine: Engine,
@@ -188,8 +209,9 @@ def to_requests(
 
     A request is one sample of a prompt; `finished` ones, by id of the prompt and index of the sample, are left out.
     """
+    template = template_of(config)
     if isinstance(config.data, SourceConfig) and config.data.chat:
-        require_template(engine.tokenizer)
+        require_template(engine.tokenizer, template)
     stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
     common = tuple(map(unescaped, config.stop))
     stops(common)  # what cannot be is the run's own fault, and no prompt's
@@ -198,7 +220,7 @@ def to_requests(
     for prompt in prompts:
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
-            ids = _encoded(config, engine, prompt, limit)
+            ids = _encoded(config, engine, prompt, limit, template)
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
@@ -206,7 +228,7 @@ def to_requests(
         except PromptError as error:
             failures.add(FailedPrompt(prompt.prompt_id, str(error)))
         except ConfigError as error:
-            if (prompt.sampling or {}).get("grammar") is None:
+            if (prompt.stop, prompt.max_new_tokens, (prompt.sampling or {}).get("grammar")) == (None, None, None):
                 raise
             failures.add(FailedPrompt(prompt.prompt_id, f"prompt {prompt.prompt_id}: {error}"))
         else:
@@ -214,7 +236,7 @@ def to_requests(
     return requests
 
 
-def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> list[int]:
+def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int, template: str | None) -> list[int]:
     name, options = prompt.prompt_id, config.data
     if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
         options = SourceConfig()
@@ -226,5 +248,5 @@ def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int) -> l
     elif messages is None:
         ids = encode_text(prompt.text, engine.tokenizer, name)
     else:
-        ids = encode_chat(messages, engine.tokenizer, name, options.system)
+        ids = encode_chat(messages, engine.tokenizer, name, options.system, template)
     return truncated(ids, options, engine.runner.max_model_len - limit, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -13,14 +14,14 @@ from typing import Any
 import torch
 
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.cluster import check_cluster, decode_on_cluster
-from emssd.cli.config import ClusterConfig, RunConfig
+from emssd.cli.config import RunConfig
 from emssd.cli.experiment import label_of, setting_of
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_model, made_with, unfinished
+from emssd.cli.text_stream import TextStream
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
@@ -67,8 +68,6 @@ def run_job(
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
     """
     check_options(config)
-    if config.cluster is not None:
-        check_cluster(config, config.cluster)
     import transformers
 
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no types
@@ -78,11 +77,7 @@ def run_job(
     show_messages(plain_console(stderr=True))
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         run = _Run(config, config_text, registry, models, output, brief)
-        if not run.read_prompts():
-            return run.end_without_rows()
-        if config.cluster is not None:
-            return run.on_cluster(config.cluster)
-        return run.here(alone=alone)
+        return run.decode(alone=alone) if run.read_prompts() else run.end_without_rows()
 
 
 @dataclass
@@ -95,6 +90,7 @@ class _Run:
     brief: bool
     prompts: Seq[Prompt] = ()
     left: Seq[Prompt] = ()  # those that have rows to decode
+    is_streamed: bool = False
 
     def __post_init__(self) -> None:
         self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
@@ -119,7 +115,7 @@ class _Run:
             )
         return False
 
-    def here(self, *, alone: bool) -> JobResult:
+    def decode(self, *, alone: bool) -> JobResult:
         config, output = self.config, self.output
         engine = self._load(alone=alone)
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
@@ -127,6 +123,10 @@ class _Run:
             return self.end_without_rows()
         self._begin()
         done, figures = self._decode("decoding", engine, requests, output)
+        if not done:
+            return self.end_without_rows()
+        requests = [request for request in requests if _place(request) in done]
+        output.write_errors(self.failures.prompts)
         metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         self._write_answers()
@@ -138,36 +138,6 @@ class _Run:
         result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
         self._print(result, report)
         return result
-
-    def on_cluster(self, cluster: ClusterConfig) -> JobResult:
-        config, output = self.config, self.output
-        self._begin()
-        self.console.print(f"starting {cluster.workers} workers with {config.model.path} …")
-        live = self._live("decoding", sum(num_samples(config, prompt) for prompt in self.left))
-        num_rows, report = decode_on_cluster(config, cluster, self.left, output, self.failures, live)
-        if not num_rows:
-            return self.end_without_rows()
-        metrics = {
-            "title": f"{config.model.path} on {cluster.workers} workers",
-            "setting": setting_of(config),
-            "versions": versions(),
-            "num_workers": cluster.workers,
-            "num_new_tokens": report.num_new_tokens,
-            "seconds": {"total": report.total_seconds},
-            "tokens_per_second": report.tokens_per_second,
-            "mean_acceptance_length": report.mean_acceptance_length,
-        } | self._counts(num_rows)
-        output.write_errors(self.failures.prompts)
-        output.write_metrics(metrics)
-        self._write_answers()
-        print_failures(self.console, self.failures.prompts)
-        written = "" if output.is_stdout else f"; written to {output.path}/"
-        plain_console(stderr=output.is_stdout).print(
-            f"{num_rows} rows, {report.num_new_tokens} tokens in {report.total_seconds:.1f} s, "
-            f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}, on "
-            f"{cluster.workers} workers{written}",
-        )
-        return JobResult(metrics)
 
     def _load(self, *, alone: bool) -> Engine:
         config = self.config
@@ -202,7 +172,11 @@ class _Run:
         if not self.output.finished:
             raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
-        return JobResult(self.output.read_metrics())
+        if not (metrics := self.output.read_metrics()):  # the disk was full when all rows were there, say
+            self.output.write_metrics(
+                metrics := {"setting": setting_of(self.config), "versions": versions()} | self._counts(0)
+            )
+        return JobResult(metrics)
 
     def _write_answers(self) -> None:
         """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
@@ -223,13 +197,30 @@ class _Run:
         done: dict[tuple[str, int], Generation] = {}
         prompts = {prompt.prompt_id: prompt for prompt in self.left}
         live = self._live(title, len(requests), done=None if output is not None else 0)
-        with live, OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others:
-            for generation in engine.run(requests):
+        stream = self._text_stream(engine, requests) if output is not None else None
+        with (
+            live if stream is None else nullcontext(),
+            OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others,
+        ):
+            for generation in engine.run(requests, watch=stream):
+                if stream is not None:
+                    stream.end(generation.text or "")
+                if self.failures.add_row(generation):
+                    continue
                 done[generation.request_id, generation.sample] = generation
                 if output is not None:
                     output.write_generation(prompts[generation.request_id], generation)
                 live.row_done(engine.report)
         return done, engine.report.metrics() | {"other_cpu_share": others.share}
+
+    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
+        """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
+        console, tokenizer = plain_console(), engine.tokenizer
+        is_one = self.config.prompt is not None and len(requests) == 1 and not (self.output.is_stdout or self.brief)
+        if not (is_one and console.is_terminal) or getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            return None
+        self.is_streamed = True
+        return TextStream(console, tokenizer, requests[0].stop)
 
     def _compare_with_plain(
         self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
@@ -261,7 +252,7 @@ class _Run:
                 print_check(console, report, check)
             return
         has_figures = config.prompt is None if config.figures is None else config.figures
-        if config.prompt is not None and not output.is_stdout:
+        if config.prompt is not None and not (output.is_stdout or self.is_streamed):
             print_whole(console, result.generations)
         if has_figures:
             print_report(console, result.metrics, _plain_label(config))

@@ -35,16 +35,18 @@ class LinesFile:
         self._synced = time.monotonic()
         self._kept_bytes = 0
         self._is_cut = False  # from then on, the file holds what is kept, and nothing else
-        self._made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
+        self._made = list[Path]()
         try:
+            self._made = [folder for folder in (path.parent, *path.parent.parents) if not folder.exists()]
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _opened_alone(path)
-        except OSError as error:
+        except (OSError, RecursionError) as error:
             self._remove_folders()
             if isinstance(error, OutputError):
                 raise
+            why = getattr(error, "strerror", "too many folders in folders")
             raise OutputError(
-                f"cannot write to output_dir={path.parent}: {error.strerror}; set output_dir to a writable folder"
+                f"cannot write to output_dir={path.parent!s:.300}: {why}; set output_dir to a writable folder"
             ) from error
 
     @property

@@ -14,7 +14,6 @@ from typing import Any, get_args, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.core.utils import env_override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -36,6 +35,8 @@ __all__ = ["explained", "to_options"]
 _FULL = "HYDRA_FULL_ERROR"
 _LONGEST = 200  # characters of what was given that an error repeats
 _HELP = "python -m emssd --help lists all"
+_GONE = {"cluster": "Ray Data spreads a job over workers; docs/how_to/ray.md shows how"}
+"""Options of earlier versions, and what stands in for them."""
 
 _LIMIT = 2**63  # a tensor holds integers below it
 
@@ -137,16 +138,19 @@ def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
 @contextmanager
 def explained(registry: Registry) -> Iterator[None]:
     """Convert exceptions of Hydra to errors of emssd; with ``HYDRA_FULL_ERROR=1`` they pass unchanged."""
-    wants_traceback = os.environ.get(_FULL) == "1"
+    before, os.environ[_FULL] = os.environ.get(_FULL), "1"  # or Hydra prints its errors and exits
     try:
-        with env_override({_FULL: "1"}):  # or Hydra prints its errors and exits
-            yield
+        yield
     except (EmssdError, BrokenPipeError):
         raise
     except Exception as error:
-        if wants_traceback:
+        if before == "1":
             raise
         raise _as_config_error(error, registry) from error
+    finally:
+        os.environ.pop(_FULL, None)  # a plugin may have taken it out
+        if before is not None:
+            os.environ[_FULL] = before
 
 
 def _as_config_error(error: Exception, registry: Registry) -> ConfigError:
@@ -174,7 +178,11 @@ def _no_option(name: str, owner: type, registry: Registry) -> str:
     known = [field.name for field in dataclasses.fields(owner) if field.name != "name"]
     guess = did_you_mean(option, known) or "."
     if not group:
-        return f"there is no option {name!r}{guess} {_HELP}"
+        return (
+            f"there is no option {name!r} any more. {_GONE[name]}"
+            if name in _GONE
+            else f"there is no option {name!r}{guess} {_HELP}"
+        )
     whose = f"{group} {owner.name!r}" if group in KINDS and hasattr(owner, "name") else group
     specs = registry.specs(group) if group in KINDS else []
     others = [spec.name for spec in specs if option in {field.name for field in dataclasses.fields(spec.config)}]

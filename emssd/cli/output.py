@@ -79,7 +79,9 @@ class OutputFolder:
     def changed_options(self, config: str) -> list[str]:
         """The options of `changed_options` between the run whose rows are kept and `config`."""
         try:
-            return changed_options((self.path / "config.yaml").read_text(encoding="utf-8"), config)
+            path = self.path / "config.yaml"
+            is_pipe = path.exists() and not path.is_file()  # which would be waited for
+            return changed_options("" if is_pipe else path.read_text(encoding="utf-8"), config)
         except (OSError, UnicodeDecodeError, ConfigError) as error:
             why = "it is no UTF-8 text" if isinstance(error, UnicodeDecodeError) else str(error)
             raise OutputError(

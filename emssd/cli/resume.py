@@ -12,7 +12,7 @@ from pathlib import Path
 
 from emssd.cli.config import RunConfig
 from emssd.cli.experiment import changed
-from emssd.cli.intake import num_samples, sampling_of
+from emssd.cli.intake import num_samples, sampling_of, template_of
 from emssd.cli.output import OutputFolder, as_asked
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
@@ -114,7 +114,8 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
         return str(error)
     how = None if sampling is None else changed(replace(sampling, n=1))  # n says how many rows there are
     limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
-    return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop]])
+    template = [] if config.chat_template is None else [template_of(config)]
+    return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop], *template])
 
 
 def _short(value: object) -> str:

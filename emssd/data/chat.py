@@ -19,21 +19,24 @@ _MOST_SECONDS = 10.0  # that a template may take for one conversation: it is a p
 _MOST_CHARACTERS = 2**24
 
 
-def encode_chat(messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None) -> list[int]:
+def encode_chat(
+    messages: Iterable[Message], tokenizer: Any, name: str = "0", system: str | None = None, template: str | None = None
+) -> list[int]:
     """Token ids of a conversation up to where the assistant's answer begins, as `Engine.generate` takes them.
 
     The template brings all special tokens, BOS too; none is added. `system` goes in front, unless the conversation
-    begins with a system message. Errors call the prompt `name`.
+    begins with a system message. `template` stands in for the tokenizer's own. Errors call the prompt `name`.
     """
     from jinja2 import TemplateSyntaxError
 
-    require_template(tokenizer)
+    require_template(tokenizer, template)
     messages = check_messages(messages, name)
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     try:
         with _in_time():
-            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            options = {"chat_template": template, "tokenize": False, "add_generation_prompt": True}
+            text = tokenizer.apply_chat_template(messages, **options)
         if len(text) > _MOST_CHARACTERS:
             raise ValueError(f"it makes {len(text)} characters of it, and more than {_MOST_CHARACTERS} are no prompt")
     except (TemplateSyntaxError, SyntaxError, ImportError) as error:  # no conversation could mend that
@@ -74,14 +77,14 @@ class _TooLongError(Exception):
         return f"it takes more than {_MOST_SECONDS:g} s"
 
 
-def require_template(tokenizer: Any) -> None:
+def require_template(tokenizer: Any, template: str | None = None) -> None:
     """Make sure that there is a chat template. Raises ConfigError: there is none, or it is no text."""
-    template = getattr(tokenizer, "chat_template", None)
+    template = template or getattr(tokenizer, "chat_template", None)
     if not template:
         raise ConfigError(
             "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-            "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
-            "/v1/completions"
+            "instruction-tuned model; give one with chat_template=FILE, or prompts as the model knows them, without "
+            "data.chat (data.template), or to /v1/completions"
         )
     if isinstance(template, Mapping):  # several by name
         template = template.get("default")
@@ -110,7 +113,8 @@ def check_messages(messages: Any, name: str) -> list[Message]:
 def _broken_template(why: str) -> str:
     return (
         f"the tokenizer's chat template cannot be used: {why}; mend it in chat_template.jinja or "
-        f"tokenizer_config.json, or leave data.chat out, and write prompts as the model knows them (data.template)"
+        f"tokenizer_config.json, give another with chat_template=FILE, or leave data.chat out, and write prompts as "
+        f"the model knows them (data.template)"
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
+from numbers import Integral
+from operator import index
 from typing import Any
 
+from emssd.data.typed import typed
 from emssd.errors import ConfigError, PromptError
 
 __all__ = [
@@ -16,7 +19,9 @@ __all__ = [
     "Prompt",
     "SourceConfig",
     "Truncate",
+    "check_limit",
     "check_prompt",
+    "checked",
     "encode_prompts",
     "encode_text",
     "limit_per_prompt",
@@ -61,6 +66,17 @@ class FailedPrompt:
     error: str
 
 
+def checked(prompt: Prompt, name: str) -> Prompt | FailedPrompt:
+    """`prompt` if its fields are of their types, which a plugin's source may not care for; else why it has failed.
+
+    Errors call it `name`.
+    """
+    try:
+        return typed({field.name: getattr(prompt, field.name, None) for field in fields(Prompt)}, Prompt)
+    except ValueError as error:
+        return FailedPrompt(name, f"prompt {name} is no Prompt: {error}")
+
+
 class Truncate(str, Enum):
     """The end of a long prompt that is cut off."""
 
@@ -90,26 +106,39 @@ class SourceConfig:
 
 def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[int]:
     """``[num_prompts]`` limits of new tokens, of one for all or of one for each."""
-    is_one = isinstance(max_new_tokens, int)
-    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    limits = list(max_new_tokens) if isinstance(max_new_tokens, Iterable) else [max_new_tokens]
+    is_one = not isinstance(max_new_tokens, Iterable)
     if not is_one and len(limits) != num_prompts:
         raise ConfigError(
             f"max_new_tokens has {len(limits)} limits for {num_prompts} prompts; give one for each, or one number"
         )
     for limit in limits:
-        if limit < 1:
-            raise ConfigError(f"max_new_tokens is {limit}; it must be at least 1")
+        check_limit(limit, "max_new_tokens is")
     return limits * num_prompts if is_one else limits
+
+
+def check_limit(limit: object, what: str) -> None:
+    """Make sure that `limit`, of which an error says `what`, is one of new tokens."""
+    if not isinstance(limit, Integral) or limit < 1:
+        raise ConfigError(f"{what} {limit!r:.60}; it must be a whole number of at least 1")
 
 
 def encode_prompts(prompts: Iterable[str | Seq[int]], tokenizer: Any) -> list[list[int]]:
     """Encode `prompts` as `encode_text`, leaving token ids as they are; errors call each prompt by its index."""
-    if isinstance(prompts, str):
-        raise ConfigError("prompts is one string; give a list of prompts, such as [prompt]")
+    if isinstance(prompts, str) or not isinstance(prompts, Iterable):
+        what = "one string" if isinstance(prompts, str) else f"{prompts!r:.60}"
+        raise ConfigError(f"prompts is {what}; give a list of prompts, such as [prompt]")
     return [
-        encode_text(prompt, tokenizer, str(index)) if isinstance(prompt, str) else [int(token) for token in prompt]
-        for index, prompt in enumerate(prompts)
+        encode_text(prompt, tokenizer, str(number)) if isinstance(prompt, str) else _ids(prompt, str(number))
+        for number, prompt in enumerate(prompts)
     ]
+
+
+def _ids(prompt: Iterable[int], name: str) -> list[int]:
+    try:
+        return list(map(index, prompt))
+    except TypeError:
+        raise PromptError(f"prompt {name} is {prompt!r:.60}; give a text, or a list of token ids") from None
 
 
 def encode_text(text: str, tokenizer: Any, name: str) -> list[int]:
@@ -141,7 +170,7 @@ def tokenize(text: str, tokenizer: Any, name: str, *, add_special_tokens: bool) 
 
 def check_prompt(ids: Seq[int], max_model_len: int, vocab_size: int, name: str) -> None:
     """Make sure that the model can continue `ids`."""
-    if not ids:
+    if not _ids(ids, name):
         raise PromptError(f"prompt {name} is empty; there is nothing to continue")
     if len(ids) >= max_model_len:
         raise PromptError(

@@ -29,7 +29,7 @@ def typed(value: Any, kind: type[_Kind]) -> _Kind:
             raise ValueError(f"it has no {'.'.join([*names, missing[1]])}") from None
         if not names:
             raise ValueError("it is no JSON object") from None
-        raise ValueError(f"its {names[0]} cannot be {json.dumps(value[names[0]])[:_SHOWN]}") from None
+        raise ValueError(f"its {names[0]} cannot be {json.dumps(value[names[0]], default=str)[:_SHOWN]}") from None
 
 
 def read_json(text: str | bytes) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from emssd.attention import Kept, PackedInputs
-from emssd.data.prompts import check_prompt, encode_prompts, limit_per_prompt
+from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import Assembled
 from emssd.decoding.choosing import choices, states_in, verdicts
 from emssd.decoding.logprobs import add_logprobs
@@ -196,8 +196,11 @@ class Engine(Assembled):
             raise
         return [done[place] for place in sorted(done)]
 
-    def run(self, requests: Iterable[Request]) -> Iterator[Generation]:
+    def run(self, requests: Iterable[Request], *, watch: Callable[[Row], None] | None = None) -> Iterator[Generation]:
         """Decode requests, each for all of its samples; yields in finish order. Closing the iterator frees what runs.
+
+        Args:
+            watch: gets each row after each step, to be read only: a text is there before its row has finished.
 
         Raises:
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
@@ -207,9 +210,9 @@ class Engine(Assembled):
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
-        return self._decode([self.row(request) for request in requests])
+        return self._decode([self.row(request) for request in requests], watch)
 
-    def _decode(self, rows: Seq[Row]) -> Iterator[Generation]:
+    def _decode(self, rows: Seq[Row], watch: Callable[[Row], None] | None) -> Iterator[Generation]:
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
@@ -217,7 +220,10 @@ class Engine(Assembled):
             self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                for row in self._step_in_memory():
+                finished = self._step_in_memory()
+                for row in rows if watch is not None else ():
+                    watch(row.view)
+                for row in finished:
                     yield Generation.of(row, self.tokenizer)
         except EmssdError:
             for row in self._handed_over():  # by a step that failed after its tokens
@@ -269,8 +275,7 @@ class Engine(Assembled):
         """
         num_prompt, name = len(request.prompt_ids), request.request_id
         check_prompt(request.prompt_ids, self.runner.max_model_len, self.runner.vocab_size, name)
-        if request.max_new_tokens < 1:
-            raise ConfigError(f"request {name!r} has max_new_tokens {request.max_new_tokens}; it must be at least 1")
+        check_limit(request.max_new_tokens, f"request {name!r} has max_new_tokens")
         if request.sampling is not None:
             request.sampling.check_vocabulary(self.runner.vocab_size)
         row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))

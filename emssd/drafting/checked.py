@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -130,7 +131,13 @@ class CheckedDrafter(Drafter):
         if self._on_error == "fail":
             raise failure
         self.failure = failure
-        warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
+        said = f"{failure}. It is switched off; the output is not affected"
+        try:
+            warnings.warn(said, PluginWarning, stacklevel=2)
+        except PluginWarning:  # a filter of the user's makes errors of warnings
+            raise
+        except Exception:  # a plugin has replaced what shows warnings
+            print(f"emssd: warning: {said}", file=sys.stderr)
 
 
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:

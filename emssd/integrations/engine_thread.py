@@ -101,8 +101,9 @@ class EngineThread:
     def _finish(self, sequence: Row) -> None:
         future = self._futures.pop(sequence.request_id)
         try:
-            _settle(future, Generation.of(sequence, self.engine.tokenizer))
-        except Exception as error:  # of the tokenizer
+            (done := Generation.of(sequence, self.engine.tokenizer)).check()
+            _settle(future, done)
+        except Exception as error:  # of the row, or of the tokenizer
             _settle(future, error)
 
     def _fail_rows(self, error: BaseException) -> None:

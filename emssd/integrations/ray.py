@@ -1,9 +1,8 @@
-"""Actors of Ray Data's ``Dataset.map_batches`` that have an engine each: `TextGenerator`, and the base of others."""
+"""`TextGenerator`: an actor of Ray Data's ``Dataset.map_batches`` with an engine of its own."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -15,27 +14,14 @@ from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError
 from emssd.integrations.engine_thread import EngineThread
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request, StopStrings
+from emssd.sequences import Request, StopStrings
 
-__all__ = ["EngineActor", "TextGenerator"]
+__all__ = ["TextGenerator"]
 
 _ADDED = ("generated_text", "generated_token_ids", "finish_reason")
 
 
-class EngineActor:
-    """Decodes the requests of all calls that it has at a time together."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self._thread = EngineThread(engine)
-
-    async def decode(self, requests: Iterable[Request]) -> list[Generation]:
-        """All samples of `requests`, in their order."""
-        futures = [asyncio.wrap_future(future) for request in requests for future in self._thread.submit(request)]
-        return await asyncio.gather(*futures)
-
-
-class TextGenerator(EngineActor):
+class TextGenerator:
     """Adds ``generated_text``, ``generated_token_ids`` and ``finish_reason`` to batches with a column of prompts.
 
     An actor's engine decodes the rows of all batches that it has at a time together. Its batch stays full from one
@@ -66,7 +52,8 @@ class TextGenerator(EngineActor):
             raise ConfigError(f"sampling.n is {sampling.n}, and a row has one text; repeat rows, with ids of their own")
         if sampling is not None and sampling.temperature and id_column is None:
             raise ConfigError("sampling draws texts by the id of a row; name the column with id_column=")
-        super().__init__(engine := Engine.from_pretrained(path, **options))
+        self.engine = engine = Engine.from_pretrained(path, **options)
+        self._thread = EngineThread(engine)
         self._columns, self._limit, self._sampling = (prompt_column, id_column), max_new_tokens, sampling
         self._stop = StopStrings(stop, engine.tokenizer) if stop else None
         self._eos = frozenset[int]() if ignore_eos else engine.eos_token_ids
@@ -81,7 +68,9 @@ class TextGenerator(EngineActor):
             raise ConfigError(f"the column {taken[0]!r} is there already; rename it or drop it")
         prompts = batch[prompt_column]
         names = [str(place) for place in range(len(prompts))] if id_column is None else map(str, batch[id_column])
-        done = await self.decode([self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)])
+        requests = [self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
+        futures = [asyncio.wrap_future(future) for request in requests for future in self._thread.submit(request)]
+        done = await asyncio.gather(*futures)
         token_ids = np.empty(len(done), dtype=object)  # rows of equal length would become a matrix
         token_ids[:] = [np.array(each.token_ids, dtype=np.int64) for each in done]
         reasons = np.array([each.finish_reason.value for each in done])

@@ -27,7 +27,7 @@ from emssd.report.tables import grouped
 from emssd.sequences import Generation
 
 __all__ = [
-    "print_check", "print_failures", "print_report", "print_texts", "print_whole", "remarks", "short_end",
+    "harmless", "print_check", "print_failures", "print_report", "print_texts", "print_whole", "remarks", "short_end",
     "short_start", "summary",
 ]  # fmt: skip
 
@@ -152,9 +152,14 @@ def print_whole(console: Console, rows: Iterable[Generation]) -> None:
     """The texts as they are, with an empty line between them; a terminal gets nothing that could command it."""
     text = "\n\n".join(row.text or "" for row in rows)
     if console.is_terminal:
-        console.print(text, soft_wrap=True)
+        console.print(harmless(text), soft_wrap=True)
     else:
         print(text)
+
+
+def harmless(text: str) -> str:
+    """`text` without what could command a terminal."""
+    return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]+", "", text)
 
 
 def _asked(prompt: Prompt) -> str:

@@ -22,6 +22,14 @@ class Grammar:
     kind: str
     text: str
 
+    def __post_init__(self) -> None:
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"grammar holds {self.text[error.start]!a}, which is half of a surrogate pair; repair what wrote it"
+            ) from error
+
     @classmethod
     def of(cls, value: Any) -> Grammar:
         """The grammar that a user means with `value`.

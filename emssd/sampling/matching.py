@@ -7,10 +7,10 @@ back to where their texts part, then forward. So a draft, be it a tree, leaves n
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 
@@ -31,21 +31,30 @@ class MatcherState:
     """The tokens that may follow the text of a row, or the text that leads to a node of its draft. It can only be read.
 
     Two states with the same text are the same object, as long as the row has not gone on without it.
+
+    Attributes:
+        error: why no token could follow a text before this one, so that its row was ended there; ``None`` where one
+            could.
     """
 
-    __slots__ = ("_children", "_depth", "_mask", "_matcher", "_parent", "_token", "has_ended")
+    __slots__ = ("_children", "_depth", "_fault", "_mask", "_matcher", "_parent", "_token", "error", "has_ended")
 
     def __init__(self, matcher: _Matcher, parent: MatcherState | None = None, token: int = -1, *, ended: bool) -> None:
         self._matcher, self._parent, self._token, self.has_ended = matcher, parent, token, ended
+        self._fault: str | None = None
+        self.error: str | None = None if parent is None else parent._fault or parent.error
         self._depth: int = 0 if parent is None else parent._depth + 1
         self._children: dict[int, MatcherState | None] = {}
         self._mask: Words | None = None
 
     @property
     def mask(self) -> Words:
-        """``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may follow."""
+        """``[ceil(vocab / 32)]``: bit ``i % 32`` of word ``i // 32`` tells whether token ``i`` may follow.
+
+        Where none may, or the library gives up, these are the tokens that end the row.
+        """
         if self._mask is None:
-            self._mask = self._matcher.mask(self)
+            self._mask, self._fault = self._matcher.mask(self)
         return self._mask
 
     def allows(self, token: int) -> bool:
@@ -76,58 +85,67 @@ class MatcherState:
 class _Matcher:
     """The matcher of one row, which stands after the text of the newest entry of `_stack`."""
 
-    def __init__(self, own: Any, grammar: Grammar, ends: frozenset[int], tokenizer: Any) -> None:
-        self._own, self._grammar, self._ends = own, grammar, sorted(ends)
+    def __init__(self, make: Callable[[], Any], grammar: Grammar, ends: frozenset[int], tokenizer: Any) -> None:
+        self._make, self._own, self._grammar, self._ends = make, make(), grammar, sorted(ends)
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._not_from_library = sorted({*ends, int(tokenizer.eos_token)})
         self.start = MatcherState(self, ended=False)
         self._stack = [self.start]
 
-    def mask(self, state: MatcherState) -> Words:
-        words = np.zeros(self._num_words, dtype=np.int32)
+    def mask(self, state: MatcherState) -> tuple[Words, str | None]:
+        """See `MatcherState.mask`; and what is wrong, if only ends are left for that reason."""
+        words, fault = np.zeros(self._num_words, dtype=np.int32), None
         if not state.has_ended:
-            self._go_to(state)
-            # of a copy: once it has computed a mask, llguidance 1.6 to 1.9 may give it again after another text as long
-            own = self._own.deep_copy()
-            known = np.frombuffer(own.compute_bitmask(), dtype=np.int32)[: self._num_words]
-            self.check(own)
-            words[: len(known)] = known
+            try:
+                self._go_to(state)
+                # of a copy: once it has a mask, llguidance 1.6 to 1.9 may give it again after another text as long
+                own = self._own.deep_copy()
+                known = np.frombuffer(own.compute_bitmask(), dtype=np.int32)[: self._num_words]
+                self.check(own)
+                words[: len(known)] = known
+            except ConfigError as error:
+                fault = str(error)
         for token in self._not_from_library:
             words[token >> 5] &= ~_bit(token)
-        if state.has_ended or self._own.is_accepting():
-            for token in self._ends:
-                words[token >> 5] |= _bit(token)
-        if not words.any():
-            raise ConfigError(
+        is_whole = state.has_ended or (fault is None and self._own.is_accepting())
+        if not is_whole and fault is None and not words.any():
+            fault = (
                 f"no token of the model can go on with an output of the grammar {self._grammar.text:.60}; is its "
                 f"alphabet in the vocabulary?"
             )
+        for token in self._ends if is_whole or fault else ():
+            words[token >> 5] |= _bit(token)
         words.setflags(write=False)
-        return words
+        return words, fault
 
     def child(self, state: MatcherState, token: int) -> MatcherState | None:
         if token in self._not_from_library or state._mask is not None or state.has_ended:
             if not state.allows(token):
                 return None
             return MatcherState(self, state, token, ended=token in self._ends)
-        self._go_to(state)
-        forced = self._own.compute_ff_tokens()
-        if (forced and forced[0] != token) or self._own.try_consume_tokens([token]) != 1:
-            return None
-        self._stack.append(child := MatcherState(self, state, token, ended=False))
-        return child
+        with suppress(ConfigError):
+            self._go_to(state)
+            forced = self._own.compute_ff_tokens()
+            follows = not (forced and forced[0] != token) and self._own.try_consume_tokens([token]) == 1
+            self.check()
+            if follows:
+                self._stack.append(child := MatcherState(self, state, token, ended=False))
+                return child
+        return None
 
     def forced(self, state: MatcherState) -> list[int]:
         if state.has_ended:
             return []
-        self._go_to(state)
-        tokens: list[int] = self._own.compute_ff_tokens()
-        num_consumed = self._own.try_consume_tokens(tokens)
-        if self._own.is_stopped() and not self._own.is_error() and len(self._ends) == 1:
-            tokens = [*tokens[:num_consumed], *self._ends]
-        self._own.rollback(num_consumed)
-        self.check()
-        return tokens
+        with suppress(ConfigError):
+            self._go_to(state)
+            tokens: list[int] = self._own.compute_ff_tokens()
+            num_consumed = self._own.try_consume_tokens(tokens)
+            self.check()
+            if self._own.is_stopped() and len(self._ends) == 1:
+                tokens = [*tokens[:num_consumed], *self._ends]
+            self._own.rollback(num_consumed)
+            return tokens
+        return []
 
     def _go_to(self, state: MatcherState) -> None:
         """Back to where the texts part, then forward."""
@@ -145,10 +163,12 @@ class _Matcher:
         self.check()
 
     def check(self, own: Any = None) -> None:
-        """Raises ConfigError: the library has given up."""
-        own = own or self._own
-        if own.is_error():
-            reason = str(own.get_error()).strip().partition("\n")[0]
+        """Raises ConfigError: the library has given up, and a new matcher stands in front of the text again."""
+        if (used := own or self._own).is_error():
+            reason = str(used.get_error()).strip().partition("\n")[0]
+            if own is None:
+                self._own = self._make()
+                del self._stack[1:]
             raise ConfigError(f"llguidance cannot go on with the grammar {self._grammar.text:.60}: {reason}")
 
 
@@ -161,7 +181,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._valid = set[Grammar]()
+        self._valid = set[tuple[Grammar, frozenset[int]]]()
         self._own_tokenizers = dict[int, Any]()
         self._workers: ThreadPoolExecutor | None = None
         self.waited = 0.0
@@ -176,15 +196,16 @@ class Grammars:
             )
         tokenizer = self._own_tokenizer(min(ends))
         text = getattr(known.LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
-        if grammar not in self._valid:
+        if is_new := (grammar, ends) not in self._valid:
             is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
             if is_wrong or said:
                 names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
                 what, told = names[grammar.kind], f"{' '.join(said[0].split()):.300}"
                 raise ConfigError(f"sampling.grammar: llguidance cannot follow this {what}: {told}")
-            self._valid.add(grammar)
-        matcher = _Matcher(known.LLMatcher(tokenizer, text), grammar, ends, tokenizer)
-        matcher.check()
+        matcher = _Matcher(lambda: known.LLMatcher(tokenizer, text), grammar, ends, tokenizer)
+        if is_new and (fault := matcher.mask(matcher.start)[1]):
+            raise ConfigError(f"sampling.grammar: no output can begin: {fault}")
+        self._valid.add((grammar, ends))
         return matcher.start
 
     @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from emssd.errors import PromptError
 from emssd.sequences.row import FinishReason, Row, TokenLogprob
 
 __all__ = ["Generation"]
@@ -23,6 +24,7 @@ class Generation:
         num_steps, num_drafted, num_accepted: verification steps, tokens drafted, and drafted tokens accepted.
         sample: which of the ``sampling.n`` texts of the request it is, from 0.
         logprobs: of each new token, if the request asks for them.
+        error: why the row ended before its time, with ``finish_reason`` ``error``: its grammar had come to a dead end.
     """
 
     request_id: str
@@ -36,18 +38,24 @@ class Generation:
     seed: int | None = None
     sample: int = 0
     logprobs: tuple[TokenLogprob, ...] | None = None
+    error: str | None = None
 
     @property
     def acceptance_length(self) -> float:
         """Mean acceptance length τ of this request, the target's own token included."""
         return 1.0 + self.num_accepted / self.num_steps
 
+    def check(self) -> None:
+        """Raises PromptError: the row has an `error`."""
+        if self.error is not None:
+            raise PromptError(f"prompt {self.request_id}: {self.error}")
+
     @classmethod
     def of(cls, row: Row, tokenizer: Any) -> Generation:
         """The result of a finished row; without a `tokenizer` there is no text."""
         assert row.finish_reason is not None
         request, sampling, output = row.request, row.request.sampling, tuple(row.output_ids)
-        text = None
+        text, error = None, None if row.grammar is None else row.grammar.error
         if request.stop is not None and row.finish_reason is FinishReason.STOP:
             text = request.stop.text_before(output)
         elif tokenizer is not None:
@@ -57,11 +65,12 @@ class Generation:
             prompt_ids=request.prompt_ids,
             token_ids=output,
             text=text,
-            finish_reason=row.finish_reason,
+            finish_reason=row.finish_reason if error is None else FinishReason.ERROR,
             num_steps=row.num_steps,
             num_drafted=row.num_drafted,
             num_accepted=row.num_accepted,
             seed=sampling.seed if sampling is not None and sampling.temperature else None,
             sample=request.sample,
             logprobs=None if sampling is None or sampling.logprobs is None else row.logprobs,
+            error=error,
         )

@@ -35,11 +35,12 @@ class TokenLogprob:
 
 
 class FinishReason(str, Enum):
-    """The reason why a row ended."""
+    """The reason why a row ended; ``error`` where no token could follow, as `Generation.error` says."""
 
     EOS = "eos"
     STOP = "stop"
     LENGTH = "length"
+    ERROR = "error"
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,8 @@ class StopStrings:
         tokenizer: a Hugging Face tokenizer.
 
     Raises:
-        ConfigError: no string, an empty one, one text in the place of a list, or no tokenizer.
+        ConfigError: no string, an empty one, one that is no Unicode text, one text in the place of a list, or no
+            tokenizer.
 
     Example:
         >>> stop = StopStrings(["\n\n", "Question:"], tokenizer)  # doctest: +SKIP
@@ -48,6 +49,8 @@ class StopStrings:
     def __init__(self, strings: Iterable[str], tokenizer: Any) -> None:
         if isinstance(strings, str):
             raise ConfigError(f"stop is one string; give a list of strings, such as [{strings!r}]")
+        if not isinstance(strings, Iterable):
+            raise ConfigError(f"stop is {strings!r:.60}; give a list of strings, such as ['.']")
         self.strings = tuple(strings)
         if not self.strings:
             raise ConfigError("stop holds no string; leave it out, or give the texts that end a row")
@@ -57,7 +60,13 @@ class StopStrings:
         if tokenizer is None:
             raise ConfigError("stop strings are compared with text, but the engine has no tokenizer; pass one")
         self._tokenizer = tokenizer
-        self._encoded = tuple(string.encode() for string in self.strings)
+        try:
+            self._encoded = tuple(string.encode() for string in self.strings)
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"stop holds {error.object!a}, with half of a surrogate pair, {error.object[error.start]!a}; "
+                f"repair what wrote it"
+            ) from error
         self._tail = max(map(len, self._encoded)) - 1
         self._bytes = TokenBytes(tokenizer)
 

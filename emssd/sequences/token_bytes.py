@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["TokenBytes"]
+__all__ = ["BYTE_TOKEN", "TokenBytes"]
 
 _BASE = "a"  # a token is decoded after this text, as the first token of a text may lose its leading space
 _LOST = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for bytes that are no whole character
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a byte in vocabularies of the sentencepiece family
 
 
 class TokenBytes:
@@ -37,7 +37,7 @@ class TokenBytes:
         text = text.removeprefix(self._base_text) if text.startswith(self._base_text) else self._decode([token])
         if _LOST not in text:
             return text.encode()
-        if byte := _BYTE_TOKEN.fullmatch(name):
+        if byte := BYTE_TOKEN.fullmatch(name):
             return bytes([int(byte[1], 16)])
         alphabet = _byte_alphabet()
         return bytes(alphabet[char] for char in name) if alphabet.keys() >= set(name) else text.encode()

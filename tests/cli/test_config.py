@@ -132,6 +132,7 @@ def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Cal
     for arguments, said in (
         (("drafter=llma", "drafter.copy_lenght=3"), "drafter 'llma' has no option 'copy_lenght'; "),
         (("drafter=draft_1m", "batchsize=4"), "there is no option 'batchsize'; did you mean "),
+        (("cluster=ray",), "there is no option 'cluster' any more. Ray Data spreads a job over workers; docs/how_to/"),
         (("drafter=draft_2m",), "unknown drafter 'draft_2m'; "),
         (("experiment=fig1", "size=larg"), "size: Invalid value 'larg', expected one of [toy, small, "),
         (("experiment=appendix", "size=shapes"), "this experiment has no size 'shapes'; choose one of "),

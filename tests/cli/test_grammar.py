@@ -82,9 +82,15 @@ def test_a_grammar_that_cannot_be_is_refused_in_a_sentence(decode: Callable) -> 
 
 
 def test_a_prompt_whose_grammar_cannot_be_is_skipped(decode_records: Callable) -> None:
-    grammars = ("regex:[0-9]", {"type": "array", "uniqueItems": True})
+    """Also one that is found out only in the middle of its output, of which no row is left."""
+    grammars = ["regex:[0-9]", {"type": "array", "uniqueItems": True}, {"$ref": "#"}, "lark:start: /[0-9]/ <[2]>"]
     records = [{"prompt": "ab", "how": {"grammar": grammar}} for grammar in grammars]
-    result = decode_records(records, "data.sampling_field=how", "on_error=skip", "max_new_tokens=24")
-    (row,), (error,) = result.rows, result.errors.values()
+    records[-1]["how"] |= {"temperature": 1, "n": 2}
+    result = decode_records(records, "data.sampling_field=how", "on_error=skip", "max_new_tokens=24", "check=plain")
+    (row,), errors = result.rows, list(result.errors.values())
     assert re.fullmatch("[0-9]", row["text"])
-    assert "uniqueItems" in error
+    assert all(map(str.__contains__, errors, ("uniqueItems", "no output can begin", "is its alphabet"))), errors
+    assert result.metrics["num_failed_prompts"] == len(errors) == 3
+    assert result.metrics["check"]["exact"] == 1
+    failed = decode_records(records[-1:], "data.sampling_field=how", "overwrite=true")
+    assert failed.sentence.startswith("prompt f.jsonl:1: no token of the model can go on with an output of the grammar")

@@ -84,7 +84,7 @@ def test_help_says_a_few_words_on_every_plugin_and_preset(
 def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
     result = emssd("--help", "data=text", "batch_size=3")
     options = told(result.out)
-    groups = {*KINDS, "model", "sampling", "cluster", "experiment", "method", "task"}
+    groups = {*KINDS, "model", "sampling", "experiment", "method", "task"}
     for field in dataclasses.fields(RunConfig):
         assert (field.name in options) == (field.name not in groups), field.name
     for field in dataclasses.fields(ModelConfig):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -92,7 +93,7 @@ def test_killed_after_the_last_row_there_is_nothing_left_but_no_metrics(metrics:
         (folder / "metrics.json").write_text(metrics)
     result = decode(*RESUME)
     assert result.status == 0
-    assert len(result.rows) == 5
+    assert len(result.rows) == result.metrics["num_prompts"] == 5
     assert "nothing is left to do" in result.err
 
 
@@ -223,19 +224,28 @@ def test_a_row_that_is_there_twice(decode: Callable) -> None:
         (b"- 1", "it is no YAML of options: Index 'model' (str) is not an int"),
         (b"\xff", "it is no UTF-8 text"),
         (None, "No such file or directory"),
+        ("pipe", "it holds no options"),
     ],
 )
-def test_rows_whose_config_is_broken(config: bytes | None, why: str, decode: Callable, work: Path) -> None:
+def test_rows_whose_config_is_broken(config: Any, why: str, decode: Callable, work: Path) -> None:
     folder = work / "out"
     if not folder.exists():
         decode()
     (folder / "config.yaml").unlink(missing_ok=True)
-    if config is not None:
+    if config == "pipe":
+        os.mkfifo(folder / "config.yaml")
+    elif config is not None:
         (folder / "config.yaml").write_bytes(config)
     assert decode(*RESUME).sentence == (
         f"resume=true: out holds rows, but its config.yaml cannot be read ({why}), which tells how they were made; "
         f"overwrite=true starts again"
     )
+
+
+def test_a_tilde_is_the_users_own_folder(decode: Callable, work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(work / "home"))
+    decode("output_dir=~/deep/er", "data.limit=1")
+    assert len(jsonl(work / "home" / "deep" / "er" / "generations.jsonl")) == 1
 
 
 def test_rows_are_not_overwritten_unless_asked(decode: Callable) -> None:

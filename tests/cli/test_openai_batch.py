@@ -237,8 +237,8 @@ def test_what_ends_the_run_before_it_begins(
 def test_a_model_without_a_chat_template_takes_completions(batch: Callable, model: str) -> None:
     assert batch([chat("a")], f"model.path={model}").sentence == (
         "a conversation needs a tokenizer with a chat template, and this model's has none, as it is probably no "
-        "instruction-tuned model; give prompts as the model knows them, without data.chat (data.template), or to "
-        "/v1/completions"
+        "instruction-tuned model; give one with chat_template=FILE, or prompts as the model knows them, without "
+        "data.chat (data.template), or to /v1/completions"
     )
     assert answers(batch([GOOD], f"model.path={model}").folder)["good"]["response"]["status_code"] == 200
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import defaultdict
 from collections.abc import Callable
@@ -110,6 +111,23 @@ def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str,
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
     assert str(caught.value) == f"{kind} 'third' (third-party-odd 1.2) built int; its build must return {wanted}"
+
+
+@looped(
+    "does, said",
+    [
+        ("import os; os.environ.clear()", ""),
+        ("import warnings; warnings.showwarning = Third; raise OSError('own')", "OSError: own. It is switched off"),
+    ],
+)
+def test_a_drafter_may_break_the_process_and_not_the_run(
+    does: str, said: str, install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    install("third", drafter(f"{does}; return Draft.empty(len(batch))"))
+    result = decode("drafter=third")
+    assert (result.status, len(result.rows)) == (0, 5)
+    assert said in result.err
 
 
 WAITS = "import threading\n[each.join() for each in threading.enumerate() if each.name == 'emssd-slow-plugin']\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +34,20 @@ def tokens_after(model: str, text: str) -> list[int]:
     engine = Engine.from_pretrained(model, drafter="none")
     (generation,) = engine.generate([tokenizer(text, add_special_tokens=False)["input_ids"]], 3)
     return list(generation.token_ids)
+
+
+def test_a_file_stands_in_for_a_chat_template(chat: Callable, chat_model: str, model: str, work: Path) -> None:
+    """Also for a model that has none. Rows of another text of the file are not kept."""
+    (work / "c.jinja").write_text("<s>{% for each in messages %}({{ each.content }}){% endfor %}")
+    for path in (chat_model, model):
+        (row,) = chat("hi", "chat_template=c.jinja", f"model.path={path}").rows
+        assert row["token_ids"] == tokens_after(path, "<s>(hi)")
+    (work / "c.jinja").write_text("{{ messages[0].content }}")
+    again = ("chat_template=c.jinja", f"model.path={model}", "overwrite=false", "resume=true")
+    assert chat("hi", *again).sentence.startswith(
+        "resume=true: the row 'f.jsonl:1' in out was made with another limit, "
+    )
+    assert chat("hi", "chat_template=no").sentence.startswith("chat_template=no: no such file (looked in ")
 
 
 CONVERSATION = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]

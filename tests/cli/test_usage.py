@@ -117,6 +117,11 @@ SENTENCES = {
     "--batch_size=4 -m": "there is no --batch_size; options are written NAME=VALUE, here perhaps batch_size=4;…",
     "progress=false --ignore-eos": "there is no --ignore-eos; options are written NAME=VALUE, here perhaps ign…",
     "-x": "there is no -x; options are written NAME=VALUE, here perhaps x=VALUE; python -m emssd --help lists…",
+    "output_dir=s3://b/x": "output_dir is the address s3://b/x, and rows go to a folder of this machine; give its path",
+    "-m batch_size=1,2 output_dir=file:///x": "output_dir is the address file:///x, and rows go to a folder of this …",
+    f"output_dir={'x' * 256}": "cannot write to output_dir=xxx…: File name too long; set output_dir to …",
+    f"-m batch_size=1,2 output_dir={'x' * 256}": "…File name too long…",
+    f"output_dir={'d/' * 2000}": "cannot write to output_dir=d/d/d… too many folders in folders; set output_dir to …",
     **{
         f"output_dir=- {given}":
             f"output_dir=- writes the rows of one run to stdout, and no file, which {name} needs; set output_dir to a "

@@ -196,7 +196,7 @@ def test_bad_limits_and_prompts_are_refused_before_anything_runs(
     oracle: Any, make_ragged: MakeBackend, build: Any
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter())
-    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number of at least 1"):
         engine.stream([[1]], 0)
     for bad in ([], [11], [-1], [1] * 64):
         with pytest.raises(PromptError, match="prompt 1"):
@@ -215,7 +215,11 @@ def test_without_work_a_step_does_nothing(oracle: Any, make_ragged: MakeBackend,
         (Request("b", (), 9), PromptError, "prompt b is empty"),
         (Request("b", (1, 11), 9), PromptError, "prompt b has token ids outside the model's vocabulary of 11"),
         (Request("b", (1,) * 64, 9), PromptError, "prompt b has 64 tokens, and the model takes 64"),
-        (Request("b", (1,), 0), ConfigError, "request 'b' has max_new_tokens 0; it must be at least 1"),
+        (
+            Request("b", (1,), 0),
+            ConfigError,
+            "request 'b' has max_new_tokens 0; it must be a whole number of at least 1",
+        ),
     ],
 )
 def test_a_request_that_cannot_be_is_refused_when_it_is_added(

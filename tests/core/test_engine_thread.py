@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import runpy
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -153,3 +156,16 @@ def test_what_is_drawn_depends_on_the_id_of_a_row_alone(generate: Any) -> None:
 def test_what_cannot_be(columns: dict[str, Any], options: dict[str, Any], sentence: str, generate: Any) -> None:
     with pytest.raises(ConfigError, match=sentence):
         generate(columns, **options)
+
+
+@pytest.mark.nightly
+def test_the_job_of_the_page_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed: nox -s ray, or pip install 'emssd[ray]'")
+    monkeypatch.chdir(tmp_path)
+    for number in (2, 6):
+        lines = [json.dumps({"id": n, "question": PROMPTS[n]}) for n in range(number)]
+        Path("questions.jsonl").write_text("\n".join(lines))
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ray_data.py"))
+    answers = [json.loads(line) for file in Path("answers").iterdir() for line in file.read_text().splitlines()]
+    wanted = Engine.from_pretrained("demo", drafter="none", batch_size=1).generate(PROMPTS, 16)
+    assert sorted((row["id"], row["generated_text"]) for row in answers) == [*enumerate(row.text for row in wanted)]

@@ -194,6 +194,11 @@ def test_a_row_ends_with_the_token_that_completes_a_stop_string(
         ("ab", BYTE_LEVEL, "stop is one string; give a list of strings, such as ['ab']"),
         ([], BYTE_LEVEL, "stop holds no string; leave it out, or give the texts that end a row"),
         (["a", ""], BYTE_LEVEL, "stop holds ''; every stop string is a text of at least one character"),
+        (
+            ["a\ud800"],
+            BYTE_LEVEL,
+            r"stop holds 'a\ud800', with half of a surrogate pair, '\ud800'; repair what wrote it",
+        ),
         (["a", 3], BYTE_LEVEL, "stop holds 3; every stop string is a text of at least one character"),
         (["a"], None, "stop strings are compared with text, but the engine has no tokenizer; pass one"),
     ],
@@ -267,7 +272,7 @@ def test_limits_per_prompt(oracle: Any, make_ragged: Callable[[], AttentionBacke
     ]
     with pytest.raises(ConfigError, match="max_new_tokens has 2 limits for 3 prompts; give one for each, or one"):
         engine.generate(prompts, [5, 1])
-    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be at least 1"):
+    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number of at least 1"):
         engine.generate(prompts, [5, 0, 3])
     assert engine.generate([], 7) == []
 

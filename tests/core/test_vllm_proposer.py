@@ -204,7 +204,6 @@ def test_a_missing_library_is_named_with_its_extra(extra: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("extra", "name", "version", "wanted"),
     [
-        ("ray", "ray", "2.59.1", "ray>=2.60,<3"),
         ("trl", "trl", "0.29.1", "trl>=1.0,<2"),
         ("trl", "trl", "2.0.0", "trl>=1.0,<2"),
         ("lm-eval", "lm_eval", "0.5", "lm_eval>=0.4.13,<0.5"),

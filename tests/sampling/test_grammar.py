@@ -305,6 +305,11 @@ def test_a_grammar_holds_where_a_bias_or_the_model_leaves_none_of_its_tokens() -
         ("regex:(a", "regular expression"),
         ("lark:start: nothing", "Lark grammar"),
         ({"type": "nonsense"}, "JSON schema"),
+        ({"$ref": "#"}, "no output can begin"),
+        ({"allOf": [{"$ref": "#"}]}, "no output can begin"),
+        ({"$defs": {n: {"$ref": f"#/$defs/{m}"} for n, m in ("ab", "ba")}, "$ref": "#/$defs/a"}, "no output can begin"),
+        (f"lark:start: <[{EOS}]>", "is its alphabet in the vocabulary"),
+        ("regex:a\ud800", "half of a surrogate pair"),
     ],
 )
 def test_grammars_that_cannot_be_followed_are_refused_before_anything_runs(grammar: Any, words: str) -> None:
@@ -325,6 +330,21 @@ def test_engines_that_know_no_text_or_no_end_refuse_grammars() -> None:
         Grammars(tokenizer(), VOCAB).begin(Grammar.of("json"), [])
     with pytest.raises(ConfigError, match="cannot read this tokenizer"):
         Grammars(object(), VOCAB).begin(Grammar.of("json"), [EOS])
+
+
+def test_a_dead_end_ends_its_row_alone_at_the_same_token_whatever_drafts() -> None:
+    """No token stands for what must follow: EOS is no text."""
+    asked = requests([f"lark:start: /[ab]{{3,6}}c/ <[{EOS}]>", "regex:[abc]{9}"] * 2, temperature=1.0, seed=5)
+    expected = plainly(asked)
+    for right in (0.3, 1.0):
+        texts = {name: done.token_ids for name, done in expected.items()}
+        found = decode(make_engine(TreeDrafter(VOCAB, 9, texts, right=right)), asked)
+        assert [(each.token_ids, each.error) for each in map(found.get, texts)] == [
+            (each.token_ids, each.error) for each in expected.values()
+        ]
+    for name, done in expected.items():
+        assert (done.finish_reason is FinishReason.ERROR) == (done.error is not None) == (name in "02"), done
+        assert is_valid(done.text or "", Grammar("regex", "[ab]{3,6}c" if name in "02" else "[abc]{9}"))
 
 
 def test_all_that_is_right_is_accepted() -> None:
