@@ -74,6 +74,8 @@ def round_weights(model: torch.nn.Module) -> int:
             if not isinstance(module, torch.nn.Linear) or module.weight.ndim != 2:
                 continue
             weight = module.weight
+            if not weight.is_floating_point() or type(weight) is not torch.nn.Parameter:
+                raise ConfigError("model.weights=int8: the model is quantized already; leave it out")
             if weight.data_ptr() not in scales:
                 own = rounded(weight, 8)
                 if not own.scale.isfinite().all():

@@ -79,6 +79,8 @@ def check_config(config: Any, model_class: type | None) -> None:
             f"it has layers of type {', '.join(foreign)}, and emssd does not know how their code keeps what it read; "
             f"{_POSSIBLE}",
         )
+    if hasattr(model_class, "get_base_model"):
+        raise _refused(name, "it is wrapped by PEFT; give its get_base_model(), which computes with the adapters")
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refused(
             name,

@@ -156,6 +156,13 @@ def test_weights_that_are_no_numbers_are_not_rounded() -> None:
         round_weights(model)
 
 
+def test_weights_that_are_quantized_already_are_not_rounded_again() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ConfigError, match="the model is quantized already"):
+        round_weights(model)
+
+
 def test_a_job_goes_on_only_with_the_same_weights(tmp_path: Path) -> None:
     before, now = "model: {path: demo, dtype: auto}", "model: {path: demo, dtype: auto, weights: %s}"
     assert changed_options(before, now % "auto") == [], "a folder of before there was a choice"

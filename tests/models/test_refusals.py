@@ -16,6 +16,7 @@ from emssd import Engine
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import TargetModel, load_model
 from emssd.model.random_weights import counted_on, counting_model
+from emssd.model.support import check_config
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
@@ -103,6 +104,12 @@ def test_a_loaded_model_is_refused_for_the_same_reasons() -> None:
         Engine.from_model(AutoModelForCausalLM.from_config(
             AutoConfig.for_model("bloom", vocab_size=61, hidden_size=32, n_layer=2, n_head=4)
         ))  # fmt: skip
+
+
+def test_a_wrapper_of_peft_is_refused_with_what_to_give() -> None:
+    wrapper = type("PeftModelForCausalLM", (torch.nn.Module,), {"get_base_model": None})
+    with pytest.raises(UnsupportedModelError, match=r"wrapped by PEFT; give its get_base_model\(\)"):
+        check_config(tiny_model("llama").config, wrapper)
 
 
 def test_rotary_frequencies_that_depend_on_the_batch_are_refused_and_served_where_they_do_not(tmp_path: Path) -> None:
