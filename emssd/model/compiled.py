@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from emssd.errors import CompileError
-from emssd.model import tracing
-from emssd.model.fingerprint import fingerprint, short_pass
+from emssd.model import hooked, interface, tracing
+from emssd.model.fingerprint import fingerprint, refuse_hooks, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Growth, Program
 from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
@@ -50,8 +50,13 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
-        return fingerprint(self._target, sources(__file__), self.hidden)
+    def key(self) -> str:
+        refuse_hooks(self._module)
+        parts = str(self._layers), str(self.hidden), *sources(__file__, hooked.__file__, interface.__file__)
+        return fingerprint(self._module, parts)
+
+    def expected(self) -> Seq[torch.Tensor]:
+        return short_pass(self._target, self._target.run, self.hidden)
 
     def compile(self, folder: Path) -> None:
         tracing.compile_program(self._target, folder, self.hidden)

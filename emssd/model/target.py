@@ -289,7 +289,7 @@ class TargetModel(HookedModel):
             elif asked_for and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
-        self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
+        self.why_compiled = f"compiled: {compiled.origin}"
         return compiled
 
 

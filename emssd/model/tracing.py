@@ -9,10 +9,11 @@ import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program as loaded
+from emssd.model.fingerprint import UnnamedError
 from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, declare_operators
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, room_hint, trusted
 
@@ -219,22 +221,28 @@ class ProvenProgram(ABC):
     """The compiled program of one module, on a CPU.
 
     A program that is found on disk may be another module's or damaged. So it is compared with the module on a short
-    pass, and compiled once more if it differs. The module must stay as it is, as the program reads its tensors.
+    pass, and compiled once more if it differs. The module must stay as it is, as the program reads its tensors. A
+    module with code of no library has no key: its program is compiled for this process alone.
+
+    Attributes:
+        origin: in words, where the program comes from.
 
     Raises:
         NotKeptError: no earlier run has left one, and `only_kept` compiles nothing.
-        CompileError: no C++ compiler, a cache that others can write, a module that cannot be traced or that a later run
-            could not recognise, or a program that computes something else.
+        CompileError: no C++ compiler, a cache that others can write, a module that cannot be traced, or a program that
+            computes something else.
     """
 
     kind: str
     """The name of the folder of such programs."""
 
     def __init__(self, module: torch.nn.Module, *, only_kept: bool = False) -> None:
+        self.origin, self._scratch = "just now, for later runs too", None
         try:
-            key, right = self.expected()
-            if only_kept and not is_kept(self.kind, key):  # before kernels are built that may not be needed
+            key = self._key_or_none()
+            if only_kept and (key is None or not is_kept(self.kind, key)):  # before kernels are built
                 raise NotKeptError("no program of it is kept")
+            right = self.expected()
 
             def write(folder: Path) -> None:
                 if only_kept:
@@ -242,11 +250,11 @@ class ProvenProgram(ABC):
                 self.compile(folder)
 
             declare_operators()
-            found = entry(self.kind, key, write)
+            found = self._entry(key, write)
             wrong = self._why_wrong(module, found, right)
             if wrong is not None and not found.new:
                 logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
-                found = entry(self.kind, key, write, replace=True)
+                found = self._entry(key, write, replace=True)
                 wrong = self._why_wrong(module, found, right)
             if wrong is not None:
                 raise CompileError(
@@ -259,11 +267,30 @@ class ProvenProgram(ABC):
         except Exception as error:  # a module's own code may raise anything
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise CompileError(f"{type(module).__name__} cannot be compiled: {reason}") from error
-        self.folder, self.is_new, self._found = found.folder, found.new, found
+        self.folder, self._found = found.folder, found
+        self.origin = self.origin if found.new else "its program was kept"
+
+    def _key_or_none(self) -> str | None:
+        try:
+            return self.key()
+        except UnnamedError as error:
+            self.origin = f"just now, for this process alone: {error}"
+            return None
+
+    def _entry(self, key: str | None, write: Callable[[Path], None], *, replace: bool = False) -> Entry:
+        if key is not None:
+            return entry(self.kind, key, write, replace=replace)
+        self._scratch = TemporaryDirectory(prefix="emssd-program-")  # which goes with this
+        write(folder := Path(self._scratch.name))
+        return Entry(folder, {path.name: path.read_bytes() for path in folder.iterdir()}, new=True)
 
     @abstractmethod
-    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
-        """A name for what the program depends on, and what the module itself gives for a short pass."""
+    def key(self) -> str:
+        """A name for what the program depends on, see `emssd.model.fingerprint`."""
+
+    @abstractmethod
+    def expected(self) -> Seq[torch.Tensor]:
+        """What the module itself gives for a short pass."""
 
     @abstractmethod
     def compile(self, folder: Path) -> None:
