@@ -9,25 +9,75 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.progress_bar import ProgressBar
 from rich.text import Text
 
-if TYPE_CHECKING:  # it brings torch, which --help does not need
+if TYPE_CHECKING:  # they bring torch, which --help does not need
     from emssd.metrics.stats import RunReport
+    from emssd.model.compile_time import Compiling
 
 __all__ = ["Bar", "show_messages", "time_left"]
 
 
-def show_messages(console: Console) -> None:
-    """Show on `console` what the package says while it prepares: that it builds or compiles something, say."""
+def show_messages(console: Console, *, bars: bool = True) -> None:
+    """Show on `console` what the package says while it prepares: that it builds or compiles something, say.
 
-    class _OnConsole(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            console.print(record.getMessage())
-
+    On a terminal, unless `bars` is false, a bar moves while something is compiled.
+    """
     logger = logging.getLogger("emssd")
-    logger.handlers, logger.propagate = [_OnConsole()], False
+    logger.handlers, logger.propagate = [_OnConsole(console, bars and console.is_terminal)], False
     logger.setLevel(logging.INFO)
+
+
+class _OnConsole(logging.Handler):
+    def __init__(self, console: Console, bars: bool) -> None:
+        super().__init__()
+        self._console, self._bars = console, bars
+        self._bar: Progress | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        work: Compiling | None = vars(record).get("compiling")
+        if work is None or work.ended or not self._bars:
+            self._stop()
+            self._console.print(record.getMessage())
+        elif self._bar is None:
+            what = TextColumn("{task.description}", markup=False)
+            self._bar = Progress(what, _Share(work), TimeElapsedColumn(), _Left(work), console=self._console)
+            self._bar.add_task(work.title)
+            self._bar.start()
+        else:
+            self._bar.refresh()
+
+    def _stop(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+class _Share(ProgressColumn):
+    """A bar of how much of something is compiled by now."""
+
+    def __init__(self, work: Compiling) -> None:
+        super().__init__()
+        self._work = work
+
+    def render(self, task: Task) -> ProgressBar:
+        return ProgressBar(total=1.0, completed=self._work.share, width=40)
+
+
+class _Left(_Share):
+    def render(self, task: Task) -> Text:  # type: ignore[override]
+        left = self._work.left
+        return Text("" if left is None else f"about {timedelta(seconds=round(left))} left")
 
 
 class Bar:

@@ -21,6 +21,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program as loaded
+from emssd.model.compile_time import Compiling, compiling
 from emssd.model.fingerprint import UnnamedError
 from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, declare_operators
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, room_hint, trusted
@@ -50,10 +51,10 @@ logger = logging.getLogger("emssd")
 class _Traced(torch.nn.Module):
     """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...]) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...], work: Compiling) -> None:
         super().__init__()
         self.model = target.model
-        self._target, self._hidden = target, hidden
+        self._target, self._hidden, self._work = target, hidden, work
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, handle: torch.Tensor
@@ -63,6 +64,7 @@ class _Traced(torch.nn.Module):
         ) -> torch.Tensor:
             if seen != self._target.layers[layer]:
                 raise CompileError(f"layer {layer} attends by {seen}, and by {self._target.layers[layer]} before")
+            self._work.num_traced = layer + 1
             out: torch.Tensor = torch.ops.emssd_native.attend_layer(query, key, value, handle, layer)
             return out
 
@@ -73,26 +75,26 @@ class _Traced(torch.nn.Module):
 
 def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
     """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
-    name, seconds = type(target.model).__name__, expected_seconds(len(target.layers))
-    logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, seconds)
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
-    compile_module(_Traced(target, hidden), inputs, folder, own_linears=has_kernel(target.dtype))
+    with compiling(type(target.model).__name__, len(target.layers)) as work:
+        compile_module(_Traced(target, hidden, work), inputs, folder, work, own_linears=has_kernel(target.dtype))
 
 
 def expected_seconds(num_layers: int) -> int:
-    """About how long compiling a model takes."""
+    """About how long compiling a model takes, to choose whether it pays."""
     return 10 + 2 * num_layers
 
 
 def compile_module(
-    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, *, own_linears: bool
+    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, work: Compiling, *, own_linears: bool
 ) -> None:
     """Trace and compile `module`, whose attribute ``model`` has all its weights. Raises CompileError: that fails.
 
     Args:
         inputs: an example: two with tokens along axis 1, the places ``[m]`` of those that are kept, and the handle.
         folder: gets the program, what its linear layers consist of, and its constants.
+        work: is told when the module is traced.
         own_linears: use the linear layers of `emssd.native`, with weights in the layout of their kernel.
     """
     num_tokens, num_kept = (torch.export.Dim(each, max=_MAX_TOKENS) for each in ("num_tokens", "num_kept"))
@@ -102,6 +104,7 @@ def compile_module(
             warnings.simplefilter("ignore")  # of PyTorch about its own code
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
             program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+            work.traced()
             linears = _replace_linears(program) if own_linears else []
             found = {"linears": linears, "others": _other_products(program)}
             (folder / LINEARS).write_text(json.dumps(found, indent=1))
