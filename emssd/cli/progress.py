@@ -9,16 +9,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Self
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.progress_bar import ProgressBar
+from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # they bring torch, which --help does not need
@@ -42,42 +36,24 @@ class _OnConsole(logging.Handler):
     def __init__(self, console: Console, bars: bool) -> None:
         super().__init__()
         self._console, self._bars = console, bars
-        self._bar: Progress | None = None
+        self._live = Live(console=console)
 
     def emit(self, record: logging.LogRecord) -> None:
         work: Compiling | None = vars(record).get("compiling")
         if work is None or work.ended or not self._bars:
-            self._stop()
+            self._live.stop()
             self._console.print(record.getMessage())
-        elif self._bar is None:
-            what = TextColumn("{task.description}", markup=False)
-            self._bar = Progress(what, _Share(work), TimeElapsedColumn(), _Left(work), console=self._console)
-            self._bar.add_task(work.title)
-            self._bar.start()
         else:
-            self._bar.refresh()
-
-    def _stop(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+            self._live.stop()
+            self._live = Live(get_renderable=lambda: _bar(work), console=self._console, transient=True)
+            self._live.start(refresh=True)
 
 
-class _Share(ProgressColumn):
-    """A bar of how much of something is compiled by now."""
-
-    def __init__(self, work: Compiling) -> None:
-        super().__init__()
-        self._work = work
-
-    def render(self, task: Task) -> ProgressBar:
-        return ProgressBar(total=1.0, completed=self._work.share, width=40)
-
-
-class _Left(_Share):
-    def render(self, task: Task) -> Text:  # type: ignore[override]
-        left = self._work.left
-        return Text("" if left is None else f"about {timedelta(seconds=round(left))} left")
+def _bar(work: Compiling) -> Table:
+    """A line that moves with `work`, as long as it is shown."""
+    line = Table.grid(padding=(0, 1))
+    line.add_row(work.title, ProgressBar(total=1.0, completed=work.share, width=40), work.clock)
+    return line
 
 
 class Bar:

@@ -81,7 +81,7 @@ def were_compiled(output: OutputFolder) -> bool | None:
 
 
 def check_compiled(output: OutputFolder, target: TargetModel) -> None:
-    """Make sure that rows which a compiled program made are not continued by the model as it is, which rounds otherwise."""
+    """Make sure that the model as it is, which rounds otherwise, does not go on with rows of a compiled program."""
     if were_compiled(output) and target.compiled is None:
         raise ConfigError(
             f"resume=true: a compiled program made the rows in {output.path}, and this run has none "

@@ -40,7 +40,6 @@ _OF_A_CHECKPOINT = frozenset({
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device)
 _VERSIONED = sys.stdlib_module_names | {"torch"}  # so the key need not have their source
 _LIBRARIES = _VERSIONED | {"transformers", "transformers_modules", "peft", "accelerate", "emssd"}
-_MODELLING = ("transformers.models.", "transformers_modules.")  # modules whose names may be patched
 
 
 class UnnamedError(Exception):
@@ -124,20 +123,14 @@ class _Named:
                         raise UnnamedError(f"{error} in {name or type(model).__name__}.{key}") from None
 
     def classes(self, model: torch.nn.Module) -> Iterator[str]:
-        """Sources of the classes, and what stands in them and in their modules now."""
+        """Sources of the classes, and what stands in them now."""
         bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
-        modules = {base.__module__ for base in bases}
-        scopes = {_name(base): vars(base) for base in bases}
-        for scope, names in sorted(scopes.items()):
-            for key, value in sorted(names.items()):
+        for base in sorted(bases, key=_name):
+            for key, value in sorted(vars(base).items()):
                 value = getattr(value, "__func__", getattr(value, "fget", value))
                 if callable(value) or (isinstance(value, _PLAIN) and key[:2] != "__"):
-                    yield f"{scope}.{key}={self._word(value)}"
-        for scope in sorted(name for name in modules if name.startswith(_MODELLING)):
-            for key, value in sorted(vars(sys.modules[scope]).items()):
-                if key[:2] != "__":
-                    yield f"{scope}.{key}={self._word(value if isinstance(value, (FunctionType, *_PLAIN)) else type(value))}"
-        for name in sorted(modules):
+                    yield f"{_name(base)}.{key}={self._word(value)}"
+        for name in sorted({base.__module__ for base in bases}):
             if name.split(".")[0] not in _VERSIONED:
                 yield Path(inspect.getfile(sys.modules[name])).read_text()
 
@@ -155,8 +148,8 @@ class _Named:
         if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
             return self._code(value)
         if hasattr(value, "to_json_string") or is_dataclass(value):  # a config of Transformers, or of PEFT
-            held = vars(value) if hasattr(value, "__dict__") else {each.name: getattr(value, each.name) for each in fields(value)}
-            held = {key: each for key, each in held.items() if key not in _OF_A_CHECKPOINT}
+            names = vars(value) if hasattr(value, "__dict__") else (field.name for field in fields(value))
+            held = {name: getattr(value, name) for name in names if name not in _OF_A_CHECKPOINT}
             return f"{self._code(type(value))}({self._word(held)})"
         if self._lenient:
             return _name(type(value))

@@ -21,7 +21,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program as loaded
-from emssd.model.compile_time import Compiling, compiling
+from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import UnnamedError
 from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, declare_operators
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, room_hint, trusted
@@ -77,7 +77,7 @@ def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] =
     """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
-    with compiling(type(target.model).__name__, len(target.layers)) as work:
+    with Compiling(type(target.model).__name__, len(target.layers)) as work:
         compile_module(_Traced(target, hidden, work), inputs, folder, work, own_linears=has_kernel(target.dtype))
 
 

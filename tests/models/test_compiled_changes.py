@@ -121,7 +121,9 @@ def test_a_model_whose_code_changes_before_or_later_runs_as_it_is(
     target = TargetModel(opt(), compile=True)
     before, expected = tokens(target), greedy_reference(model, PROMPT, 12)
     change(target.model)
-    reason = rf"from here on: it has changed since it was compiled \(what its modules compute\), and .*{later}.*; make the"
+    reason = (
+        rf"from here on: it has changed since it was compiled \(what its modules compute\), and .*{later}.*; make the"
+    )
     with pytest.warns(RuntimeWarning, match=reason):
         after = tokens(target)
     assert tokens(changed) == after == expected != before

@@ -14,7 +14,7 @@ from emssd.attention import additive_mask, masked_attention
 from emssd.drafters.heads.layers import Attend
 from emssd.errors import CompileError
 from emssd.model import tracing
-from emssd.model.compile_time import compiling
+from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import fingerprint
 from emssd.model.int8 import round_drafter
 from emssd.model.program import Growth
@@ -75,7 +75,7 @@ class CompiledHead(ProvenProgram):
 
     def compile(self, folder: Path) -> None:
         inputs = (*self._example, torch.arange(_SHORT - 1), torch.tensor(0))
-        with compiling(f"the drafter's {type(self._head).__name__}", len(self._head.specs)) as work:
+        with Compiling(f"the drafter's {type(self._head).__name__}", len(self._head.specs)) as work:
             tracing.compile_module(
                 _Traced(self._head), inputs, folder, work, own_linears=tracing.has_kernel(self._dtype)
             )
