@@ -40,11 +40,10 @@ class _OnConsole(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         work: Compiling | None = vars(record).get("compiling")
+        self._live.stop()
         if work is None or work.ended or not self._bars:
-            self._live.stop()
             self._console.print(record.getMessage())
         else:
-            self._live.stop()
             self._live = Live(get_renderable=lambda: _bar(work), console=self._console, transient=True)
             self._live.start(refresh=True)
 

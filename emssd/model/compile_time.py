@@ -40,7 +40,7 @@ class Compiling:
         return _clock(elapsed) + left
 
     def __enter__(self) -> Self:
-        self._tell(", once for all later runs …")
+        self._tell(" …")
         return self
 
     def traced(self) -> None:

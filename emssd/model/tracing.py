@@ -242,7 +242,10 @@ class ProvenProgram(ABC):
     def __init__(self, module: torch.nn.Module, *, only_kept: bool = False) -> None:
         self.origin, self._scratch = "just now, for later runs too", None
         try:
-            key = self._key_or_none()
+            try:
+                key: str | None = self.key()
+            except UnnamedError as error:
+                key, self.origin = None, f"just now, for this process alone: {error}"
             if only_kept and (key is None or not is_kept(self.kind, key)):  # before kernels are built
                 raise NotKeptError("no program of it is kept")
             right = self.expected()
@@ -272,13 +275,6 @@ class ProvenProgram(ABC):
             raise CompileError(f"{type(module).__name__} cannot be compiled: {reason}") from error
         self.folder, self._found = found.folder, found
         self.origin = self.origin if found.new else "its program was kept"
-
-    def _key_or_none(self) -> str | None:
-        try:
-            return self.key()
-        except UnnamedError as error:
-            self.origin = f"just now, for this process alone: {error}"
-            return None
 
     def _entry(self, key: str | None, write: Callable[[Path], None], *, replace: bool = False) -> Entry:
         if key is not None:

@@ -42,7 +42,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, bars: bool = True)
 @pytest.mark.parametrize(("terminal", "bars"), [(False, True), (True, False)])
 def test_lines_say_how_long_compiling_takes(terminal: bool, bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shown(monkeypatch, terminal=terminal, bars=bars).splitlines() == [
-        "compiling Model, once for all later runs …",
+        "compiling Model …",
         "compiling Model: 0:00:10, about 0:00:40 left",
         "compiling Model took 0:01:00",
     ]
