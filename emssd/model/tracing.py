@@ -289,7 +289,7 @@ class ProvenProgram(ABC):
 
     @abstractmethod
     def expected(self) -> Seq[torch.Tensor]:
-        """What the module itself gives for a short pass."""
+        """The outputs of the module itself for a short pass."""
 
     @abstractmethod
     def compile(self, folder: Path) -> None:
