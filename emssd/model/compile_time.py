@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from datetime import timedelta
-from time import monotonic
+from time import monotonic, process_time
 from typing import Self
 
 __all__ = ["Compiling"]
 
-_TRACING = 0.2  # of the time; see docs/decisions/0012-compiled-code.md
+# Seconds of a processor that compilers take, at least and for each of tracing; see docs/decisions/0012-compiled-code.md
+_FIXED, _PER_TRACED = 9.0, 6.5
 
 logger = logging.getLogger("emssd")
 
@@ -17,25 +18,31 @@ logger = logging.getLogger("emssd")
 class Compiling:
     """Within, something is compiled: its layers are traced one by one, and then compilers run.
 
-    Tracing takes the same share of the time for all models, so how long it took tells how long the rest takes, also
-    beside other processes. Log records hold this as their ``compiling``.
+    The more processor time tracing takes, the more they do; and the longer that is on the clock, the longer is theirs.
+    Log records hold this as their ``compiling``.
     """
 
     def __init__(self, what: str, num_layers: int) -> None:
         self.title, self.num_traced, self.ended = f"compiling {what}", 0, False
-        self._num_layers, self._start, self._traced = num_layers, monotonic(), 0.0
+        self._num_layers, self._start, self._seconds = num_layers, (monotonic(), process_time()), 0.0
 
     @property
     def share(self) -> float:
         """From 0 to 1, how much is done."""
-        if self._traced:
-            return min(_TRACING * (monotonic() - self._start) / self._traced, 0.99)
-        return _TRACING * self.num_traced / self._num_layers
+        return min((monotonic() - self._start[0]) / self._total(), 0.99) if self.num_traced else 0.0
+
+    def _total(self) -> float:
+        """Seconds of the whole, by the layers that are traced by now."""
+        if self._seconds:
+            return self._seconds
+        elapsed, busy = monotonic() - self._start[0], process_time() - self._start[1]
+        tracing = elapsed * self._num_layers / self.num_traced
+        return tracing * (1 + _PER_TRACED) + _FIXED * elapsed / max(busy, 1e-3)
 
     @property
     def clock(self) -> str:
         """The time that it took, and the time that it still takes."""
-        elapsed, share = monotonic() - self._start, self.share
+        elapsed, share = monotonic() - self._start[0], self.share
         left = f", about {_clock(elapsed / share - elapsed)} left" if share and not self.ended else ""
         return _clock(elapsed) + left
 
@@ -45,7 +52,8 @@ class Compiling:
 
     def traced(self) -> None:
         """All layers are traced."""
-        self._traced = monotonic() - self._start
+        self.num_traced = self._num_layers
+        self._seconds = self._total()
         self._tell(f": {self.clock}")
 
     def __exit__(self, *_: object) -> None:
