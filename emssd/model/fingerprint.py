@@ -86,7 +86,7 @@ def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Se
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:
-    """Refuse code that runs with a module's forward without being part of it. Raises CompileError: there is some."""
+    """Refuse hooks, and methods put into a module: they may do more than compute. Raises CompileError: there is one."""
     name, of_all = type(model).__name__, torch.nn.modules.module
     tables = [("every module", of_all._global_forward_hooks), ("every module", of_all._global_forward_pre_hooks)]
     for place, module in model.named_modules():
@@ -94,6 +94,13 @@ def refuse_hooks(model: torch.nn.Module) -> None:
     for place, hooks in tables:
         if hooks:
             raise CompileError(f"{name} has a forward hook on {place}, which a program would not call; remove it first")
+    for place, module in model.named_modules():
+        of_class = type(module)
+        if method := next((key for key in vars(module) if inspect.isfunction(getattr(of_class, key, None))), None):
+            raise CompileError(
+                f"{name} has its {method} replaced on {place or 'the model'}, which may do more than compute; give "
+                f"that module a class of its own"
+            )
 
 
 def _layouts(module: torch.nn.Module) -> Iterator[str]:
@@ -129,7 +136,8 @@ class _Named:
             for key, value in sorted(vars(base).items()):
                 value = getattr(value, "__func__", getattr(value, "fget", value))
                 if callable(value) or (isinstance(value, _PLAIN) and key[:2] != "__"):
-                    yield f"{_name(base)}.{key}={self._word(value)}"
+                    word = self._code if isinstance(value, FunctionType) else self._word
+                    yield f"{_name(base)}.{key}={word(value)}"
         for name in sorted({base.__module__ for base in bases}):
             if name.split(".")[0] not in _VERSIONED:
                 yield Path(inspect.getfile(sys.modules[name])).read_text()
@@ -145,7 +153,8 @@ class _Named:
             return f"{{{', '.join(sorted(f'{self._word(key)}: {self._word(each)}' for key, each in value.items()))}}}"
         if isinstance(value, functools.partial):
             return self._word([value.func, value.args, value.keywords])
-        if isinstance(value, (type, FunctionType, BuiltinFunctionType)):
+        is_plain_function = isinstance(value, FunctionType) and value.__closure__ is None
+        if is_plain_function or isinstance(value, (type, BuiltinFunctionType)):
             return self._code(value)
         if hasattr(value, "to_json_string") or is_dataclass(value):  # a config of Transformers, or of PEFT
             names = vars(value) if hasattr(value, "__dict__") else (field.name for field in fields(value))

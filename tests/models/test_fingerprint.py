@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from emssd.errors import CompileError
 from emssd.model.fingerprint import UnnamedError, fingerprint, refuse_hooks
+from emssd.model.streams import only_here
 from emssd.testing.models import ARCHITECTURES, tiny_model
 from tests.support.tiers import looped
 
@@ -102,12 +103,8 @@ UNNAMED: dict[str, Change] = {
     "test_fingerprint.Scaled is no library's in model.layers.0.mlp.act_fn.its class": set_act(Scaled()),
     "test_fingerprint.scaled is no library's in model.layers.0.mlp.act_fn": set_function(scaled),
     "<lambda> is no library's in model.layers.0.mlp.act_fn": set_function(lambda x: x),
-    "test_fingerprint.LlamaRMSNorm.forward is no library's in model.norm.forward": (
-        lambda model: setattr(model.model.norm, "forward", functools.wraps(type(model.model.norm).forward)(scaled))
-    ),
-    "a builtins.method is no library's in model.norm.forward": (
-        lambda model: setattr(model.model.norm, "forward", model.model.norm.forward)
-    ),
+    "a builtins.function is no library's in model.layers.0.mlp.act_fn": set_function(only_here(scaled, scaled)),
+    "a builtins.method is no library's in model.layers.0.mlp.act_fn": set_function(nn.SiLU().forward),
     "a torch.Tensor is no library's in model.layers.0.mlp.act_fn.by": (
         lambda model: setattr(mlp(model).act_fn, "by", [torch.ones(1)])
     ),
@@ -182,6 +179,8 @@ HOOKS: dict[str, Change] = {
     "a forward hook on model.layers.0.mlp": lambda model: mlp(model).register_forward_hook(nothing),
     "a forward hook on model.norm": lambda model: model.model.norm.register_forward_pre_hook(nothing),
     "a forward hook on the model": lambda model: model.register_forward_hook(nothing, always_call=True),
+    "its forward replaced on model.layers.0.mlp": lambda model: setattr(mlp(model), "forward", lambda x: 2 * x),
+    "its train replaced on the model": lambda model: setattr(model, "train", id),
 }
 
 
@@ -211,10 +210,12 @@ def test_hooks_of_the_backward_pass_are_left_alone(plain: str) -> None:
 IN_ANOTHER_PROCESS = """
 import torch
 from emssd.model.fingerprint import fingerprint
+from emssd.model.streams import only_here
 from emssd.testing.models import ARCHITECTURES, tiny_model
 torch.set_num_threads({threads})
 for name in [*ARCHITECTURES, "gemma3_text", "olmo3", "exaone_moe", "mimo_v2_flash"]:
-    print("key", fingerprint(tiny_model(name, seed=1), []))
+    kinds = {{}} if name in ARCHITECTURES else {{"layer_types": ["sliding_attention", "full_attention"]}}
+    print("key", fingerprint(tiny_model(name, seed=1, **kinds), []))
 """
 
 
