@@ -153,8 +153,7 @@ class _Named:
             return f"{{{', '.join(sorted(f'{self._word(key)}: {self._word(each)}' for key, each in value.items()))}}}"
         if isinstance(value, functools.partial):
             return self._word([value.func, value.args, value.keywords])
-        is_plain_function = isinstance(value, FunctionType) and value.__closure__ is None
-        if is_plain_function or isinstance(value, (type, BuiltinFunctionType)):
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType)) and "<" not in value.__qualname__:
             return self._code(value)
         if hasattr(value, "to_json_string") or is_dataclass(value):  # a config of Transformers, or of PEFT
             names = vars(value) if hasattr(value, "__dict__") else (field.name for field in fields(value))

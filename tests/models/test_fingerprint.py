@@ -102,7 +102,6 @@ CHANGES: dict[str, Change] = {
 UNNAMED: dict[str, Change] = {
     "test_fingerprint.Scaled is no library's in model.layers.0.mlp.act_fn.its class": set_act(Scaled()),
     "test_fingerprint.scaled is no library's in model.layers.0.mlp.act_fn": set_function(scaled),
-    "<lambda> is no library's in model.layers.0.mlp.act_fn": set_function(lambda x: x),
     "a builtins.function is no library's in model.layers.0.mlp.act_fn": set_function(only_here(scaled, scaled)),
     "a builtins.method is no library's in model.layers.0.mlp.act_fn": set_function(nn.SiLU().forward),
     "a torch.Tensor is no library's in model.layers.0.mlp.act_fn.by": (
