@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:  # they bring torch, which --help does not need
@@ -44,15 +42,12 @@ class _OnConsole(logging.Handler):
         if work is None or work.ended or not self._bars:
             self._console.print(record.getMessage())
         else:
-            self._live = Live(get_renderable=lambda: _bar(work), console=self._console, transient=True)
+            self._live = Live(
+                get_renderable=lambda: f"{work.title} {'━' * round(40 * work.share):<40} {work.clock}",
+                console=self._console,
+                transient=True,
+            )
             self._live.start(refresh=True)
-
-
-def _bar(work: Compiling) -> Table:
-    """A line that moves with `work`, as long as it is shown."""
-    line = Table.grid(padding=(0, 1))
-    line.add_row(work.title, ProgressBar(total=1.0, completed=work.share, width=40), work.clock)
-    return line
 
 
 class Bar:
