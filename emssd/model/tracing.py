@@ -240,7 +240,7 @@ class ProvenProgram(ABC):
     """The name of the folder of such programs."""
 
     def __init__(self, module: torch.nn.Module, *, only_kept: bool = False) -> None:
-        self.origin, self._scratch = "just now, for later runs too", None
+        self.origin = "just now, for later runs too"
         try:
             try:
                 key: str | None = self.key()
@@ -280,7 +280,8 @@ class ProvenProgram(ABC):
         if key is not None:
             return entry(self.kind, key, write, replace=replace)
         self._scratch = TemporaryDirectory(prefix="emssd-program-")  # which goes with this
-        write(folder := Path(self._scratch.name))
+        folder = Path(self._scratch.name)
+        write(folder)
         return Entry(folder, {path.name: path.read_bytes() for path in folder.iterdir()}, new=True)
 
     @abstractmethod
