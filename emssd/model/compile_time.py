@@ -10,7 +10,7 @@ from typing import Self
 __all__ = ["Compiling"]
 
 # Seconds of a processor that compilers take, at least and for each of tracing; see docs/decisions/0012-compiled-code.md
-_FIXED, _PER_TRACED = 9.0, 6.5
+_FIXED, _PER_TRACED = 13.0, 5.7
 
 logger = logging.getLogger("emssd")
 
