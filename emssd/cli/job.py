@@ -20,7 +20,7 @@ from emssd.cli.intake import Failures, check_options, make_engine, num_samples, 
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
-from emssd.cli.resume import check_model, made_with, unfinished
+from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
 from emssd.cli.text_stream import TextStream
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
@@ -35,6 +35,7 @@ from emssd.errors.terminal import plain_console
 from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model.checkpoint import load_tokenizer
 from emssd.model.loading import ModelCache
+from emssd.model.target import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.sequences import Generation, Request
@@ -74,7 +75,7 @@ def run_job(
     registry.in_use.clear()  # what earlier runs of a sweep used
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
-    show_messages(plain_console(stderr=True))
+    show_messages(plain_console(stderr=True), bars=config.progress)
     with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
         run = _Run(config, config_text, registry, models, output, brief)
         return run.decode(alone=alone) if run.read_prompts() else run.end_without_rows()
@@ -121,7 +122,7 @@ class _Run:
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
         if not requests:
             return self.end_without_rows()
-        self._begin()
+        self._begin(engine.target)
         done, figures = self._decode("decoding", engine, requests, output)
         if not done:
             return self.end_without_rows()
@@ -143,17 +144,22 @@ class _Run:
         config = self.config
         self.quiet.print(f"loading {config.model.path} …")
         steps = partial(_most_steps, config, self.left) if alone else None
+        if (before := were_compiled(self.output)) is not None:
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=before))
         with loading_shown(self.quiet, show=config.progress):
             engine = make_engine(config, self.registry, self.models, num_steps=steps)
+        if before is False:
+            engine.target.why_compiled = "not compiled, as the rows that are there were made"
+        check_compiled(self.output, engine.target)
         check_model(config, self.output)  # again: to load it may have brought newer files from the hub
-        if config.model.compile == "auto":
+        if self.config.model.compile == "auto":
             self.quiet.print(engine.target.why_compiled, soft_wrap=True)
         if not engine.eos_token_ids and not config.ignore_eos and not config.stop:
             self.quiet.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
         return engine
 
-    def _begin(self) -> None:
-        self.output.begin(self.config_text, self.failures.prompts, made_with(self.config))
+    def _begin(self, target: TargetModel | None = None) -> None:
+        self.output.begin(self.config_text, self.failures.prompts, made_with(self.config, target))
 
     def _counts(self, num_rows: int) -> dict[str, int]:
         num_before, num_failed = len(self.output.finished), len(self.failures.prompts)

@@ -58,7 +58,7 @@ class OutputFolder:
         self.path = path
         self._config: str | None = None
         self._failed: Sequence[FailedPrompt] = ()
-        self._describe: Callable[[Prompt], Mapping[str, str]] = lambda _: {}
+        self._describe: Callable[[Prompt], Mapping[str, Any]] = lambda _: {}
         self.finished: dict[tuple[str, int], Any] = {}
         self.made_with: dict[tuple[str, int], Mapping[str, Any]] = {}
         self.is_stdout = str(path) == STDOUT
@@ -90,7 +90,7 @@ class OutputFolder:
             ) from error
 
     def begin(
-        self, config: str, failed: Sequence[FailedPrompt], made_with: Callable[[Prompt], Mapping[str, str]]
+        self, config: str, failed: Sequence[FailedPrompt], made_with: Callable[[Prompt], Mapping[str, Any]]
     ) -> None:
         """From the first row on, the folder is of a run with this ``config.yaml`` and these prompts that failed."""
         self._config, self._failed, self._describe = config, failed, made_with

@@ -11,27 +11,47 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
-if TYPE_CHECKING:  # it brings torch, which --help does not need
+if TYPE_CHECKING:  # they bring torch, which --help does not need
     from emssd.metrics.stats import RunReport
+    from emssd.model.compile_time import Compiling
 
 __all__ = ["Bar", "loading_shown", "show_messages", "time_left"]
 
 _SOON = 1.5  # seconds; what is done by then needs no bar
 
 
-def show_messages(console: Console) -> None:
-    """Show on `console` what the package says while it prepares: that it builds or compiles something, say."""
+def show_messages(console: Console, *, bars: bool = True) -> None:
+    """Show on `console` what the package says while it prepares: that it builds or compiles something, say.
 
-    class _OnConsole(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            console.print(record.getMessage())
-
+    On a terminal, unless `bars` is false, a bar moves while something is compiled.
+    """
     logger = logging.getLogger("emssd")
-    logger.handlers, logger.propagate = [_OnConsole()], False
+    logger.handlers, logger.propagate = [_OnConsole(console, bars and console.is_terminal)], False
     logger.setLevel(logging.INFO)
+
+
+class _OnConsole(logging.Handler):
+    def __init__(self, console: Console, bars: bool) -> None:
+        super().__init__()
+        self._console, self._bars = console, bars
+        self._live = Live(console=console)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        work: Compiling | None = vars(record).get("compiling")
+        self._live.stop()
+        if work is None or work.ended or not self._bars:
+            self._console.print(record.getMessage())
+        else:
+            self._live = Live(
+                get_renderable=lambda: f"{work.title} {'━' * round(40 * work.share):<40} {work.clock}",
+                console=self._console,
+                transient=True,
+            )
+            self._live.start(refresh=True)
 
 
 class Bar:

@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 from emssd.cli.config import RunConfig
 from emssd.cli.experiment import changed
@@ -17,9 +18,10 @@ from emssd.cli.output import OutputFolder, as_asked
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
 from emssd.model.checkpoint import files_of
+from emssd.model.target import TargetModel
 from emssd.sampling.grammar import Grammar
 
-__all__ = ["check_model", "made_with", "unfinished"]
+__all__ = ["check_compiled", "check_model", "made_with", "unfinished", "were_compiled"]
 
 _PART = 2**22  # bytes that a thread reads at a time
 _LENGTH = 16  # characters of a digest that are kept
@@ -73,14 +75,31 @@ def check_model(config: RunConfig, output: OutputFolder) -> None:
         )
 
 
-def made_with(config: RunConfig) -> Callable[[Prompt], dict[str, str]]:
-    """A function that gives digests of what the rows of a prompt depend on, beside its text and the run's options.
+def were_compiled(output: OutputFolder) -> bool | None:
+    """Whether a compiled program made the rows that `output` keeps; ``None``: there are none, or they do not tell."""
+    return next((made["compiled"] for made in output.made_with.values() if "compiled" in made), None)
 
-    ``model`` is one of the whole content of the files that loading reads, so that a copy has the same; it is empty
-    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings.
+
+def check_compiled(output: OutputFolder, target: TargetModel) -> None:
+    """Make sure that the model as it is, which rounds otherwise, does not go on with rows of a compiled program."""
+    if were_compiled(output) and target.compiled is None:
+        raise ConfigError(
+            f"resume=true: a compiled program made the rows in {output.path}, and this run has none "
+            f"({target.why_compiled}); go on where the model can be compiled, or start again with overwrite=true or "
+            f"another output_dir"
+        )
+
+
+def made_with(config: RunConfig, target: TargetModel | None = None) -> Callable[[Prompt], dict[str, Any]]:
+    """A function that gives what the rows of a prompt depend on, beside its text and the run's options.
+
+    ``model`` is a digest of the whole content of the files that loading reads, so that a copy has the same; it is empty
+    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Where the
+    `target` is in this process, ``compiled`` says whether it is.
     """
-    model = _model_digest(config)
-    return lambda prompt: {"model": model, "request": _request_digest(config, prompt)}
+    made: dict[str, Any] = {"model": _model_digest(config)}
+    made |= {} if target is None else {"compiled": target.compiled is not None}
+    return lambda prompt: made | {"request": _request_digest(config, prompt)}
 
 
 def _model_digest(config: RunConfig) -> str:

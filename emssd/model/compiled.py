@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from emssd.errors import CompileError
-from emssd.model import tracing
-from emssd.model.fingerprint import fingerprint, short_pass
+from emssd.model import hooked, interface, tracing
+from emssd.model.fingerprint import fingerprint, refuse_hooks, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Growth, Program
 from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
@@ -34,8 +34,8 @@ __all__ = ["CompileError", "CompiledForward", "NotKeptError"]
 class CompiledForward(ProvenProgram):
     """The compiled forward pass of a model, which also gives the `hidden` states of these indices.
 
-    The model is left as it was; its linear weights are copied in the layout of their kernel. It must stay as it is, see
-    `emssd.model.guard`. Raises CompileError as `ProvenProgram` does, and for another device, or attention sinks.
+    The model is left as it was; its linear weights are copied in the layout of their kernel. `reread` follows a change
+    of them. Raises CompileError as `ProvenProgram` does, and for another device, or attention sinks.
     """
 
     kind = "models"
@@ -50,8 +50,21 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
-        return fingerprint(self._target, sources(__file__), self.hidden)
+    def reread(self, target: HookedModel) -> bool:
+        """Read the weights as they are now. Returns whether this still is the program of the model."""
+        self._target = target
+        try:
+            return self._why_wrong(self._module, self._found, self.expected()) is None
+        finally:
+            del self._target
+
+    def key(self) -> str:
+        refuse_hooks(self._module)
+        parts = str(self._layers), str(self.hidden), *sources(__file__, hooked.__file__, interface.__file__)
+        return fingerprint(self._module, parts)
+
+    def expected(self) -> Seq[torch.Tensor]:
+        return short_pass(self._target, self._target.run, self.hidden)
 
     def compile(self, folder: Path) -> None:
         tracing.compile_program(self._target, folder, self.hidden)

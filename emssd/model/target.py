@@ -152,11 +152,12 @@ class TargetModel(HookedModel):
         with self.lock:
             now = Structure(self.model)
             self._sinks.clear()
-            if changed(self._structure.modules, now.modules) or any(layer.sinks is not None for layer in self.layers):
+            other_code = changed(self._structure.modules, now.modules) is not None
+            if other_code or any(layer.sinks is not None for layer in self.layers):
                 self._learn_again()
-            if self.compiled is not None:
+            if self.compiled is not None and (other_code or not self.compiled.reread(self)):
                 hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
-                self.compiled = self._compile(hidden, again=True)
+                self.compiled = self._compile(hidden)
             self.num_renewals += 1
             self._structure = now
 
@@ -255,16 +256,11 @@ class TargetModel(HookedModel):
         self.compiled = self._compile(asked_for=False)
         self.num_renewals += 1  # it rounds otherwise than what computed the KV of prefixes
 
-    def _compile(
-        self, hidden: tuple[int, ...] = (), *, asked_for: bool = True, again: bool = False
-    ) -> CompiledForward | None:
-        """A program; ``None`` where there can be none, with a warning if it was `asked_for`.
-
-        Made `again`, it is one that is kept, with the weights as they are now.
-        """
+    def _compile(self, hidden: tuple[int, ...] = (), *, asked_for: bool = True) -> CompiledForward | None:
+        """A program; ``None`` where there can be none, with a warning if it was `asked_for`."""
         from emssd.model.compiled import CompiledForward, NotKeptError
 
-        only_kept, self._can_compile = self.may_compile == "auto" or again, False
+        only_kept, self._can_compile = self.may_compile == "auto", False
         try:
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
@@ -272,15 +268,12 @@ class TargetModel(HookedModel):
             if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
                 raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
-            self._can_compile = not again and isinstance(error, NotKeptError)
+            self._can_compile = isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"
-            if again:
-                since = "the model has changed since it was compiled, and runs without model.compile from here on"
-                warnings.warn(f"{since}: {error}; make the engine again", RuntimeWarning, stacklevel=3)
-            elif asked_for and not only_kept:
+            if asked_for and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
-        self.why_compiled = f"compiled: {'just now, for later runs too' if compiled.is_new else 'its program was kept'}"
+        self.why_compiled = f"compiled: {compiled.origin}"
         return compiled
 
 

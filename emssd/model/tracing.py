@@ -9,10 +9,11 @@ import json
 import logging
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,6 +21,8 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
 from emssd.model import program as loaded
+from emssd.model.compile_time import Compiling
+from emssd.model.fingerprint import UnnamedError
 from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, declare_operators
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, room_hint, trusted
 
@@ -48,10 +51,10 @@ logger = logging.getLogger("emssd")
 class _Traced(torch.nn.Module):
     """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...]) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...], work: Compiling) -> None:
         super().__init__()
         self.model = target.model
-        self._target, self._hidden = target, hidden
+        self._target, self._hidden, self._work = target, hidden, work
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, handle: torch.Tensor
@@ -61,6 +64,7 @@ class _Traced(torch.nn.Module):
         ) -> torch.Tensor:
             if seen != self._target.layers[layer]:
                 raise CompileError(f"layer {layer} attends by {seen}, and by {self._target.layers[layer]} before")
+            self._work.num_traced = layer + 1
             out: torch.Tensor = torch.ops.emssd_native.attend_layer(query, key, value, handle, layer)
             return out
 
@@ -71,26 +75,26 @@ class _Traced(torch.nn.Module):
 
 def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
     """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
-    name, seconds = type(target.model).__name__, expected_seconds(len(target.layers))
-    logger.info("compiling the forward pass of %s, once; this takes about %d s …", name, seconds)
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
-    compile_module(_Traced(target, hidden), inputs, folder, own_linears=has_kernel(target.dtype))
+    with Compiling(type(target.model).__name__, len(target.layers)) as work:
+        compile_module(_Traced(target, hidden, work), inputs, folder, work, own_linears=has_kernel(target.dtype))
 
 
 def expected_seconds(num_layers: int) -> int:
-    """About how long compiling a model takes."""
+    """About how long compiling a model takes, to choose whether it pays."""
     return 10 + 2 * num_layers
 
 
 def compile_module(
-    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, *, own_linears: bool
+    module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], folder: Path, work: Compiling, *, own_linears: bool
 ) -> None:
     """Trace and compile `module`, whose attribute ``model`` has all its weights. Raises CompileError: that fails.
 
     Args:
         inputs: an example: two with tokens along axis 1, the places ``[m]`` of those that are kept, and the handle.
         folder: gets the program, what its linear layers consist of, and its constants.
+        work: is told when the module is traced.
         own_linears: use the linear layers of `emssd.native`, with weights in the layout of their kernel.
     """
     num_tokens, num_kept = (torch.export.Dim(each, max=_MAX_TOKENS) for each in ("num_tokens", "num_kept"))
@@ -100,6 +104,7 @@ def compile_module(
             warnings.simplefilter("ignore")  # of PyTorch about its own code
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
             program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+            work.traced()
             linears = _replace_linears(program) if own_linears else []
             found = {"linears": linears, "others": _other_products(program)}
             (folder / LINEARS).write_text(json.dumps(found, indent=1))
@@ -219,22 +224,31 @@ class ProvenProgram(ABC):
     """The compiled program of one module, on a CPU.
 
     A program that is found on disk may be another module's or damaged. So it is compared with the module on a short
-    pass, and compiled once more if it differs. The module must stay as it is, as the program reads its tensors.
+    pass, and compiled once more if it differs. The module must stay as it is, as the program reads its tensors. A
+    module with code of no library has no key: its program is compiled for this process alone.
+
+    Attributes:
+        origin: in words, where the program comes from.
 
     Raises:
         NotKeptError: no earlier run has left one, and `only_kept` compiles nothing.
-        CompileError: no C++ compiler, a cache that others can write, a module that cannot be traced or that a later run
-            could not recognise, or a program that computes something else.
+        CompileError: no C++ compiler, a cache that others can write, a module that cannot be traced, or a program that
+            computes something else.
     """
 
     kind: str
     """The name of the folder of such programs."""
 
     def __init__(self, module: torch.nn.Module, *, only_kept: bool = False) -> None:
+        self.origin = "just now, for later runs too"
         try:
-            key, right = self.expected()
-            if only_kept and not is_kept(self.kind, key):  # before kernels are built that may not be needed
+            try:
+                key: str | None = self.key()
+            except UnnamedError as error:
+                key, self.origin = None, f"just now, for this process alone: {error}"
+            if only_kept and (key is None or not is_kept(self.kind, key)):  # before kernels are built
                 raise NotKeptError("no program of it is kept")
+            right = self.expected()
 
             def write(folder: Path) -> None:
                 if only_kept:
@@ -242,11 +256,11 @@ class ProvenProgram(ABC):
                 self.compile(folder)
 
             declare_operators()
-            found = entry(self.kind, key, write)
+            found = self._entry(key, write)
             wrong = self._why_wrong(module, found, right)
             if wrong is not None and not found.new:
                 logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
-                found = entry(self.kind, key, write, replace=True)
+                found = self._entry(key, write, replace=True)
                 wrong = self._why_wrong(module, found, right)
             if wrong is not None:
                 raise CompileError(
@@ -259,11 +273,24 @@ class ProvenProgram(ABC):
         except Exception as error:  # a module's own code may raise anything
             reason = f"{type(error).__name__}: {_first_line(error)}"
             raise CompileError(f"{type(module).__name__} cannot be compiled: {reason}") from error
-        self.folder, self.is_new, self._found = found.folder, found.new, found
+        self.folder, self._found = found.folder, found
+        self.origin = self.origin if found.new else "its program was kept"
+
+    def _entry(self, key: str | None, write: Callable[[Path], None], *, replace: bool = False) -> Entry:
+        if key is not None:
+            return entry(self.kind, key, write, replace=replace)
+        self._scratch = TemporaryDirectory(prefix="emssd-program-")  # which goes with this
+        folder = Path(self._scratch.name)
+        write(folder)
+        return Entry(folder, {path.name: path.read_bytes() for path in folder.iterdir()}, new=True)
 
     @abstractmethod
-    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
-        """A name for what the program depends on, and what the module itself gives for a short pass."""
+    def key(self) -> str:
+        """A name for what the program depends on, see `emssd.model.fingerprint`."""
+
+    @abstractmethod
+    def expected(self) -> Seq[torch.Tensor]:
+        """The outputs of the module itself for a short pass."""
 
     @abstractmethod
     def compile(self, folder: Path) -> None:

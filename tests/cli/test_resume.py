@@ -15,7 +15,8 @@ import pytest
 from emssd.cli import resume
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
-from emssd.errors import OutputError
+from emssd.errors import CompileError, OutputError
+from emssd.model import tracing
 from emssd.sequences import Generation
 
 from .conftest import RESUME, fenced, jsonl
@@ -88,9 +89,31 @@ def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any]
 def test_rows_of_an_earlier_version_are_kept(half: Callable, work: Path) -> None:
     path = work / "out" / "generations.jsonl"
     rows = jsonl(path)
-    assert all(row.pop("made_with").keys() == {"model", "request"} for row in rows)
+    assert all(row.pop("made_with").keys() == {"model", "compiled", "request"} for row in rows)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert len(half(*RESUME).rows) == 5
+
+
+def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
+    half: Callable, work: Path, kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_compiled_jobs` resumes one that is."""
+    monkeypatch.setattr(tracing, "expected_seconds", lambda *_: 0)  # so that each run is worth it
+    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
+    auto = (*RESUME, "model.compile=auto")
+    assert half(*auto).metrics["compiled"] == "not compiled, as the rows that are there were made"
+    path = work / "out" / "generations.jsonl"
+    rows = [row | {"made_with": row["made_with"] | {"compiled": True}} for row in jsonl(path)[:2]]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert half(*auto).sentence == (
+        "resume=true: a compiled program made the rows in out, and this run has none (not compiled: it is asked to "
+        "compile); go on where the model can be compiled, or start again with overwrite=true or another output_dir"
+    )
+
+
+def asked_to_compile(*given: object) -> None:
+    raise CompileError("it is asked to compile")
 
 
 def _replaced(path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import OPTForCausalLM, PreTrainedModel
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -95,36 +96,55 @@ def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypa
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "has a forward hook on .*fc1": (lambda model: layer(model).fc1.register_forward_hook(double), ""),
-    "no program of it is kept": (
-        lambda model: setattr(layer(model), "activation_fn", nn.Tanh().eval()),
-        "it is asked to compile",
-    ),
-    "has its forward replaced on .*fc1": (
+    "a hook": (lambda model: layer(model).fc1.register_forward_hook(double), "has a forward hook on .*fc1"),
+    "an activation": (lambda model: setattr(layer(model), "activation_fn", nn.Tanh().eval()), "asked to compile"),
+    "a forward of its own": (
         lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
-        "",
+        "has its forward replaced on .*fc1",
     ),
 }
-"""Why a changed model has no program, the change, and the reason where it is changed before it is compiled."""
+"""The change of a model, and why it has no program then."""
 
 
-@pytest.mark.parametrize("why", CHANGES)
+@pytest.mark.parametrize("what", CHANGES)
 def test_a_model_whose_code_changes_before_or_later_runs_as_it_is(
-    why: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
-    (change, reason), model = CHANGES[why], opt()
+    (change, why), model = CHANGES[what], opt()
     change(model)
-    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: .*{reason or why}"):
+    reason = f"the model runs without model.compile: .*{why}"
+    with pytest.warns(RuntimeWarning, match=reason):
         changed = TargetModel(model, compile=True)
     target = TargetModel(opt(), compile=True)
     before, expected = tokens(target), greedy_reference(model, PROMPT, 12)
     change(target.model)
-    reason = rf"the model has changed since it was compiled, and .* from here on: .*{why}.*; make the engine again"
     with pytest.warns(RuntimeWarning, match=reason):
         after = tokens(target)
     assert tokens(changed) == after == expected != before
     assert target.compiled is None
+
+
+class Own(OPTForCausalLM):
+    """Of no library, so that a later process could not recognise it."""
+
+
+@pytest.mark.usefixtures("entry_copy")
+def test_the_program_of_a_class_of_the_users_own_is_for_this_process_alone() -> None:
+    model = opt()
+    kept = sorted((cache_dir() / "models").iterdir())
+    model.__class__ = Own
+    target = TargetModel(model, compile=True)
+    assert target.compiled is not None
+    folder, alone = target.compiled.folder, r"compiled: just now, for this process alone: .*\.Own is no library's"
+    assert re.match(alone, target.why_compiled)
+    assert tokens(target) == greedy_reference(model, PROMPT, 12)
+    assert TargetModel(model, compile="auto").why_compiled == "not compiled: no program of it is kept"
+    assert folder.exists()
+    del target
+    gc.collect()
+    assert not folder.exists()
+    assert sorted((cache_dir() / "models").iterdir()) == kept
 
 
 def seal(folder: Path) -> None:

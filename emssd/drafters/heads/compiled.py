@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -15,7 +14,8 @@ from emssd.attention import additive_mask, masked_attention
 from emssd.drafters.heads.layers import Attend
 from emssd.errors import CompileError
 from emssd.model import tracing
-from emssd.model.fingerprint import fingerprint_of
+from emssd.model.compile_time import Compiling
+from emssd.model.fingerprint import fingerprint
 from emssd.model.int8 import round_drafter
 from emssd.model.program import Growth
 from emssd.model.tracing import ProvenProgram, in_one_row, sources
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from emssd.drafters.heads.head import Head
 
 __all__ = ["CompiledHead", "compiled_head"]
-
-logger = logging.getLogger("emssd")
 
 _SHORT = 5  # tokens of the pass by which a program is recognised
 _WRONG = {
@@ -68,18 +66,19 @@ class CompiledHead(ProvenProgram):
         )
         super().__init__(head)
 
-    def expected(self) -> tuple[str, Seq[torch.Tensor]]:
-        traced = _Traced(self._head)
-        return fingerprint_of(
-            self._head,
-            lambda: traced.outputs(*self._example, torch.arange(_SHORT), self._causal),
-            sources(__file__),
-        )
+    def key(self) -> str:
+        return fingerprint(self._head, sources(__file__), lenient=True)
+
+    def expected(self) -> Seq[torch.Tensor]:
+        with torch.inference_mode():
+            return _Traced(self._head).outputs(*self._example, torch.arange(_SHORT), self._causal)
 
     def compile(self, folder: Path) -> None:
-        logger.info("compiling the drafter's %s, once; this takes some 15 s …", type(self._head).__name__)
         inputs = (*self._example, torch.arange(_SHORT - 1), torch.tensor(0))
-        tracing.compile_module(_Traced(self._head), inputs, folder, own_linears=tracing.has_kernel(self._dtype))
+        with Compiling(f"the drafter's {type(self._head).__name__}", len(self._head.specs)) as work:
+            tracing.compile_module(
+                _Traced(self._head), inputs, folder, work, own_linears=tracing.has_kernel(self._dtype)
+            )
 
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
         got = self(*self._example, self._causal, torch.arange(_SHORT))

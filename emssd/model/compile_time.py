@@ -1,0 +1,68 @@
+"""`Compiling`: how much of a program is compiled, and how long the rest takes on this machine as it is now."""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from time import monotonic, process_time
+from typing import Self
+
+__all__ = ["Compiling"]
+
+# Seconds of a processor that compilers take, at least and for each of tracing; see docs/decisions/0012-compiled-code.md
+_FIXED, _PER_TRACED = 13.0, 5.7
+
+logger = logging.getLogger("emssd")
+
+
+class Compiling:
+    """Within, something is compiled: its layers are traced one by one, and then compilers run.
+
+    The more processor time tracing takes, the more they do; and the longer that is on the clock, the longer is theirs.
+    Log records hold this as their ``compiling``.
+    """
+
+    def __init__(self, what: str, num_layers: int) -> None:
+        self.title, self.num_traced, self.ended = f"compiling {what}", 0, False
+        self._num_layers, self._start, self._seconds = num_layers, (monotonic(), process_time()), 0.0
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1, how much is done."""
+        return min((monotonic() - self._start[0]) / self._total(), 0.99) if self.num_traced else 0.0
+
+    def _total(self) -> float:
+        """Seconds of the whole, by the layers that are traced by now."""
+        if self._seconds:
+            return self._seconds
+        elapsed, busy = monotonic() - self._start[0], process_time() - self._start[1]
+        tracing = elapsed * self._num_layers / self.num_traced
+        return tracing * (1 + _PER_TRACED) + _FIXED * elapsed / max(busy, 1e-3)
+
+    @property
+    def clock(self) -> str:
+        """The time that it took, and the time that it still takes."""
+        elapsed, share = monotonic() - self._start[0], self.share
+        left = f", about {_clock(elapsed / share - elapsed)} left" if share and not self.ended else ""
+        return _clock(elapsed) + left
+
+    def __enter__(self) -> Self:
+        self._tell(" …")
+        return self
+
+    def traced(self) -> None:
+        """All layers are traced."""
+        self.num_traced = self._num_layers
+        self._seconds = self._total()
+        self._tell(f": {self.clock}")
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self._tell(f" took {self.clock}")
+
+    def _tell(self, text: str) -> None:
+        logger.info("%s%s", self.title, text, extra={"compiling": self})
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,57 @@
+"""While something is compiled, a bar says how far it is and how long the rest takes; elsewhere there are lines."""
+
+from __future__ import annotations
+
+import io
+import logging
+
+import pytest
+
+from emssd.cli.progress import show_messages
+from emssd.errors.terminal import plain_console
+from emssd.model import compile_time
+from emssd.model.compile_time import Compiling
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, bars: bool = True) -> str:
+    """What is shown of four layers, on a machine that is half as fast as alone: 20 seconds of tracing, and 60 of 80."""
+    now = [100.0]
+    monkeypatch.setattr(compile_time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(compile_time, "process_time", lambda: now[0] / 2)
+    monkeypatch.setattr(compile_time, "_FIXED", 10.0)
+    monkeypatch.setattr(compile_time, "_PER_TRACED", 2.0)
+    for name in ("handlers", "propagate", "level"):
+        monkeypatch.setattr(logger := logging.getLogger("emssd"), name, getattr(logger, name))
+    console = plain_console(file=io.StringIO(), force_terminal=terminal, width=120)
+    show_messages(console, bars=bars)
+    with Compiling("Model", 4) as work:
+        seen = [(work.share, work.clock)]
+        for work.num_traced, now[0] in ((2, 110.0), (4, 120.0), (4, 140.0), (4, 200.0)):
+            if now[0] == 120.0:
+                work.traced()
+            seen.append((work.share, work.clock))
+    assert seen == [
+        (0.0, "0:00:00"),
+        (0.125, "0:00:10, about 0:01:10 left"),
+        (0.25, "0:00:20, about 0:01:00 left"),
+        (0.5, "0:00:40, about 0:00:40 left"),
+        (0.99, "0:01:40, about 0:00:01 left"),
+    ]
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return text
+
+
+@pytest.mark.parametrize(("terminal", "bars"), [(False, True), (True, False)])
+def test_lines_say_how_long_compiling_takes(terminal: bool, bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, terminal=terminal, bars=bars).splitlines() == [
+        "compiling Model …",
+        "compiling Model: 0:00:20, about 0:01:00 left",
+        "compiling Model took 0:01:40",
+    ]
+
+
+def test_a_bar_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(monkeypatch, terminal=True)
+    assert "about 0:01:00 left" in text
+    assert "compiling Model:" not in text
+    assert text.endswith("compiling Model took 0:01:40\n")
