@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a wide mask of ones": ({"attention_mask": torch.ones(4, 12).long()}, r"'position_ids': \[4, 12\]"),
     "empty stop string": ({"stop_strings": ["a", ""]}, "texts of at least one character"),
     "positions": ({"position_ids": torch.arange(11).expand(4, -1)}, "position_ids"),
-    "cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "cache": ({"past_key_values": DynamicCache()}, "past_key_values|out cache"),
     "segments": ({"token_type_ids": torch.ones(4, 11, dtype=torch.int64)}, "token_type_ids"),
     "embeddings": ({"inputs_embeds": torch.ones(4, 11, 32, dtype=torch.float64)}, "inputs_embeds"),
 }
