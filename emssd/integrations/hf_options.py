@@ -59,7 +59,7 @@ def check_config(config: GenerationConfig) -> None:
     from transformers import GenerationConfig
 
     fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
-    free = HONOURED | HARMLESS | (set() if config.do_sample else _OF_SAMPLING)
+    free = HONOURED | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
     for name in sorted(name for name in vars(fresh).keys() - free if not name.startswith("_")):
         value = getattr(config, name, None)
         if value is not None and value is not False and value not in NEUTRAL.get(name, ()):
