@@ -15,7 +15,7 @@ from emssd.errors.terminal import steady
 
 __all__ = ["QUICK", "main", "make_parser"]
 
-QUICK = 8
+QUICK = 6
 """Examples of each test in a check that is not thorough. So many find every planted fault."""
 
 
