@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,6 +38,9 @@ _RECIPES: dict[str, Callable[..., Recipe]] = {
     "medusa": medusa.recipe,
     "pard": pard.recipe,
 }
+_MOST_DRAFTED = (
+    32768  # tokens, where nobody says how many: a projection to all of 262,144 has 168M weights at width 640
+)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -62,16 +65,11 @@ class Acceptance:
         accepted = tuple(report.accepted_by_depth.get(depth, 0) for depth in range(1, len(drafted) + 1))
         return cls(drafted, accepted, report.mean_acceptance_length)
 
-    @property
-    def shares(self) -> list[float]:
-        """``[depth]`` of the drafts that reach a depth, those that were accepted down to it."""
-        return [accepted / drafted for accepted, drafted in zip(self.accepted, self.drafted, strict=True)]
-
     def table(self) -> Table:
         """For the console."""
         table = Table("depth", "drafted", "accepted", "share", title=f"held-out prompts: τ {self.tau:.2f}")
-        for depth, share in enumerate(self.shares, start=1):
-            table.add_row(str(depth), str(self.drafted[depth - 1]), str(self.accepted[depth - 1]), f"{share:.1%}")
+        for depth, (drafted, accepted) in enumerate(zip(self.drafted, self.accepted, strict=True), start=1):
+            table.add_row(str(depth), str(drafted), str(accepted), f"{accepted / drafted:.1%}")
         return table
 
 
@@ -100,7 +98,7 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     _check_folder(folder, options)
     target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
     dtype = _DTYPES.get(options.dtype or "", target.dtype)
-    recipe = _RECIPES[options.kind](options, target, tokenizer, dtype)
+    recipe = _RECIPES[options.kind](_of_few_tokens(options, target.vocab_size, console), target, tokenizer, dtype)
     prompts = read_prompts(options, recipe.max_len, tokenizer)
     if options.held_out >= len(prompts):
         raise ConfigError(
@@ -109,18 +107,30 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     kept, held_out = prompts[: len(prompts) - options.held_out], prompts[len(prompts) - options.held_out :]
     _begin(folder, options)
     decoder, there = Decoder(options, target, tokenizer), kept_texts(folder / TEXTS, kept)
-    with Bar(console, "texts", len(kept), done=len(there)) as bar:
+    with Bar(console, "texts", len(kept), done=len(there), batch=options.batch_size) as bar:
         texts = generate_texts(folder / TEXTS, there, kept, decoder, bar.tell)
     _train(folder, texts, recipe, options, console)
     acceptance = None
     if held_out:
-        with Bar(console, "held-out prompts", len(held_out)) as bar:
+        with Bar(console, "held-out prompts", len(held_out), batch=options.batch_size) as bar:
             engine = decoder.engine(recipe.drafter, on_drafter_error=OnDrafterError.fail)
             for done, _ in enumerate(engine.run(decoder.requests(enumerate(held_out))), start=1):
                 bar.tell(done)
         acceptance = Acceptance.of(engine.report)
     _record(folder, options, target, acceptance, time.perf_counter() - began)
     return acceptance
+
+
+def _of_few_tokens(options: TrainOptions, vocab_size: int, console: Console) -> TrainOptions:
+    """The options of a drafter of the most frequent tokens, where it could have very many; says so on `console`."""
+    if getattr(options, "draft_vocab_size", 0) is not None or vocab_size <= _MOST_DRAFTED:
+        return options
+    console.print(
+        f"The drafter drafts the {_MOST_DRAFTED} most frequent of the target's {vocab_size} tokens; --draft-vocab-size "
+        f"changes that.",
+        soft_wrap=True,
+    )
+    return replace(options, draft_vocab_size=_MOST_DRAFTED)  # type: ignore[call-arg]  # as it has the field
 
 
 def _train(folder: Path, texts: Seq[Text], recipe: Recipe, options: TrainOptions, console: Console) -> None:

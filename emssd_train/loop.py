@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -36,6 +38,8 @@ def check_can_train() -> None:
 
 def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
     """Train what `loss` has to train. An interrupted training goes on from its last checkpoint exactly.
+
+    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait.
 
     The optimiser is AdamW, with the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a
     25th of the steps, and then falls as a cosine.
@@ -74,6 +78,9 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     collate = partial(_arguments, learn_prompts=options.learn_prompts)
     trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
     trainer.remove_callback(PrinterCallback)
+    before: Any = signal.getsignal(signal.SIGINT)
+    if ours := callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, told.interrupt)
     try:
         trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     except torch.OutOfMemoryError as error:
@@ -81,6 +88,11 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
             f"{arguments.device} has no room for a training step of {options.rows} texts; lower --rows, --depth or "
             f"--max-new-tokens"
         ) from error
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)
+    if told.interrupted:
+        raise KeyboardInterrupt
 
 
 class _Batches(torch.utils.data.Dataset[Seq[Text]]):
@@ -109,12 +121,22 @@ def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, tor
 
 
 class _Told(TrainerCallback):
+    """Tells of steps. Once it is `interrupted`, the step becomes the last, and is kept as a checkpoint."""
+
     def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+        self._tell, self.interrupted = tell, False
+
+    def interrupt(self, *_: object) -> None:
+        """Handles Ctrl-C: the first is noted only."""
+        if self.interrupted:
+            raise KeyboardInterrupt
+        self.interrupted = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         losses = [entry["loss"] for entry in state.log_history[-1:] if "loss" in entry]
         self._tell(state.global_step, state.max_steps, losses[0] if losses else None)
+        if self.interrupted:
+            control.should_save = control.should_training_stop = True
 
 
 def _last_checkpoint(folder: Path) -> str | None:

@@ -111,7 +111,8 @@ class Eagle3Options(TrainOptions):
         intermediate_size: width of its MLP; by default the target's.
         num_heads: attention heads; by default as many as the target has.
         num_kv_heads: heads of keys and values; by default all.
-        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; by default all.
+        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; by default all, up
+            to 32768.
         share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
     """
 
@@ -133,7 +134,8 @@ class MedusaOptions(TrainOptions):
     Attributes:
         depth: heads, one for each token of a draft.
         num_layers: residual layers of each head, which has a vocabulary projection of its own.
-        draft_vocab_size: the heads draft so many tokens, those that are most frequent in the texts; by default all.
+        draft_vocab_size: the heads draft so many tokens, those that are most frequent in the texts; by default all, up
+            to 32768.
     """
 
     kind: ClassVar[str] = "medusa"

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:  # they bring torch, which --help does not need
     from emssd.metrics.stats import RunReport
@@ -59,19 +58,29 @@ class Bar:
 
     Args:
         done: what was done before.
+        batch: so many are worked on at once; those that are not done count as half done for the time that is left.
         log_seconds: how often a line is written where there is no terminal.
     """
 
     def __init__(
-        self, console: Console, title: str, total: int, *, done: int = 0, show: bool = True, log_seconds: float = 60.0
+        self,
+        console: Console,
+        title: str,
+        total: int,
+        *,
+        done: int = 0,
+        batch: int = 0,
+        show: bool = True,
+        log_seconds: float = 60.0,
     ) -> None:
         self._console, self._title, self._total, self._before, self._done = console, title, total, done, done
+        self._batch = batch
         self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
         what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
-        columns = (what, BarColumn(), MofNCompleteColumn(), figures, _TimeLeft())
+        columns = (what, BarColumn(), MofNCompleteColumn(), figures, TextColumn("{task.fields[left]}"))
         to_terminal = sys.stdout is not None and sys.stdout.isatty()  # else what is printed meanwhile goes its own way
         self._progress = Progress(*columns, console=console, disable=not show, redirect_stdout=to_terminal)
-        self._task = self._progress.add_task(title, total=total, completed=done, live="", before=done)
+        self._task = self._progress.add_task(title, total=total, completed=done, live="", left="")
         self._start = self._logged = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -82,15 +91,18 @@ class Bar:
         self._progress.stop()
 
     def tell(self, done: int, live: str = "", total: int | None = None) -> None:
-        """So much is done, with these figures by now; `total` is what there is to do, if that is known only now."""
+        """So much is done, with these figures by now; `total` is what there is to do, if that is known only now.
+
+        The time that is left is then measured from now on.
+        """
         if total is not None and total != self._total:
-            self._total, self._before = total, done - 1
-        self._done = done
-        self._progress.update(self._task, completed=done, total=self._total, before=self._before, live=live)
-        now = time.monotonic()
+            self._total, self._before, self._start = total, done, time.monotonic()
+        self._done, now = done, time.monotonic()
+        # By the rows that this run has finished: rich's own column forgets rows that took longer than half a minute.
+        left = time_left(now - self._start, done - self._before, self._total - done, self._batch)
+        self._progress.update(self._task, completed=done, total=self._total, live=live, left=left)
         if now - self._logged >= self._log_seconds:
             self._logged = now
-            left = time_left(now - self._start, done - self._before, self._total - done)
             self._console.print(f"{self._title} {', '.join(filter(None, (f'{done}/{self._total}', live, left)))}")
 
     def row_done(self, report: RunReport) -> None:
@@ -125,14 +137,10 @@ def _counted(console: Console, weights: Collection[Any]) -> Iterator[Any]:
                 bar.tell(number)
 
 
-class _TimeLeft(ProgressColumn):
-    """By the rows that this run has finished: rich's own column forgets rows that took longer than half a minute."""
+def time_left(elapsed: float, done: float, left: float, batch: float = 0) -> str:
+    """``0:01:30 left``, if rows go on taking as long as the `done` ones took; nothing before the first.
 
-    def render(self, task: Task) -> Text:
-        done, left = task.completed - task.fields["before"], (task.total or 0) - task.completed
-        return Text(time_left(task.elapsed or 0.0, done, left))
-
-
-def time_left(elapsed: float, done: float, left: float) -> str:
-    """``0:01:30 left``, if rows go on taking as long as the `done` ones took; nothing before the first."""
-    return f"{timedelta(seconds=round(elapsed / done * left))} left" if done else ""
+    `batch` of the rows that are left are half done.
+    """
+    half = min(batch, left) / 2
+    return f"{timedelta(seconds=round(elapsed / (done + half) * (left - half)))} left" if done else ""

@@ -162,6 +162,8 @@ class Assembled:
         registry, options = registry or Registry(), options or EngineOptions()
         caches = Caches(backend, options, target.kv_cache_spec(options.batch_size), registry)
         drafter_name = budget_name = context = None
+        if isinstance(drafter, list) and not (drafter and all(isinstance(one, Drafter) for one in drafter)):
+            raise ConfigError(f"drafter is {drafter}; a list holds instances of Drafter: name one plugin, or 'cascade'")
         if not isinstance(drafter, (Drafter, list)):
             plugin, config = registry.resolve("drafter", drafter)
             drafter_name = f"{plugin.name!r} ({registry.source('drafter', plugin.name)})"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Call", "check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
-_CACHES = {"past_key_values", "cache_params"}  # the latter of Mamba and its like
+_CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like
 _MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES}
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
 
@@ -125,6 +125,8 @@ def custom_generate(
     from emssd.model.support import length_limit
     from emssd.sampling import SamplingParams
 
+    if draft_tokenizer is not None and not hasattr(draft_tokenizer, "get_vocab"):
+        raise ConfigError(f"draft_tokenizer is {draft_tokenizer!r}; give the tokenizer itself, as of AutoTokenizer")
     assert generation_config is not None
     call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, seed)
     if grammar is not None:
@@ -219,7 +221,7 @@ class Call:
 
     def with_new(self, rows: Seq[Seq[int]]) -> torch.Tensor:
         """``[B, n + longest]``: the inputs and the new tokens of each row, padded on the right."""
-        new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad)
+        new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad, dtype=torch.int64)
         for row, tokens in enumerate(rows):
             new[row, : len(tokens)] = torch.tensor(tokens, device=new.device)
         return torch.cat([self.input_ids, new], dim=1)
@@ -259,8 +261,6 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
     given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     given |= {name for name in _CACHES if getattr(model_kwargs.get(name), "_is_user_defined", False)}
-    if (cache := model_kwargs.get("past_key_values")) is not None and cache.get_seq_length() > 0:
-        given.add("past_key_values")
     if given:
         raise ConfigError(
             f"emssd.custom_generate decodes from input_ids and attention_mask with a KV cache of its own; leave out "
@@ -272,6 +272,10 @@ def prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
     """The rows without their padding, which must be on the left."""
+    tensors = {"input_ids": input_ids, "attention_mask": mask, "position_ids": positions}
+    shapes = {name: [*tensor.shape] for name, tensor in tensors.items() if tensor is not None}
+    if input_ids.numel() == 0 or any(shape[-1] != input_ids.shape[1] for shape in shapes.values()):
+        raise ConfigError(f"emssd.custom_generate wants one token at least, and tensors of one width, not {shapes}")
     mask = torch.ones_like(input_ids) if mask is None else (mask != 0).to(input_ids)
     if not (mask[:, -1] == 1).all() or (mask.diff(dim=1) < 0).any():
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,9 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 __all__ = [
-    "BY_PROCESSOR",
     "HARMLESS",
     "HONOURED",
     "NEUTRAL",
-    "NEUTRAL_IF_SAMPLED",
     "Criteria",
     "check_config",
     "check_ngrams",
@@ -29,9 +27,10 @@ __all__ = [
     "sampling_of",
 ]
 
-# Fields that are followed: lengths and ends as stopping criteria, the others here.
-HONOURED = {"max_length", "max_new_tokens", "max_time", "stop_strings", "eos_token_id", "pad_token_id"}
-HONOURED |= {"do_sample", "num_return_sequences", "temperature", "top_k", "top_p", "min_p", "typical_p"}
+# Fields that are followed: lengths and ends as stopping criteria; minimum lengths as processors, which must have no
+# effect; the others here.
+HONOURED = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings", "eos_token_id"}
+HONOURED |= {"do_sample", "num_return_sequences", "temperature", "top_k", "top_p", "min_p", "typical_p", "pad_token_id"}
 HONOURED |= {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias", "bad_words_ids"}
 
 # Fields without effect on the tokens of decoding without beams, a dict, an assistant, or a cache of Transformers'.
@@ -41,52 +40,33 @@ HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "outp
 HARMLESS |= {"bos_token_id", "decoder_start_token_id", "transformers_version"}
 HARMLESS |= {"is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 HARMLESS |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"}
+_OF_SAMPLING = {"top_h", "epsilon_cutoff", "eta_cutoff"}  # without sampling, any value is harmless
 
-# Fields that change the tokens or the kind of result if they are set; then others, with the values that do not.
-_UNSET = [
-    "dola_layers", "constraints", "force_words_ids", "watermarking_config", "forced_bos_token_id",
-    "forced_eos_token_id", "begin_suppress_tokens", "exponential_decay_length_penalty", "prompt_lookup_num_tokens",
-    "assistant_early_exit", "assistant_ensemble_weight", "speculation_type",
-]  # fmt: skip
-NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(_UNSET, (None,)) | {
-    "num_beams": (1, None),
-    "num_beam_groups": (1, None),
-    "diversity_penalty": (0.0, None),
-    "penalty_alpha": (None, 0.0),
-    "guidance_scale": (None, 1),
-    "encoder_repetition_penalty": (1.0, None),
-    "encoder_no_repeat_ngram_size": (0, None),
-    "remove_invalid_values": (False, None),
-    "token_healing": (False, None),
-    "return_dict_in_generate": (False, None),
-    "use_mtp": (False, None),
-    "cache_implementation": (None, "dynamic", "static", "offloaded", "offloaded_static"),
+# Values of other fields that change nothing, beside None and False.
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["num_beams", "num_beam_groups", "guidance_scale"], (1,)) | {
+    "diversity_penalty": (0,),
+    "penalty_alpha": (0,),
+    "encoder_repetition_penalty": (1,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "cache_implementation": ("dynamic", "static", "offloaded", "offloaded_static"),
 }
-NEUTRAL_IF_SAMPLED: dict[str, Callable[[Any], bool]] = {  # without sampling, any value is
-    "top_h": lambda value: value is None,
-    "epsilon_cutoff": lambda value: value is None or not 0 < value < 1,
-    "eta_cutoff": lambda value: value is None or not 0 < value < 1,
-}
-# Fields that become processors, which `check_processors` refuses where they have an effect.
-BY_PROCESSOR = {"min_length", "min_new_tokens"}
 
 
 def check_config(config: GenerationConfig) -> None:
-    """Refuse what cannot be honoured. Raises ConfigError: the field and its value."""
+    """Refuse each field that is neither honoured, harmless nor neutral. Raises ConfigError: the field and its value."""
     from transformers import GenerationConfig
 
-    known = HONOURED | HARMLESS | NEUTRAL.keys() | NEUTRAL_IF_SAMPLED.keys() | BY_PROCESSOR
     fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
-    fields = {name for name in vars(fresh) if not name.startswith("_")}
-    refused = [name for name, neutral in NEUTRAL.items() if getattr(config, name, None) not in neutral]
-    if config.do_sample:
-        refused += [name for name, fits in NEUTRAL_IF_SAMPLED.items() if not fits(getattr(config, name, None))]
-    refused += sorted(name for name in fields - known if getattr(config, name, None) is not None)
-    for name in refused:
-        raise ConfigError(
-            f"emssd.custom_generate cannot honour {name}={getattr(config, name)}; leave it out, or call generate "
-            f"without custom_generate"
-        )
+    free = HONOURED | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
+    for name in sorted(name for name in vars(fresh).keys() - free if not name.startswith("_")):
+        value = getattr(config, name, None)
+        if value is not None and value is not False and value not in NEUTRAL.get(name, ()):
+            raise ConfigError(
+                f"emssd.custom_generate cannot honour {name}={value}; leave it out, or call generate without "
+                f"custom_generate"
+            )
 
 
 def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
@@ -246,21 +226,21 @@ def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[in
     return min(lengths, default=int(config.max_length)), eos, others
 
 
-def of_strings(strings: str | Iterable[str] | None, tokenizer: Any) -> list[Any]:
+def of_strings(strings: str | Seq[str] | None, tokenizer: Any) -> list[Any]:
     """The criterion of stop strings, if there are any. Raises ConfigError: no texts, or no tokenizer."""
     from transformers.generation.stopping_criteria import StopStringCriteria
 
     if strings is None:
         return []
-    strings = [strings] if isinstance(strings, str) else list(strings)
-    if not strings or not all(isinstance(string, str) and string for string in strings):
+    strings = [strings] if isinstance(strings, str) else strings
+    if not isinstance(strings, list | tuple) or not strings or not all(isinstance(s, str) and s for s in strings):
         raise ConfigError(f"stop_strings are {strings}; give texts of at least one character, or leave them out")
     if tokenizer is None:
         raise ConfigError(
             "stop_strings need the model's tokenizer, and Transformers keeps tokenizer= from custom functions; pass it "
             "as draft_tokenizer= to generate"
         )
-    return [StopStringCriteria(tokenizer=tokenizer, stop_strings=strings)]
+    return [StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings))]
 
 
 def _is_time(item: Any) -> bool:

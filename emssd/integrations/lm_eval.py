@@ -87,7 +87,10 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
         )
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The texts of `requests`, up to their stop strings."""
+        """The texts of `requests`, up to their stop strings. Raises ConfigError: a length that counts padding."""
+        for name in ("max_length", "min_length"):
+            if any(request.args[1].get(name) for request in requests):
+                raise ConfigError(f"{name} counts padding, so texts depend on the batch; ask for max_gen_toks instead")
         bar = tqdm(total=len(requests), disable=disable_tqdm or self.rank != 0, desc="Running generate_until requests")
         # `HFLM` hands over all requests with the same options in one batch, and the engine makes its own of them.
         before, self.batch_size_per_gpu = self.batch_size_per_gpu, max(len(requests), 1)

@@ -90,7 +90,15 @@ def check_config(config: Any, model_class: type | None) -> None:
 
 
 def check_whole(model: Any) -> None:
-    """Refuse a loaded model that is not whole, or on several devices without Accelerate's hooks."""
+    """Refuse a loaded model that is not whole, compiled, or on several devices without Accelerate's hooks."""
+    for module in (part for part in model.modules() if hasattr(part, "base_model_prefix")):  # itself, and its base
+        forward = vars(module).get("forward")
+        if module._compiled_call_impl is not None or hasattr(forward, "get_compiler_config"):
+            raise _refused(
+                model.config.model_type,
+                f"{type(module).__name__} is compiled by torch.compile, which hides its attention; give the model as "
+                "it was loaded",
+            )
     distributed = sys.modules.get("torch.distributed.tensor")  # if nobody has imported it, there are no such tensors
     if distributed and any(isinstance(weight, distributed.DTensor) for weight in model.parameters()):
         raise _refused(

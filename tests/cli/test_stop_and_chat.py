@@ -149,6 +149,21 @@ def test_the_time_left_counts_the_rows_of_this_run(monkeypatch: pytest.MonkeyPat
     assert "0:04:00 left" in shown
 
 
+def test_rows_under_way_count_as_half_done_and_a_total_that_comes_late_starts_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    out = io.StringIO()
+    with Bar(Console(file=out, width=120), "training", 1, batch=8) as live:
+        for done in (1, 2, 3):
+            now[0] += 1000.0 if done == 1 else 60.0
+            live.tell(done, total=32)
+    assert [line.strip() for line in out.getvalue().splitlines()[:3]] == [
+        "training 1/32", "training 2/32, 0:05:12 left", "training 3/32, 0:08:20 left"
+    ]  # fmt: skip
+
+
 def test_a_log_file_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = figures(monkeypatch, [25.0] * 7, terminal=False, total=12, done=4)
     lines = [line.strip() for line in shown.splitlines() if line.startswith("decoding ")]

@@ -76,6 +76,13 @@ def test_models_whose_layers_keep_a_state_and_know_no_longest_text_give_the_same
     assert torch.equal(expected, got)
 
 
+def test_the_result_is_int64_whatever_the_ids_are() -> None:
+    inputs = {name: value.int() for name, value in left_padded().items()}
+    expected, got = both(make_model(), inputs, max_new_tokens=3)
+    assert torch.equal(expected, got)
+    assert got.dtype is expected.dtype is torch.int64
+
+
 def test_without_a_pad_token_the_first_eos_token_pads() -> None:
     model = make_model(seed=1)
     model.generation_config.pad_token_id = None
@@ -191,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokens"),
     "prefix": ({"prefix_allowed_tokens_fn": allow_all}, "PrefixConstrained"),
     "forced bos": ({"forced_bos_token_id": 4}, "forced_bos_token_id=4"),
-    "forced eos": ({"forced_eos_token_id": 4}, "forced_eos_token_id=4"),
+    "forced eos": ({"forced_eos_token_id": 0}, "forced_eos_token_id=0"),
     "invalid values": ({"remove_invalid_values": True}, "remove_invalid_values=True"),
     "decay": ({"exponential_decay_length_penalty": (2, 1.5)}, "exponential_decay_length_penalty="),
     "begin suppress": ({"begin_suppress_tokens": [5]}, r"begin_suppress_tokens=\[5\]"),
@@ -202,9 +209,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "criterion": ({"stopping_criteria": StoppingCriteriaList([ConfidenceCriteria(0.5)])}, "ConfidenceCriteria"),
     "stop strings": ({"stop_strings": ["a"], "tokenizer": object()}, "pass it as draft_tokenizer="),
     "no stop string": ({"stop_strings": []}, r"stop_strings are \[\]"),
+    "stop strings of numbers": ({"stop_strings": 5}, "stop_strings are 5; give texts of at least one character"),
+    "a tokenizer's name": ({"draft_tokenizer": "x"}, "draft_tokenizer is 'x'; give the tokenizer itself"),
+    "drafters by name": ({"drafter": ["suffix"]}, r"drafter is \['suffix'\]; a list holds instances of Drafter"),
+    "no drafters": ({"drafter": []}, r"drafter is \[\]; a list holds instances"),
+    "no rows": ({"input_ids": torch.ones(0, 11).long(), "attention_mask": None}, r"not {'input_ids': \[0, 11\]"),
+    "no tokens": ({"input_ids": torch.ones(1, 0).long(), "attention_mask": None}, r"not {'input_ids': \[1, 0\]"),
+    "a wide mask": ({"attention_mask": torch.zeros(4, 12).long()}, r"'attention_mask': \[4, 12\]"),
+    "a wide mask of ones": ({"attention_mask": torch.ones(4, 12).long()}, r"'position_ids': \[4, 12\]"),
     "empty stop string": ({"stop_strings": ["a", ""]}, "texts of at least one character"),
     "positions": ({"position_ids": torch.arange(11).expand(4, -1)}, "position_ids"),
-    "cache": ({"past_key_values": DynamicCache()}, "past_key_values"),
+    "cache": ({"past_key_values": DynamicCache()}, "past_key_values|out cache"),
     "segments": ({"token_type_ids": torch.ones(4, 11, dtype=torch.int64)}, "token_type_ids"),
     "embeddings": ({"inputs_embeds": torch.ones(4, 11, 32, dtype=torch.float64)}, "inputs_embeds"),
 }
@@ -215,7 +230,7 @@ def test_what_cannot_be_honoured_is_refused_by_its_name(name: str) -> None:
     options, reason = REFUSED[name]
     model = make_model("gpt2")
     with pytest.raises(ConfigError, match=reason):
-        model.generate(**left_padded(), **({"max_new_tokens": 9} | options), custom_generate=emssd.custom_generate)
+        model.generate(**left_padded() | {"max_new_tokens": 9} | options, custom_generate=emssd.custom_generate)
     assert model.config._attn_implementation != "emssd"
 
 

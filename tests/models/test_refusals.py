@@ -308,3 +308,14 @@ def test_autocast_is_named() -> None:
     model: Any = tiny_model("llama", dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(UnsupportedModelError, match=r"leave its block"):
         Engine.from_model(model)
+
+
+@looped("base", [False, True])
+def test_a_compiled_model_is_refused_before_it_runs(base: bool) -> None:
+    for compile_ in (lambda part: part.compile(), lambda part: setattr(part, "forward", torch.compile(part.forward))):
+        model = tiny_model("llama", vocab_size=13)
+        compile_(model.model if base else model)
+        with pytest.raises(
+            UnsupportedModelError, match=r"Llama\w+ is compiled by torch.compile, which hides its attent"
+        ):
+            Engine.from_model(model)

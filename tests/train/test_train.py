@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import warnings
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.target import TargetSizes
 from emssd.model import load_model
 from emssd.testing.models import tiny_model
+from emssd_train import job
 from emssd_train.cli import main
 from tests.support.tiers import few, looped
 
@@ -153,14 +155,17 @@ def train_watched(stops: Tell, train: Train, output: Path, *more: str, kind: str
 
     def tell(bar: Any, done: int, live: str = "", total: int | None = None) -> None:
         if stops(done, total):
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
 
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bar, "tell", tell)
         try:
             train(output, *more, kind=kind)
         except SystemExit as leaving:
             return leaving.code
+        finally:
+            signal.signal(signal.SIGINT, before)
     return 0
 
 
@@ -168,15 +173,30 @@ def train_watched(stops: Tell, train: Train, output: Path, *more: str, kind: str
 def test_an_interrupted_training_goes_on_exactly(
     kind: str, steps: int, trained_by: Callable, train: Train, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also in the middle of a pass over the texts: each has three steps."""
-    trained, folder = trained_by(kind), tmp_path / "head"
-    assert train_watched(lambda done, total: total is not None and done > steps, train, folder, kind=kind) == 130
+    """Also in the middle of a pass over the texts, with three steps each, and long before a checkpoint is due."""
+    trained, folder, told = trained_by(kind), tmp_path / "head", list[int]()
+    rarely = ["--save-every", "99"]
+    assert (
+        train_watched(lambda done, total: total is not None and done == steps, train, folder, *rarely, kind=kind) == 130
+    )
     assert "--resume goes on" in capsys.readouterr().err
     assert not (folder / "config.json").exists()
     (folder / "checkpoints" / f"checkpoint-{steps + 1}").mkdir(exist_ok=True)  # one that was not written whole
+    watch = lambda done, total: total is not None and bool(told.append(done))  # noqa: E731
     for _ in range(2):  # then it is done, and stays as it is
-        train(folder, "--resume", kind=kind)
+        assert train_watched(watch, train, folder, "--resume", *rarely, kind=kind) == 0
         assert content(folder) == content(trained)
+    assert told[0] == steps + 1
+
+
+def test_a_large_vocabulary_is_drafted_in_part_and_that_is_said(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job, "_MOST_DRAFTED", 50)
+    monkeypatch.setitem(OWN, "medusa", ["--epochs", "1"])
+    train(tmp_path / "head", kind="medusa")
+    assert json.loads((tmp_path / "head" / "config.json").read_text())["truncated_vocab_size"] == 50
+    assert "drafts the 50 most frequent of the target's 2048 tokens; --draft-vocab-size" in capsys.readouterr().err
 
 
 def test_texts_that_are_there_are_not_made_again(

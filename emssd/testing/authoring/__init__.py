@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 from emssd.errors.terminal import steady
 
-__all__ = ["main", "make_parser"]
+__all__ = ["QUICK", "main", "make_parser"]
+
+QUICK = 6
+"""Examples of each test in a check that is not thorough. So many find every planted fault."""
 
 
 @steady("emssd-plugins")
@@ -71,7 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("name", metavar="NAME", help="as in drafter=NAME, backend=NAME or budget=NAME")
     check.add_argument("options", metavar="OPTION=VALUE", nargs="*", help="options of the plugin, as in length=3")
     check.add_argument("--kind", choices=["drafter", "backend", "budget"], help="where several have this name")
-    check.add_argument("--examples", type=int, metavar="N", help="how many examples to draw for each test")
+    examples = check.add_mutually_exclusive_group()
+    examples.add_argument("--examples", type=int, metavar="N", help=f"draw so many for each test (default: {QUICK})")
+    examples.add_argument(
+        "--thorough", action="store_true", help="draw as many as the test class does, and make what fails small"
+    )
     check.add_argument("--model", metavar="DIR", help="the target of a drafter that was trained for one")
     check.add_argument(
         "--timeout", type=_seconds, default=600, metavar="SECONDS", help="the most for one test (default: 600)"

@@ -15,6 +15,7 @@ from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.errors.faults import guarded
 from emssd.plugins import DrafterSpec
 from emssd.plugins.registry import Registry
+from emssd.testing.authoring import QUICK
 from emssd.testing.authoring.watched import Notes
 from emssd.testing.conformance.rules import RULES, rules_of
 
@@ -38,6 +39,7 @@ class TestPlugin({suite}):
     learns_across_requests = {learns!r}
     decides_at_random = {draws!r}
     derandomize = True
+    shrinks = {shrinks!r}
 """
 
 
@@ -73,10 +75,14 @@ def check(given: Namespace, notes: Notes) -> int:
         options=values,
         learns=given.learns_across_requests,
         draws=given.decides_at_random,
+        shrinks=given.thorough,
     )
     with guarded(owner, "its tests", in_step=True):  # pytest has variables of its own in the environment
-        status = _run_pytest(source, given.examples, given.model, results)
-    return results.print_and_judge(status, owner)
+        status = _run_pytest(source, None if given.thorough else given.examples or QUICK, given.model, results)
+    status = results.print_and_judge(status, owner)
+    if not (status or given.thorough or given.examples):
+        print("before you publish it, let --thorough draw more examples")
+    return status
 
 
 def _kind(name: str, registry: Registry) -> str:

@@ -39,6 +39,7 @@ class Suite:
         num_examples: how many examples Hypothesis draws for each test; each test has a default. The pytest option
             ``--emssd-examples`` overrides it.
         derandomize: whether Hypothesis draws the same examples in every run.
+        shrinks: whether Hypothesis looks for a small example of a broken rule, which may take minutes.
     """
 
     kind: ClassVar[str]
@@ -48,6 +49,7 @@ class Suite:
     models: ClassVar[tuple[str, ...]] = ("llama", "opt")
     num_examples: ClassVar[int | None] = None
     derandomize: ClassVar[bool] = False
+    shrinks: ClassVar[bool] = True
 
     @pytest.fixture(autouse=True)
     def _options_of_pytest(self, request: pytest.FixtureRequest) -> None:
@@ -128,7 +130,7 @@ class Suite:
             deadline=None,
             derandomize=self.derandomize,
             database=None if self.derandomize else users.database,
-            phases=[phase for phase in users.phases if phase is not Phase.explain],
+            phases={*users.phases} - {Phase.explain, Phase.explain if self.shrinks else Phase.shrink},
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
             **changes,
         )
