@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -200,13 +200,17 @@ class Engine(Assembled):
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
             PromptError: a request that the KV cache could not hold even alone, before anything runs.
         """
+        return _one_by_one(self.steps(requests))
+
+    def steps(self, requests: Iterable[Request]) -> Generator[list[Generation], None, None]:
+        """As `run`, but yields after each step, with all rows that it finished."""
         requests = [sample for request in requests for sample in request.samples()]
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
         return self._decode([self.row(request) for request in requests])
 
-    def _decode(self, rows: Seq[Row]) -> Iterator[Generation]:
+    def _decode(self, rows: Seq[Row]) -> Generator[list[Generation], None, None]:
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
@@ -214,11 +218,9 @@ class Engine(Assembled):
             self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                for row in self._step_in_memory():
-                    yield Generation.of(row, self.tokenizer)
+                yield [Generation.of(row, self.tokenizer) for row in self._step_in_memory()]
         except EmssdError:
-            for row in self._handed_over():  # by a step that failed after its tokens
-                yield Generation.of(row, self.tokenizer)
+            yield [Generation.of(row, self.tokenizer) for row in self._handed_over()]  # of a step that counts
             raise
         finally:
             with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
@@ -380,6 +382,12 @@ class Engine(Assembled):
             request_ids = [row.request_id for row in gone]
             self.runner.release(request_ids)
             self.drafting.release(request_ids)
+
+
+def _one_by_one(steps: Generator[list[Generation], None, None]) -> Iterator[Generation]:
+    with closing(steps):
+        for finished in steps:
+            yield from finished
 
 
 def _moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
