@@ -15,18 +15,15 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from emssd.metrics.busy import BUSY_SHARE
+from emssd.report.cells import Spread
+from emssd.report.figures import coloured, speed_chart
+
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "demo_speedup.svg"
-WIDTH, HEIGHT = 680, 380
-LEFT, RIGHT, TOP, BOTTOM = 56, 24, 84, 56
-STEP = 0.5  # between the lines across
-GREY = "#808590"  # of middle lightness, as all colours here, to be read on a light and on a dark page
-BUSY = 0.1  # the share of the cores that other processes may use before the plot says so
-COLOURS = ("#2f7fd6", "#d9782d", "#3a9a68", "#a866c4")
 
 Ratios = dict[int, list[float]]
 
@@ -78,64 +75,27 @@ def compared(files: list[Path], cells: str) -> tuple[dict[str, Ratios], dict[str
 
 
 def picture(curves: dict[str, Ratios], measured: dict[str, Any], subject: str) -> str:
-    """The SVG."""
-    sizes = sorted({size for ratios in curves.values() for size in ratios})
-    every = [ratio for ratios in curves.values() for values in ratios.values() for ratio in values]
-    low, high = int(min(0.5, *every) / STEP) * STEP, -int(-max(1.5, *every) / STEP - 1) * STEP
+    """The SVG, in the look of reports."""
     where = measured["provenance"]
     machine = where["hardware"]
     repeats = max(len(values) for ratios in curves.values() for values in ratios.values())
-    parts = f"{machine['threads']} threads", measured["dtype"], f"{repeats} repeats", where["date"]
-    speed = ", ".join(filter(None, parts))
+    parts = (
+        machine["processor"],
+        f"{machine['threads']} threads",
+        measured["dtype"],
+        f"{repeats} repeats",
+        where["date"],
+    )
     busy = max([run["other_cpu_share"] or 0 for run in measured["runs"]], default=0)
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"',
-        'font-family="sans-serif" font-size="16">',
-        f"<title>Speed-up over plain greedy decoding by batch size, {subject}</title>",
-        f'<text x="{LEFT}" y="22" fill="{GREY}">× plain greedy decoding, by batch size: {subject}</text>',
-        f'<text x="{LEFT}" y="42" fill="{GREY}" font-size="12">{machine["processor"]}, {speed}</text>',
-    ]
-    if busy > BUSY:
-        said = f"not a quiet machine: other processes used up to {busy:.0%} of its cores"
-        lines.append(f'<text x="{LEFT}" y="{HEIGHT - 6}" fill="{GREY}" font-size="12">{said}</text>')
-
-    def across(place: int) -> int:
-        return round(LEFT + 40 + place * (WIDTH - LEFT - RIGHT - 80) / max(len(sizes) - 1, 1))
-
-    def up(ratio: float) -> float:
-        return round(TOP + (high - ratio) / (high - low) * (HEIGHT - TOP - BOTTOM), 1)
-
-    def curve(label: str, ratios: Ratios, colour: str, shift: int, key: int) -> Iterator[str]:
-        yield f'<text x="{key}" y="68" fill="{colour}" font-weight="bold">{label}</text>'
-        points = [(across(sizes.index(size)) + shift, ratios[size]) for size in sorted(ratios)]
-        path = " ".join(f"{x},{up(median(values))}" for x, values in points)
-        yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="3"/>'
-        for x, values in points:
-            ends = f'y1="{up(min(values))}" y2="{up(max(values))}"'
-            yield f'<line x1="{x}" x2="{x}" {ends} stroke="{colour}" stroke-width="2" opacity="0.6"/>'
-            yield f'<circle cx="{x}" cy="{up(median(values))}" r="5" fill="{colour}"/>'
-
-    for number in range(round((high - low) / STEP) + 1):
-        ratio = low + number * STEP
-        dashes = "" if ratio == 1 else ' stroke-dasharray="2 5"'
-        lines += [
-            f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{up(ratio)}" y2="{up(ratio)}" stroke="{GREY}"{dashes}/>',
-            f'<text x="{LEFT - 8}" y="{up(ratio) + 5}" fill="{GREY}" text-anchor="end">{ratio}</text>',
-        ]
-    for place, size in enumerate(sizes):
-        x = across(place)
-        lines.append(f'<text x="{x}" y="{HEIGHT - BOTTOM + 28}" fill="{GREY}" text-anchor="middle">{size}</text>')
-    key = LEFT
-    for number, ((drafter, ratios), colour) in enumerate(zip(curves.items(), COLOURS, strict=False)):
-        lines += curve(drafter, ratios, colour, 7 * (number - len(curves) // 2), key)
-        key += 10 * len(drafter) + 40
-    return "\n".join([*lines, "</svg>", ""])
+    said = f"not a quiet machine: other processes used up to {busy:.0%} of its cores" if busy > BUSY_SHARE else ""
+    spreads = {name: {size: Spread.of(ratios[size]) for size in ratios} for name, ratios in curves.items()}
+    return speed_chart(f"{subject}: {', '.join(filter(None, (*parts, said)))}", coloured(spreads))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=OUT, help="the plot; a JSON file of the same name stands beside it")
-    parser.add_argument("--drafters", default="suffix,llma,draft_model", help="at most four, with commas between")
+    parser.add_argument("--drafters", default="suffix,llma,draft_model", help="with commas between")
     parser.add_argument("--batch-sizes", default="1,2,4,8,16,32")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compared", type=Path, nargs="+", metavar="FILE", help="what compare.py wrote; nothing runs")

@@ -95,7 +95,7 @@ def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
     ], "repeats are not the outermost loop"
     assert "data.limit=2" in measured["provenance"]["command"]
     plot = (tmp_path / "plot.svg").read_text()
-    assert [plot.count(f"drafter={name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]
+    assert [plot.count(f">{name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]
 
 
 @pytest.mark.benchmark

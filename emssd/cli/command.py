@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
 from importlib.metadata import version
+from math import prod
 from pathlib import Path
 from typing import cast
 
 import hydra
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
@@ -42,6 +42,7 @@ __all__ = ["main"]
 
 _CHOSEN = ("model", "drafter", "backend", "budget", "data", "sampling")  # whose options --help tells
 _COMPARED = ("experiment", "method", "task")
+_IN_ORDER = ".BasicLauncher"  # Hydra's own, which runs one job after the other in this process
 _INDENT = 32  # columns before the descriptions of options
 _WIDEST = 120
 _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -53,7 +54,7 @@ class _OwnFault(BaseException):
 
 def main() -> None:
     """The command, within `emssd.errors.terminal.steady`, which ends it with 2 for an error of the user's, and 130 for
-    Ctrl-C. Exits with 1 if a check found a difference.
+    Ctrl-C. Exits with 1 if a check found a difference, and with 2 if runs of a sweep failed.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
@@ -69,9 +70,11 @@ def main() -> None:
     _check_flags(sys.argv[1:])
     with closing(Jobs(registry)) as jobs:
         _compose_and_run(jobs, registry)
-        jobs.finish()
+        error = jobs.finish()
         if jobs.found_difference:
             sys.exit(1)
+        if error is not None:
+            raise error
 
 
 def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
@@ -96,7 +99,10 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
     hydra_config = HydraConfig.get()
     is_sweep = hydra_config.mode is RunMode.MULTIRUN
     overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
-    options = to_options(config, overrides, registry, is_sweep=is_sweep)
+    jobs.in_order = is_sweep and hydra_config.launcher._target_.endswith(_IN_ORDER)
+    options = jobs.attempt(overrides, partial(to_options, config, overrides, registry, is_sweep=is_sweep))
+    if options is None:
+        return
     text, folder = OmegaConf.to_yaml(config), Path(options.output_dir)
     number = int(hydra_config.job.num) if is_sweep else 0
     try:
@@ -104,7 +110,7 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             _check_launcher(hydra_config.launcher._target_)
             jobs.run_of_experiment(options, text, folder, number, overrides, _num_jobs(hydra_config))
         elif is_sweep:
-            jobs.run(options, text, folder / str(number), overrides)
+            jobs.attempt(overrides, partial(jobs.run, options, text, folder / str(number), overrides))
         else:
             jobs.run(options, text, folder)
     except GroupError as error:
@@ -149,12 +155,13 @@ def _num_jobs(config: HydraConf) -> int:
     given = [f"{name}={value}" for name, value in (config.sweeper.get("params") or {}).items()]
     given += [argument for argument in sys.argv[1:] if re.match("[^-=][^=]*=", argument)]
     parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    return sum(map(len, BasicSweeper.split_arguments(parser.parse_overrides(given), None)))
+    last = {override.get_key_element(): override for override in parser.parse_overrides(given)}.values()
+    return prod(len([*override.sweep_string_iterator()]) for override in last if override.is_sweep_override())
 
 
 def _check_launcher(target: str) -> None:
     """The rows of an experiment go to one file, and its runs are compared, so they must follow one another."""
-    if not target.endswith(".BasicLauncher"):
+    if not target.endswith(_IN_ORDER):
         raise ConfigError(
             "an experiment compares runs that follow one another in one process, and its launcher is "
             f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="

@@ -164,8 +164,8 @@ class RunConfig(EngineOptions):
             stand for newline, tab, carriage return and backslash.
         chat_template: a Jinja file that makes prompts of conversations, in the place of the tokenizer's own template.
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
-        check: ``plain`` also decodes without drafts and compares every token; this gives the speed-up as well.
-            ``greedy`` is its older name.
+        check: ``plain`` also decodes without drafts, by turns, and compares every token and the speed. ``greedy`` is
+            its older name.
         on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
             ``auto`` skips with ``data=openai_batch``, whose answers have a place for errors, and else fails.
         output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go. With ``-``, rows go to stdout,
@@ -173,7 +173,8 @@ class RunConfig(EngineOptions):
         resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
         overwrite: replace what an earlier run left in `output_dir`.
         progress: show a progress bar.
-        figures: print the table of figures; ``null`` does so unless there is a `prompt`.
+        figures: print the speed and what it says of the drafts; ``null`` does so unless there is a `prompt`.
+        details: print all figures, which are in ``metrics.json`` as well.
         num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
         experiment: config group: sweeps whose runs are compared, such as those of the paper.
         size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
@@ -201,6 +202,7 @@ class RunConfig(EngineOptions):
     overwrite: bool = False
     progress: bool = True
     figures: bool | None = None
+    details: bool = False
     num_threads: int | None = None
     experiment: ExperimentConfig | None = None
     size: Size = Size.small

@@ -25,7 +25,7 @@ from emssd.sequences import Generation
 
 __all__ = ["RowsFile", "changed", "label_of", "row_of", "setting_of", "simulated_row"]
 
-_AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures"})
+_AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures", "details"})
 """Options that say where a run goes and how it is shown, not what it is."""
 _TOLD = _AROUND | {  # options that other fields of a row tell: data.limit its prompts, threads and device its machine
     "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.parallel import make_runner
-from emssd.decoding.warmup import warm_up
+from emssd.decoding.turns import Turns, ratio_interval
 from emssd.errors import ConfigError, PromptError
 from emssd.errors.terminal import plain_console
 from emssd.metrics.busy import OtherProcesses, cpu_times
@@ -41,6 +42,8 @@ from emssd.report.console import print_check, print_failures, print_report, prin
 from emssd.sequences import Generation, Request
 
 __all__ = ["JobResult", "run_job"]
+
+_Done = dict[tuple[str, int], Generation]  # by `_place`
 
 
 @dataclass(frozen=True)
@@ -123,18 +126,21 @@ class _Run:
         if not requests:
             return self.end_without_rows()
         self._begin(engine.target)
-        done, figures = self._decode("decoding", engine, requests, output)
+        engines, described = [engine], _describe(config, engine, self.registry)  # now: a check brings no plugins in use
+        if config.check is not None:
+            engines.append(make_engine(config, self.registry, self.models, baseline=engine))
+        done, expected, figures = self._decode(engines, requests)
         if not done:
             return self.end_without_rows()
         requests = [request for request in requests if _place(request) in done]
         output.write_errors(self.failures.prompts)
-        metrics = _describe(config, engine, self.registry) | self._counts(len(requests)) | figures
+        metrics = described | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         self._write_answers()
         report = None
         if config.check is not None:
-            report, greedy = self._compare_with_plain(engine, requests, done)
-            metrics |= _check_metrics(report, metrics, greedy)
+            report = self._compare(engine, requests, done, expected)
+            metrics["check"] = _check_metrics(report)
             output.write_metrics(metrics)
         result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
         self._print(result, report)
@@ -191,33 +197,44 @@ class _Run:
             tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
             write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
 
-    def _live(self, title: str, num_rows: int, *, done: int | None = None) -> Bar:
-        before = len(self.output.finished) if done is None else done
+    def _live(self, title: str, num_rows: int) -> Bar:
+        before = len(self.output.finished)
         return Bar(self.console, title, before + num_rows, done=before, show=self.config.progress)
 
-    def _decode(
-        self, title: str, engine: Engine, requests: Seq[Request], output: OutputFolder | None = None
-    ) -> tuple[dict[tuple[str, int], Generation], dict[str, Any]]:
-        """Decode under live figures; rows go to `output` as they finish. Returns all by `_place`, and the metrics."""
-        warm_up(engine, requests)
-        done: dict[tuple[str, int], Generation] = {}
-        prompts = {prompt.prompt_id: prompt for prompt in self.left}
-        live = self._live(title, len(requests), done=None if output is not None else 0)
-        stream = self._text_stream(engine, requests) if output is not None else None
+    def _decode(self, engines: Seq[Engine], requests: Seq[Request]) -> tuple[_Done, _Done, dict[str, Any]]:
+        """Decode with the first engine, by turns with the second one where there is one, under live figures.
+
+        Rows of the first go to the output as they finish. Returns the rows of both by `_place`, and the metrics.
+        """
+        engine, prompts = engines[0], {prompt.prompt_id: prompt for prompt in self.left}
+        rows: dict[Engine, _Done] = {each: {} for each in engines}
+        stream = self._text_stream(engine, requests)
+        turns = Turns(engines, requests, stream)
+        live = self._live("decoding" if len(engines) == 1 else "decoding both ways", len(requests) * len(engines))
         with (
             live if stream is None else nullcontext(),
             OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others,
         ):
-            for generation in engine.run(requests, watch=stream):
-                if stream is not None:
-                    stream.end(generation.text or "")
-                if self.failures.add_row(generation):
-                    continue
-                done[generation.request_id, generation.sample] = generation
-                if output is not None:
-                    output.write_generation(prompts[generation.request_id], generation)
+            for finished_by, generation in turns.run():
+                if finished_by is engine:
+                    if stream is not None:
+                        stream.end(generation.text or "")
+                    if self.failures.add_row(generation):
+                        continue
+                    self.output.write_generation(prompts[generation.request_id], generation)
+                rows[finished_by][generation.request_id, generation.sample] = generation
                 live.row_done(engine.report)
-        return done, engine.report.metrics() | {"other_cpu_share": others.share}
+        metrics = engine.report.metrics() | {"other_cpu_share": others.share}
+        if len(engines) == 1:
+            return rows[engine], {}, metrics
+        plain = engines[1].report.metrics() | {"other_cpu_share": others.share}
+        metrics |= {
+            "greedy": plain,
+            "speedup": _ratio(metrics, plain, "decode_tokens_per_second"),
+            "speedup_interval": ratio_interval(turns.parts),
+            "speedup_end_to_end": _ratio(metrics, plain, "tokens_per_second"),
+        }
+        return rows[engine], rows[engines[1]], metrics
 
     def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
         """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
@@ -228,13 +245,9 @@ class _Run:
         self.is_streamed = True
         return TextStream(console, tokenizer, requests[0].stop)
 
-    def _compare_with_plain(
-        self, engine: Engine, requests: Seq[Request], done: dict[tuple[str, int], Generation]
-    ) -> tuple[CheckReport, dict[str, Any]]:
-        """Decode the requests plainly with the same target and compare. Returns the verdict and the plain metrics."""
+    def _compare(self, engine: Engine, requests: Seq[Request], done: _Done, expected: _Done) -> CheckReport:
+        """Compare what `engine` has done with plain decoding by the same target."""
         config, target = self.config, engine.target
-        plain = make_engine(config, self.registry, self.models, baseline=engine)
-        expected, figures = self._decode(_plain_label(config), plain, requests)
         spec = target.kv_cache_spec(1)
         backend = make_backend(spec, config.backend, self.registry)
         judge = make_runner(target, backend, spec, config.backend, self.registry)
@@ -247,7 +260,7 @@ class _Run:
                 same.append(_place(request))
         report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
         law = check_distribution(tested, judge, rows) if tested else None
-        return dataclasses.replace(report, law=law), figures
+        return dataclasses.replace(report, law=law)
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
         """Print the results; if brief, only what is wrong. They go to stdout, unless the rows do."""
@@ -257,11 +270,11 @@ class _Run:
             if report is not None and (report.differences or not (report.law is None or report.law.is_right)):
                 print_check(console, report, check)
             return
-        has_figures = config.prompt is None if config.figures is None else config.figures
+        has_figures = config.details or (config.prompt is None if config.figures is None else config.figures)
         if config.prompt is not None and not (output.is_stdout or self.is_streamed):
             print_whole(console, result.generations)
         if has_figures:
-            print_report(console, result.metrics, _plain_label(config))
+            print_report(console, result.metrics, details=config.details)
         if config.prompt is None:
             prompts = {prompt.prompt_id: prompt for prompt in self.left}
             print_texts(console, [(prompts[row.request_id], row) for row in result.generations])
@@ -276,10 +289,6 @@ class _Run:
         if not output.is_stdout:
             said = console if has_figures else self.console
             said.print(f"written to {output.path}/: {', '.join(files)}")
-
-
-def _plain_label(config: RunConfig) -> str:
-    return "plain greedy" if config.sampling.temperature == 0 else "plain"
 
 
 @cache
@@ -323,7 +332,7 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
     }
 
 
-def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[str, Any]) -> dict[str, Any]:
+def _check_metrics(report: CheckReport) -> dict[str, Any]:
     check: dict[str, Any] = {
         "exact": report.num_exact,
         "ties": len(report.ties),
@@ -335,9 +344,8 @@ def _check_metrics(report: CheckReport, metrics: dict[str, Any], greedy: dict[st
     }
     if (law := report.law) is not None:
         check["law"] = {**dataclasses.asdict(law), "p_value": law.p_value, "right": law.is_right}
-    return {
-        "greedy": greedy,
-        "check": check,
-        "speedup": metrics["decode_tokens_per_second"] / max(greedy["decode_tokens_per_second"], 1e-9),
-        "speedup_end_to_end": metrics["tokens_per_second"] / max(greedy["tokens_per_second"], 1e-9),
-    }
+    return check
+
+
+def _ratio(metrics: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> float:
+    return float(metrics[name] / max(plain[name], 1e-9))

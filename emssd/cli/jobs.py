@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +18,7 @@ from rich.table import Table
 from emssd.cli.config import RunConfig
 from emssd.cli.progress import time_left
 from emssd.decoding.options import OnDrafterError
-from emssd.errors import ConfigError
+from emssd.errors import ConfigError, EmssdError, GroupError
 from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import Registry
 
@@ -28,15 +28,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Jobs", "SweptRun", "print_sweep"]
 
+_Result = TypeVar("_Result")
+
 
 @dataclass(frozen=True)
 class SweptRun:
-    """One run of a sweep, with its overrides, ``NAME=VALUE``."""
+    """One run of a sweep, with its overrides, ``NAME=VALUE``; a run that failed has the reason as its `error`."""
 
-    options: RunConfig
+    options: RunConfig | None
     overrides: Seq[str]
     metrics: dict[str, Any]
     folder: Path
+    error: str | None = None
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -50,10 +53,11 @@ class Jobs:
 
     Attributes:
         found_difference: whether ``check=`` found tokens that are not those of the model alone.
+        in_order: whether this process has all runs of a sweep, and so goes on after one that failed.
     """
 
     def __init__(self, registry: Registry) -> None:
-        self.found_difference = False
+        self.found_difference = self.in_order = False
         self._registry = registry
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
@@ -64,6 +68,17 @@ class Jobs:
         from emssd.model.loading import ModelCache  # here, because it brings torch, which --help does not need
 
         return ModelCache()
+
+    def attempt(self, overrides: Seq[str], run: Callable[[], _Result]) -> _Result | None:
+        """The result of `run`, or ``None``: an error of ours ends one run of a sweep, and the others go on."""
+        try:
+            return run()
+        except EmssdError as error:
+            if not self.in_order or isinstance(error, GroupError):  # no run can be without the process that has ended
+                raise
+            self._swept.append(SweptRun(None, overrides, {}, Path(), str(error)))
+            plain_console(stderr=True).print(f"failed: {error}", soft_wrap=True)
+            return None
 
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
@@ -99,9 +114,12 @@ class Jobs:
             return
         # Half a run has no figures of its own, and one whose drafter was switched off has those of no drafter.
         afresh = dataclasses.replace(config, resume=False, overwrite=True, on_drafter_error=OnDrafterError.fail)
-        result = run_job(
-            afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True, alone=False
-        )
+        run = partial(
+            run_job, afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True,
+            alone=False,
+        )  # fmt: skip
+        if (result := self.attempt(overrides, run)) is None:
+            return
         assert result.engine is not None
         self.found_difference |= _differs(result.metrics)
         row = row_of(config, result.engine, result.metrics, result.generations, number, overrides)
@@ -131,23 +149,31 @@ class Jobs:
         if self._rows is not None:
             self._rows.close()
 
-    def finish(self) -> None:
-        """Print the results of a sweep or an experiment, and how to see more of them."""
-        console = plain_console()
-        if len(self._swept) > 1:
+    def finish(self) -> ConfigError | None:
+        """Print the results of a sweep or an experiment, and how to see more of them. Returns an error: runs failed."""
+        console, failed = plain_console(), [run for run in self._swept if run.error]
+        num_done = len(self._swept) - len(failed) if self._rows is None else len(self._rows.rows)
+        if failed and not num_done and len({run.error for run in failed}) == 1:
+            return ConfigError(failed[0].error)
+        if self._rows is not None:
+            self._print_experiment(console, self._rows)
+        elif len(self._swept) > 1:
             print_sweep(console, self._swept)
-        if self._rows is None:
-            return
+        if not failed:
+            return None
+        every = num_done + len(failed)
+        return ConfigError(f"{len(failed)} of {every} runs failed; the same command with resume=true tries them again")
+
+    def _print_experiment(self, console: Console, rows: RowsFile) -> None:
         from emssd.report.console import summary
 
-        rows = self._rows.rows
-        for part in summary(rows):
+        for part in summary(rows.rows):
             console.print(part)
-        _print_checks(console, rows, self._rows.path.parent)
-        console.print(
-            f"\nrows: {self._rows.path}. A page of them: python -m emssd.report {self._rows.path.parent}",
-            soft_wrap=True,
-        )
+        _print_checks(console, rows.rows, rows.path.parent)
+        for run in self._swept:  # they failed, so they have no rows
+            console.print(f"{' '.join(run.overrides)} failed: {run.error}", style="bold red", soft_wrap=True)
+        said = f"\nrows: {rows.path}. A page of them: python -m emssd.report {rows.path.parent}"
+        console.print(said, soft_wrap=True)
 
 
 def _check_kept(rows: RowsFile) -> None:
@@ -169,7 +195,7 @@ def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
     if "on_drafter_error" in names and config.on_drafter_error is not OnDrafterError.fail:
         raise ConfigError(
             f"on_drafter_error={config.on_drafter_error.value} would leave rows of a drafter that failed and drafted "
-            f"nothing; an experiment ends there, and goes on with resume=true. Leave on_drafter_error= out"
+            f"nothing; an experiment leaves such a run out, and resume=true makes it again. Leave on_drafter_error= out"
         )
     set_by_method = ("speculate", "budget" if config.method is None else "backend")
     for name in set_by_method if "method" in names else ():
@@ -181,7 +207,7 @@ def _check_overrides(config: RunConfig, overrides: Seq[str]) -> None:
 
 
 def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
-    """Print the results of `check=greedy` over all runs."""
+    """Print the results of `check` over all runs."""
     checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
     if not checks:
         return
@@ -189,7 +215,7 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
     jobs = ", ".join(str(job) for job, check in checks.items() if check["differences"])
     where = f", in jobs {jobs}; {folder}/JOB/metrics.json says where" if wrong else ""
     console.print(
-        f"\ncheck=greedy: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
+        f"\nchecked: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
         style="bold red" if wrong else "bold green",
         soft_wrap=True,
     )
@@ -225,36 +251,41 @@ def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
     table = Table(title="the runs of this sweep", title_justify="left", title_style="bold")
     for name in names:
         table.add_column(name, overflow="fold")
-    for label in ("tokens/s", "τ", "speed-up"):
+    for label in ("tokens/s", "× no drafts", "τ"):
         table.add_column(label, justify="right")
     is_checked = any("check" in run.metrics for run in runs)
     if is_checked:
         table.add_column("check")
     table.add_column("folder", overflow="fold")
     for run, values in zip(runs, given, strict=True):
-        checked = [_checked(run)] if is_checked else []
-        figures = [_number(run.tokens_per_second, ".1f"), _number(run.metrics.get("mean_acceptance_length"), ".2f")]
-        speedup = _speedup(run, runs)
-        table.add_row(*(values.get(name, "") for name in names), *figures, _number(speedup, ".2f", "×"), *checked,
-                      str(run.folder), style="bold red" if _differs(run.metrics) else None)  # fmt: skip
+        figures = [_number(run.tokens_per_second, ".1f"), _speedup(run, runs)]
+        figures += [_number(run.metrics.get("mean_acceptance_length"), ".2f")] + [_checked(run)] * is_checked
+        end, style = (str(run.folder), "bold red" if _differs(run.metrics) else None)
+        if run.error is not None:
+            end, style = f"failed: {run.error}", "red"
+        table.add_row(*(values.get(name, "") for name in names), *figures, end, style=style)
     console.print(table)
-    note = "tokens/s of steps without prompts; speed-up over plain greedy decoding with the same other options"
+    note = (
+        "tokens/s without the time for prompts; × no drafts: by check=, else over the run without drafts that has the "
+        "same other options; τ: new tokens of a sequence in a step of the model"
+    )
     console.print(note, soft_wrap=True)
 
 
-def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> float | None:
-    """Over the plain run of the same other options; where there is none, over that of `check`."""
-    same = [other for other in runs if not other.options.drafts and _others(other) == _others(run)]
+def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> str:
+    """That of `check`, or over the run without drafts of the same other options."""
+    if "speedup" in run.metrics:
+        from emssd.report.cells import speedup_text
+
+        return speedup_text(run.metrics)
+    same = [other for other in runs if other.options and not other.options.drafts and _others(other) == _others(run)]
     speeds = [other.tokens_per_second for other in same if other.tokens_per_second]
-    if run.tokens_per_second is not None and speeds:
-        return run.tokens_per_second / speeds[0]
-    speedup: float | None = run.metrics.get("speedup")
-    return speedup
+    return f"{run.tokens_per_second / speeds[0]:.2f}×" if run.tokens_per_second is not None and speeds else "–"
 
 
-def _others(run: SweptRun) -> RunConfig:
+def _others(run: SweptRun) -> RunConfig | None:
     """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
-    return dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
+    return run.options and dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
 
 
 def _checked(run: SweptRun) -> str:
@@ -275,5 +306,5 @@ def _differs(metrics: Mapping[str, Any]) -> bool:
     return bool(found.get("differences")) or not found.get("law", {}).get("right", True)
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "–" if value is None else f"{value:{form}}{unit}"
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"

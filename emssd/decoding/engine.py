@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -206,13 +206,19 @@ class Engine(Assembled):
             ConfigError: two requests have the same id, or the engine is still busy with other requests.
             PromptError: a request that the KV cache could not hold even alone, before anything runs.
         """
+        return _one_by_one(self.steps(requests, watch=watch))
+
+    def steps(
+        self, requests: Iterable[Request], *, watch: Callable[[Row], None] | None = None
+    ) -> Generator[list[Generation], None, None]:
+        """As `run`, but yields after each step, with all rows that it finished."""
         requests = [sample for request in requests for sample in request.samples()]
         counts = Counter(request.request_id for request in requests)
         if twice := [name for name, count in counts.items() if count > 1]:
             raise ConfigError(f"two requests have the same request_id {twice[0]!r}; make them unique")
         return self._decode([self.row(request) for request in requests], watch)
 
-    def _decode(self, rows: Seq[Row], watch: Callable[[Row], None] | None) -> Iterator[Generation]:
+    def _decode(self, rows: Seq[Row], watch: Callable[[Row], None] | None) -> Generator[list[Generation], None, None]:
         if self.scheduler.has_work:
             raise ConfigError("this engine is still decoding; use up or close the iterator that it gave before")
         self.report = RunReport()
@@ -223,11 +229,9 @@ class Engine(Assembled):
                 finished = self._step_in_memory()
                 for row in rows if watch is not None else ():
                     watch(row.view)
-                for row in finished:
-                    yield Generation.of(row, self.tokenizer)
+                yield [Generation.of(row, self.tokenizer) for row in finished]
         except EmssdError:
-            for row in self._handed_over():  # by a step that failed after its tokens
-                yield Generation.of(row, self.tokenizer)
+            yield [Generation.of(row, self.tokenizer) for row in self._handed_over()]  # of a step that counts
             raise
         finally:
             with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
@@ -399,6 +403,12 @@ class Engine(Assembled):
             request_ids = [row.request_id for row in gone]
             self.runner.release(request_ids)
             self.drafting.release(request_ids)
+
+
+def _one_by_one(steps: Generator[list[Generation], None, None]) -> Iterator[Generation]:
+    with closing(steps):
+        for finished in steps:
+            yield from finished
 
 
 def _moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:

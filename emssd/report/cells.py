@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from emssd.report.rows import Row, machine_name
 from emssd.report.tables import grouped
 
-__all__ = ["WITHOUT_BASELINE", "Cell", "Grid", "Line", "Setting", "Spread", "grids", "marks", "setting_names"]
+__all__ = [
+    "WITHOUT_BASELINE",
+    "Cell",
+    "Grid",
+    "Line",
+    "Setting",
+    "Spread",
+    "grids",
+    "marks",
+    "setting_names",
+    "speedup_text",
+]
 
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
 """Experiments that count, or time single steps, and so run no plain greedy decoding."""
@@ -63,6 +74,13 @@ class Spread:
         """As in ``1.37 (1.20–1.52)``; of a single repeat only the value."""
         middle = format(self.median, form)
         return f"{middle} ({self.low:{form}}–{self.high:{form}})" if self.count > 1 else middle
+
+
+def speedup_text(metrics: Mapping[str, Any]) -> str:
+    """The speed-up of a checked run with its interval, as in ``1.31× (1.22–1.40)``."""
+    interval = metrics.get("speedup_interval")
+    between = f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else "too short to tell"
+    return f"{metrics['speedup']:.2f}× ({between})"
 
 
 class Setting(NamedTuple):

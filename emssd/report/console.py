@@ -17,7 +17,7 @@ from emssd.decoding.check import CheckReport, Difference
 from emssd.decoding.distribution_check import DistributionReport
 from emssd.metrics.busy import busy_remark
 from emssd.native import fallback_reason
-from emssd.report.cells import grids
+from emssd.report.cells import grids, speedup_text
 from emssd.report.rows import Row, Simulation, parse
 from emssd.report.sections.acceptance import expected_ratio
 from emssd.report.sections.methods import crossings, speed_table
@@ -38,58 +38,36 @@ _HARDLY = 0.1  # tokens that a policy lets a row draft in a step
 _SHOWN_PROMPT, _SHOWN_TEXT = 120, 400  # characters
 
 
-def print_report(console: Console, metrics: dict[str, Any], plain: str = "plain greedy") -> None:
-    """The run's figures, beside those of decoding that is called `plain`; ``metrics`` as in ``docs/metrics.md``."""
-    greedy = metrics.get("greedy")
+def print_report(console: Console, metrics: dict[str, Any], *, details: bool = False) -> None:
+    """Print the figures that tell whether drafts pay, of ``metrics`` as in ``docs/metrics.md``; or all `details`."""
     console.print(metrics["title"], style="bold")
     if num_resumed := metrics["num_resumed_prompts"]:
         num_here = metrics["num_prompts"] - num_resumed
         console.print(f"of the {num_here} rows of this run; {num_resumed} were finished before")
-    table = Table(min_width=60)
-    table.add_column("")
-    table.add_column("this run", justify="right")
-    if greedy:
-        table.add_column(plain, justify="right")
-        table.add_column("speed-up", justify="right")
+    console.print(f"  {metrics['decode_tokens_per_second']:.1f} tokens/s, without the time for prompts")
+    if "greedy" in metrics:
+        console.print(f"  {speedup_text(metrics)} the speed without drafts")
+    console.print(f"  τ {metrics['mean_acceptance_length']:.2f}: new tokens of a sequence in a step of the model")
+    if details:
+        _print_details(console, metrics)
 
-    def row(label: str, key: str, form: str, *, ratio: bool = False) -> None:
-        cells = [format(metrics[key], form)]
-        if greedy:
-            cells.append(format(greedy[key], form))
-            cells.append(f"{metrics[key] / greedy[key]:.2f}×" if ratio and greedy[key] else "")
-        table.add_row(label, *cells)
 
-    row("tokens/s, end to end", "tokens_per_second", ".1f", ratio=True)
-    row("tokens/s of steps without prompts", "decode_tokens_per_second", ".1f", ratio=True)
-    row("acceptance length τ (bonus included)", "mean_acceptance_length", ".2f")
-    row("drafted tokens accepted", "draft_acceptance_rate", ".1%")
-    row("padding per new token (decoding)", "padding_per_new_token", ".1%")
-    row("padding ratio δ̄/τmax (rows aligned)", "padding_ratio", ".1%")
-    row("batch in use while prompts wait", "batch_fill", ".1%")
-    row("preempted rows", "num_preempted", ",d")
-    row("prompt tokens not computed (shared)", "num_adopted_tokens", ",d")
-    row("steps", "num_steps", ",d")
-    row("new tokens", "num_new_tokens", ",d")
-    for label, key in (("KV cache, peak held", "kv_peak_bytes"), ("KV cache, peak allocated", "kv_peak_pool_bytes")):
-        table.add_row(label, *(f"{run[key] / 2**20:.1f} MiB" for run in (metrics, greedy) if run))
+def _print_details(console: Console, metrics: dict[str, Any]) -> None:
+    """A table of all figures that are one number, under their names in ``docs/metrics.md``."""
+    runs = [_numbers(run) for run in (metrics, metrics.get("greedy")) if run]
+    table = Table("", "this run", *["without drafts"] * (len(runs) - 1), min_width=60)
+    for name in runs[0]:
+        table.add_row(name, *(f"{run[name]:,.5g}" if name in run else "" for run in runs))
     console.print(table)
-    if metrics["draft_depth_histogram"] != metrics["draft_length_histogram"]:
-        shares = [count / metrics["num_row_steps"] for count in metrics["accepted_by_depth"].values()]
-        console.print(
-            f"token trees of {metrics['mean_draft_length']:.1f} nodes; accepted in 100 row-steps, by depth: "
-            + " ".join(f"{100 * share:.0f}" for share in shares),
-        )
-    split = Table(title="where the time went", title_justify="left", title_style="bold", min_width=60)
-    seconds = {phase: value for phase, value in metrics["seconds"].items() if phase != "decode"}
-    for phase in seconds:
-        split.add_column(phase, justify="right")
-    split.add_row(*(f"{value:.2f} s" for value in seconds.values()))
-    split.add_row(*(f"{value / max(seconds['total'], 1e-9):.1%}" for value in seconds.values()))
-    console.print(split)
 
 
-def print_check(console: Console, report: CheckReport, check: str | None = "greedy") -> None:
-    """The result of ``check=greedy``, or of another `check`."""
+def _numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    numbers = {prefix + name: value for name, value in metrics.items() if isinstance(value, (int, float))}
+    return numbers if prefix else numbers | _numbers(metrics["seconds"], "seconds.")
+
+
+def print_check(console: Console, report: CheckReport, check: str | None = "plain") -> None:
+    """The result of `check`."""
     if report.law is not None:
         _print_law(console, report.law, check)
         if not report.num_exact and not report.differences:
@@ -100,6 +78,8 @@ def print_check(console: Console, report: CheckReport, check: str | None = "gree
         f"check={check}: {report.num_exact} exact, {len(report.ties)} numerical ties, {wrong} true differences",
         style=style,
     )
+    if report.ties:
+        console.print("  a tie: rounding alone decides between two tokens; docs/exactness.md says when", soft_wrap=True)
     for difference in [*report.true_differences, *report.ties][:_SHOWN_DIFFERENCES]:
         console.print("  " + _describe(difference))
     hidden = len(report.differences) - _SHOWN_DIFFERENCES
@@ -193,20 +173,19 @@ def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
 
 
 def _without_gain(metrics: dict[str, Any]) -> str | None:
-    found, tau, speedup = [], f"{metrics['mean_acceptance_length']:.2f}", metrics.get("speedup", 0.0)
-    if tau == "1.00":
-        found.append(f"acceptance length τ {tau}")
-    if 0 < speedup <= 1:
-        found.append(f"{speedup:.2f} times the speed of plain greedy decoding")
-    if not found:
+    """A sentence on drafts that certainly do not pay: nothing was accepted, or the whole interval is below 1."""
+    if f"{metrics['mean_acceptance_length']:.2f}" == "1.00":
+        why = "no draft was accepted"
+    elif (interval := metrics.get("speedup_interval")) and interval[1] < 1:
+        why = "the drafts cost more time than they save"
+    else:
         return None
-    why = ": try another drafter (emssd-plugins lists them), other options of this one, or a smaller batch_size"
     if metrics["num_allotted_tokens"] < _HARDLY * metrics["num_row_steps"]:
-        why = (
-            ", as the budget policy let next to nothing be drafted: by what it measured, drafts do not pay here; "
-            "budget=fixed drafts all the same"
+        return (
+            "hardly anything was drafted: by what the budget policy measured, drafts do not pay here; budget=fixed "
+            "drafts all the same"
         )
-    return f"nothing was gained ({', '.join(found)}){why}"
+    return f"{why}: try another drafter (emssd-plugins lists them), other options of this one, or a smaller batch_size"
 
 
 def summary(rows: Iterable[Mapping[str, Any]]) -> list[RenderableType]:

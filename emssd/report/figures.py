@@ -27,8 +27,11 @@ _COLOURS = {  # told apart by the colour-blind, too
     "ragged_greedy": "#8a8a8a",
     "flashinfer_greedy": "#8a8a8a",
 }
-_CYCLE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555")
-_MARKERS = "osD^vP*X"
+_CYCLE = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555", "#882255", "#999933",
+    "#44aa99",
+)  # fmt: skip
+_MARKERS = "osD^vP*"  # as many as have no factor in common with the colours: 77 lines differ in one of the two
 _STYLES: dict[str, dict[str, Any]] = {
     "measured": {"ms": 4.5, "linewidth": 1.6},
     "paper": {"marker": "", "linestyle": (0, (4, 2)), "linewidth": 1.2, "alpha": 0.75},

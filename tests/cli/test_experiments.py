@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -198,12 +199,14 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
     install("mortal", MORTAL)
     short = ("data.limit=1", "max_new_tokens=12", "task=toy")
     result = toy(emssd, "drafters", "drafter=llma,mortal", *short)
-    assert result.sentence.startswith("drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it d")
+    assert result.sentence == "1 of 2 runs failed; the same command with resume=true tries them again"
+    why = "failed: drafter 'mortal' (third-party-mortal 1.2) failed in propose: RuntimeError: it died"
+    assert re.search(rf"^.* drafter=mortal .*{re.escape(why)}", result.out, re.MULTILINE)
     assert [row["drafter"] for row in jsonl(result.folder / "rows.jsonl")] == ["llma"]
     again = toy(emssd, "drafters", "drafter=llma,mortal", *short, "resume=true", "on_drafter_error=disable")
     assert again.sentence == (
-        "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment ends "
-        "there, and goes on with resume=true. Leave on_drafter_error= out"
+        "on_drafter_error=disable would leave rows of a drafter that failed and drafted nothing; an experiment leaves "
+        "such a run out, and resume=true makes it again. Leave on_drafter_error= out"
     )
     assert toy(emssd, "drafters", "drafter=llma", *short, "overwrite=true", "on_drafter_error=fail").status == 0
 
@@ -212,7 +215,7 @@ def test_a_drafter_that_fails_leaves_no_row(emssd: Callable, install: Callable) 
 def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) -> None:
     checked = ("check=greedy", "method=greedy,unpad_both", "data.limit=2", "max_new_tokens=8")
     result = toy(emssd, "fig1", *checked, "method=greedy")
-    assert "check=greedy: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
+    assert "checked: 2 exact, 0 numerical ties, 0 true differences\n" in result.out
     draft_wrongly()
     result = toy(emssd, "fig1", *checked, "overwrite=true")
     _, row = jsonl(result.folder / "rows.jsonl")
@@ -220,7 +223,7 @@ def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) ->
     assert found["differences"] > 0
     assert result.out.count("DIFFERENCE in ") == found["differences"]
     assert (
-        f"check=greedy: {found['exact'] + 2} exact, {found['ties']} numerical ties, {found['differences']} true "
+        f"checked: {found['exact'] + 2} exact, {found['ties']} numerical ties, {found['differences']} true "
         "differences, in jobs 1; out/JOB/metrics.json says where\n"
     ) in result.out
 

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
@@ -21,8 +22,15 @@ from rich.console import Console
 from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import SweptRun, print_sweep
 from emssd.plugins.registry import Registry
+from emssd.testing.models import tiny_model
+from tests.support.tiers import only
+
+from .conftest import byte_tokenizer
 
 PLAIN, SAME = "drafter=none", "batch_size=3"
+SOME, EVERY = ["eagle3", "llma", "none", "rest"], Registry().names("drafter")
+NEED_FILES = {"cascade", "dflash", "draft_model", "eagle", "eagle3", "hydra", "kangaroo", "medusa", "mtp", "pard",
+              "replay", "rest", "union"}  # fmt: skip
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,9 +41,14 @@ def store() -> None:
 def table(text: str) -> list[list[str]]:
     """The cells of each line of the last table in `text`, its head first."""
     lines = text[text.index("the runs of this sweep") :].splitlines()
-    return [
-        [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")] for line in lines if line[0] in "┃│"
-    ]
+    found = list[list[str]]()
+    for line in (line for line in lines if line[0] in "┃│"):
+        cells = [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")]
+        if not found or cells[found[0].index("tokens/s")]:
+            found.append(cells)
+        else:  # what had no room in a line goes on in the next one
+            found[-1] = [" ".join(filter(None, pair)) for pair in zip(found[-1], cells, strict=True)]
+    return found
 
 
 def swept(*runs: tuple[str, dict[str, Any]]) -> list[list[str]]:
@@ -59,7 +72,7 @@ def figures(speed: float, tau: float = 1.0, **more: Any) -> dict[str, Any]:
 def test_a_sweep_ends_with_a_line_for_each_run(decode: Callable) -> None:
     result = decode("-m", "drafter=none,llma", "batch_size=1,2", "max_new_tokens=4", "check=greedy", "data.limit=2")
     head, *lines = table(result.out)
-    assert head == ["batch_size", "drafter", "tokens/s", "τ", "speed-up", "check", "folder"]
+    assert head == ["batch_size", "drafter", "tokens/s", "× no drafts", "τ", "check", "folder"]
     assert [line[:2] for line in lines] == [["1", "none"], ["1", "llma"], ["2", "none"], ["2", "llma"]]
     written = [json.loads((result.folder / str(job) / "metrics.json").read_text()) for job in range(4)]
     for job, line in enumerate(lines):
@@ -67,10 +80,48 @@ def test_a_sweep_ends_with_a_line_for_each_run(decode: Callable) -> None:
         assert [str(config.batch_size), config.drafter.name] == line[:2]
         assert len((result.folder / str(job) / "generations.jsonl").read_text().splitlines()) == 2
     for job, (line, metrics) in enumerate(zip(lines, written, strict=True)):
-        plain = written[job // 2 * 2]["decode_tokens_per_second"]
-        speed = metrics["decode_tokens_per_second"]
-        tau = f"{metrics['mean_acceptance_length']:.2f}"
-        assert line[2:] == [f"{speed:.1f}", tau, f"{speed / plain:.2f}×", "2 exact", f"out/{job}"]
+        speed, tau = (f"{metrics[name]:{form}}" for name, form in
+                      (("decode_tokens_per_second", ".1f"), ("mean_acceptance_length", ".2f")))  # fmt: skip
+        assert line[2:] == [speed, f"{metrics['speedup']:.2f}× (too short to tell)", tau, "2 exact", f"out/{job}"]
+
+
+def test_a_run_that_fails_is_a_line_and_resume_tries_it_again(emssd: Callable, model: str, work: Path) -> None:
+    few = ("prompt=abc", "max_new_tokens=2", "progress=false", "output_dir=out")
+    sweep = ("-m", f"model.path=later,{model}", "drafter=none,rest", *few)
+    first = emssd(*sweep)
+    assert first.sentence == "3 of 4 runs failed; the same command with resume=true tries them again"
+    assert [line[-1].partition(":")[0] for line in table(first.out)] == [
+        "folder",
+        "failed",
+        "failed",
+        "out/2",
+        "failed",
+    ]
+    (why,) = {line[-1] for line in table(first.out) if "rest" in line and "datastore" in line[-1]}
+    assert why.startswith("failed: drafter=rest drafts from a datastore: give drafter.store=FOLDER")
+    assert f"{why}\n" in first.err
+    (work / "later").symlink_to(model)
+    done = first.folder / "2" / "generations.jsonl"
+    before = done.stat().st_mtime_ns
+    assert emssd(*sweep, "resume=true").sentence.startswith("2 of 4 runs failed;")
+    assert (done.stat().st_mtime_ns, (first.folder / "0" / "metrics.json").exists()) == (before, True)
+
+
+@pytest.mark.parametrize("names", only([SOME, EVERY], ci=[SOME]))
+def test_a_sweep_over_drafters_ends_with_a_line_for_each(names: list[str], emssd: Callable, work: Path) -> None:
+    """With a model of the user's own and no option of a drafter, each runs, or says in a sentence why not."""
+    network = tiny_model("llama", dtype=torch.float32, vocab_size=len(tokenizer := byte_tokenizer()), max_model_len=96)
+    for part in (network, tokenizer):
+        part.save_pretrained(work / "own")
+    few = ("prompt=abcabcab", "max_new_tokens=4", "progress=false", "output_dir=out")
+    result = emssd("-m", "model.path=own", f"drafter={','.join(names)}", "check=plain", *few)
+    _, *lines = table(result.out)
+    assert [line[0] for line in lines] == names
+    failed = {line[0]: line[-1] for line in lines if line[-1].startswith("failed: ")}
+    assert all(f"{why}\n" in result.err for why in failed.values())
+    assert failed.keys() <= NEED_FILES
+    assert {line[-2] for line in lines if line[0] not in failed} == {"1 exact"}
+    assert result.sentence.startswith(f"{len(failed)} of {len(names)} runs failed;")
 
 
 def test_a_single_run_ends_without_such_a_table(decode: Callable) -> None:
@@ -80,7 +131,7 @@ def test_a_single_run_ends_without_such_a_table(decode: Callable) -> None:
 
 def test_what_all_runs_have_in_common_is_no_column() -> None:
     head, *_ = swept((f"{SAME} {PLAIN}", figures(1)), (f"{SAME} drafter=llma", figures(2)))
-    assert head == ["drafter", "tokens/s", "τ", "speed-up", "folder"]
+    assert head == ["drafter", "tokens/s", "× no drafts", "τ", "folder"]
 
 
 def test_a_run_is_compared_with_the_plain_one_of_its_own_options() -> None:
@@ -91,7 +142,7 @@ def test_a_run_is_compared_with_the_plain_one_of_its_own_options() -> None:
         ("batch_size=2 drafter=llma", figures(45, 1.25)),
         ("batch_size=4 drafter=llma", figures(60, 1.25)),
     )
-    assert [line[-2] for line in lines] == ["1.00×", "1.00×", "1.50×", "1.50×", "–"]
+    assert [line[-3] for line in lines] == ["1.00×", "1.00×", "1.50×", "1.50×", "–"]
 
 
 def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_told() -> None:
@@ -99,21 +150,21 @@ def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_tol
         return {"exact": exact, "ties": ties, "differences": differences}
 
     head, *lines = swept(
-        ("batch_size=1 check=greedy", figures(10, speedup=1.25, check=check(5, 0, 0))),
+        ("batch_size=1 check=greedy", figures(10, speedup=1.25, speedup_interval=[1.2, 1.304], check=check(5, 0, 0))),
         ("batch_size=2 check=greedy", figures(10, speedup=1.5, check=check(3, 1, 1))),
         ("batch_size=3", figures(10)),
     )
     assert head[-2:] == ["check", "folder"]
-    assert [line[-3:-1] for line in lines] == [
-        ["1.25×", "5 exact"],
-        ["1.50×", "3 exact, 1 ties, 1 DIFFERENCES"],
-        ["–", "–"],
+    assert [line[2:-1] for line in lines] == [
+        ["10.0", "1.25× (1.20–1.30)", "1.00", "5 exact"],
+        ["10.0", "1.50× (too short to tell)", "1.00", "3 exact, 1 ties, 1 DIFFERENCES"],
+        ["10.0", "–", "1.00", "–"],
     ]
 
 
 def test_a_run_that_was_finished_without_metrics_has_no_figures() -> None:
     _, *lines = swept((PLAIN, {}), ("drafter=llma", figures(3)))
-    assert [line[1:-1] for line in lines] == [["–", "–", "–"], ["3.0", "1.00", "–"]]
+    assert [line[1:-1] for line in lines] == [["–", "–", "–"], ["3.0", "–", "1.00"]]
 
 
 def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:

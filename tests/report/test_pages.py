@@ -6,13 +6,14 @@ import base64
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+from emssd.report import figures
 from emssd.report.__main__ import main
 from emssd.report.rows import read
-from emssd.report.sections import sections
+from emssd.report.sections import origins, sections
 from emssd.report.sections.origins import mixtures
 
 from .conftest import measured, section_of, value, write, write_run
@@ -28,8 +29,18 @@ class Page(NamedTuple):
 
 @pytest.fixture(scope="module")
 def page(everything: Path, tmp_path_factory: pytest.TempPathFactory) -> Page:
-    folder = tmp_path_factory.mktemp("page")
-    main([str(everything), "--out", str(folder), "--name", "all", "--title", "All <of> it"])
+    """One picture of each kind and mark is drawn, and stands for the others: each takes a quarter of a second."""
+    folder, svg, pictures = tmp_path_factory.mktemp("page"), figures._svg, dict[object, str]()
+
+    def drawn_once(figure: Any, axes: Any, mark: str, columns: int = 2) -> str:
+        kind = (mark, bool(axes.lines), columns)
+        if kind not in pictures:
+            pictures[kind] = svg(figure, axes, mark, columns)
+        return pictures[kind]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(figures, "_svg", drawn_once)
+        main([str(everything), "--out", str(folder), "--name", "all", "--title", "All <of> it"])
     return Page(folder, (folder / "all.md").read_text(), (folder / "all.html").read_text())
 
 
@@ -118,12 +129,35 @@ def test_runs_of_a_sweep_are_set_against_the_one_that_drafted_nothing_and_drawn(
     write_swept(tmp_path / "4", "llma", 4, ["backend=ragged", "stop=['x']"], decode_tokens_per_second=99.0)
     main([str(tmp_path), "--out", str(tmp_path / "out"), "--name", "report"])
     text = (tmp_path / "out" / "report.md").read_text()
-    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| demo ")]
-    assert [line[3] for line in lines] == ["1.00", "1.50", "1.00", "0.90", ""]
+    lines = [line.split(" | ") for line in text.splitlines() if line.startswith("| drafter=")]
+    assert [line[0] for line in lines] == [f"| drafter={name}" for name in ("none", "llma", "none", "llma", "llma")]
+    assert [line[3] for line in lines] == ["1.00×", "1.50×", "1.00×", "0.90×", ""]
+    assert "All of demo:" in text
     picture = (tmp_path / "out" / "report_runs_0.svg").read_text()
     assert "llma adaptive" in picture
     assert "none" in picture
     assert not (tmp_path / "out" / "report_runs_1.svg").exists(), "a run alone is no picture"
+
+
+def test_a_checked_run_shows_its_interval_and_a_long_title_ends_with_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = list[str]()
+    monkeypatch.setattr(origins, "curves", lambda title, *_, **__: titles.append(title) or "")
+    options = [
+        "backend=ragged",
+        "data=text",
+        "data.max_prompt_tokens=100",
+        "model.dtype=bfloat16",
+        "sampling.top_p=0.5",
+    ]
+    check = {"exact": 3, "ties": 1, "differences": 0}
+    for size in (1, 2):
+        write_swept(tmp_path / str(size), "llma", size, options, speedup=1.25, speedup_interval=[1.1, 1.4], check=check)
+    (section,) = origins.plain_runs(read([tmp_path]).runs)
+    assert "| 1.25× (1.10–1.40) | " in section.markdown()
+    assert " | check | " in section.markdown()
+    assert titles == ["backend=ragged, data=text, data.max_prompt_tokens=100, …"]
 
 
 def test_a_busy_machine_is_told_where_its_times_are(tmp_path: Path, undrawn: None) -> None:

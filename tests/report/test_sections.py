@@ -12,6 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from emssd.report import figures
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, _draw
 from emssd.report.sections import Plot
@@ -52,6 +53,14 @@ def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor() -> None:
         "schedule": "1.00", "draft": "1.00", "plan": "1.00", "forward": "1.00", "verify": "1.00", "other": "1.00",
         "floor, ms": "0.44", "× floor": "9.09", "floor bound by": "bytes", "by FLOPs from, tokens / row": "11",
     }  # fmt: skip
+
+
+def test_no_two_lines_of_a_plot_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = list[tuple[str, str]]()
+    monkeypatch.setattr(figures, "_draw", lambda axes, line, marker: looks.append((line.colour, marker)))
+    figures.curves("many", "x", "y", figures.coloured({str(number): {1: 1.0, 2: 2.0} for number in range(40)}))
+    assert len(looks) == len(set(looks)) == 40
+    assert len({colour for colour, _ in looks}) > 8
 
 
 def prompts(number: int) -> dict[str, Any]:

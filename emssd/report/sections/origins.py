@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
+from itertools import starmap
+from textwrap import shorten
 from typing import Any
 
+from emssd.report.cells import speedup_text
 from emssd.report.figures import coloured, curves
 from emssd.report.rows import Material, PlainRun, Row, Simulation, machine_name
 from emssd.report.sections.common import Section
@@ -27,17 +30,22 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     section = Section(
         "runs",
         "Single runs",
-        "Speed-ups are against plain greedy decoding in the same run (check=greedy), else against the run with "
-        "drafter=none that is equal in all but drafter and budget. A title says where a model or drafts are made up.",
+        "Speed-ups are over decoding without drafts in the same run (check=plain; brackets hold two standard errors on "
+        "each side), else over the run with drafter=none that is equal in all but drafter and budget. τ is the number "
+        "of new tokens of a sequence in a step of the model.",
     )
     found = [run.metrics for run in runs]
+    common, names = _names([str(metrics["title"]) for metrics in found])
+    if common:
+        section.say(f"All of {escape(common)}:")
     section.warn_if_busy(*found, *(metrics.get("greedy", {}) for metrics in found))
     plain = [metrics for metrics in found if metrics.get("setting", {}).get("drafter") == "none"]
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
-    section.table(Table.of(_figures(run, baselines.get(_setting(run.metrics))) for run in runs))
-    if defined := [metrics for metrics in found if metrics.get("acceptance", {}).get("vllm")]:
+    figures = (_figures(name, run, baselines.get(_setting(run.metrics))) for name, run in zip(names, runs, strict=True))
+    section.table(Table.of(figures))
+    if defined := [pair for pair in zip(names, found, strict=True) if pair[1].get("acceptance", {}).get("vllm")]:
         said = "Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:"
-        section.table(Table.of(map(_definitions, defined)), said)
+        section.table(Table.of(starmap(_definitions, defined)), said)
     told = [metrics for metrics in found if "setting" in metrics]
     alike = grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
     sweeps = [members for members in alike if len(members) > 1]
@@ -51,25 +59,33 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     return [section]
 
 
-def _figures(run: PlainRun, base: float | None) -> dict[str, str | None]:
+def _names(titles: Seq[str]) -> tuple[str, list[str]]:
+    """The parts that all `titles` share, and of each title the other parts; a title alone stays whole."""
+    parts = [title.split(" · ") for title in titles]
+    common = [part for part in parts[0] if len(parts) > 1 and all(part in others for others in parts)]
+    names = [" · ".join(part for part in mine if part not in common) or "run" for mine in parts]
+    return " · ".join(common), names
+
+
+def _figures(name: str, run: PlainRun, base: float | None) -> dict[str, str | None]:
     metrics = run.metrics
-    speedup = metrics.get("speedup", metrics[_SPEED] / base if base else None)
+    over_base = None if base is None else f"{metrics[_SPEED] / base:.2f}×"
     check = metrics.get("check")
     return {
-        "run": str(metrics["title"]),
+        "run": name,
         "tokens/s, end to end": f"{metrics['tokens_per_second']:,.1f}",
         "tokens/s, decode": f"{metrics[_SPEED]:,.1f}",
-        "speed-up, decode": None if speedup is None else f"{speedup:.2f}",
+        "speed-up, decode": speedup_text(metrics) if "speedup" in metrics else over_base,
         "τ": f"{metrics['mean_acceptance_length']:.2f}",
-        "check=greedy": check and f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
+        "check": check and f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
         "folder": Code(run.name),
     }
 
 
-def _definitions(metrics: _Metrics) -> dict[str, str]:
+def _definitions(name: str, metrics: _Metrics) -> dict[str, str]:
     found = metrics["acceptance"]
     return {
-        "run": str(metrics["title"]),
+        "run": name,
         "vLLM, speculators: length": f"{found['vllm']['mean_acceptance_length']:.2f}",
         "SpecForge: accept_length": f"{found['specforge']['accept_length']:.2f}",
         "vLLM: per position": " ".join(f"{share:.2f}" for share in found["vllm"]["per_position"]),
@@ -93,7 +109,13 @@ def _draw(section: Section, members: Seq[_Metrics], mark: str) -> None:
         label = "none" if setting["drafter"] == "none" else f"{setting['drafter']} {setting['budget']}"
         lines.setdefault(label, {})[setting["batch_size"]] = metrics[_SPEED]
     title = ", ".join(members[0]["setting"]["options"])
-    svg = curves(title[:60], "batch size / rows", "tokens/s of decode steps", coloured(lines), mark=mark)
+    svg = curves(
+        shorten(title, 60, placeholder=" …"),
+        "batch size / rows",
+        "tokens/s of decode steps",
+        coloured(lines),
+        mark=mark,
+    )
     section.draw(f"Tokens/s of single runs by batch size: {', '.join(lines)}", svg)
 
 

@@ -1,0 +1,82 @@
+"""Engines that decode the same requests by turns, so that what slows the machine slows them all; and their ratio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import ExitStack, closing
+from math import sqrt
+from statistics import pstdev
+
+import torch
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.warmup import warm_up
+from emssd.sequences import Generation, Request, Row
+
+__all__ = ["Turns", "ratio_interval"]
+
+_MOST_PARTS = 40
+_FEWEST_PARTS = 10  # fewer are no sample
+
+Speeds = Seq[tuple[int, float]]
+"""Of each engine, the tokens and the seconds of its decode steps."""
+
+
+class Turns:
+    """Runs `engines` over `requests`; each engine decodes some tokens, then the next one decodes as many.
+
+    Args:
+        watch: gets the rows of the first engine, see `Engine.run`.
+
+    Attributes:
+        parts: what the engines did in each round of turns.
+    """
+
+    def __init__(
+        self, engines: Seq[Engine], requests: Seq[Request], watch: Callable[[Row], None] | None = None
+    ) -> None:
+        self._engines, self._requests, self._watches = engines, requests, {engines[0]: watch}
+        self.parts: list[Speeds] = []
+
+    def run(self) -> Iterator[tuple[Engine, Generation]]:
+        """Warm up, then yield what the engines finish, in finish order. Closing the iterator frees what runs."""
+        for engine in self._engines:
+            warm_up(engine, self._requests)
+        share = max(sum(request.max_new_tokens for request in self._requests) // _MOST_PARTS, 1)
+        with ExitStack() as stack:
+            running = {}
+            for engine in self._engines:
+                steps = engine.steps(self._requests, watch=self._watches.get(engine))
+                running[engine] = stack.enter_context(closing(steps))
+            goal, before = 0, self._speeds()
+            while running:
+                goal += share
+                for engine in [*running]:
+                    while engine.report.num_new_tokens < goal:
+                        if (finished := next(running[engine], None)) is None:
+                            del running[engine]
+                            break
+                        yield from ((engine, generation) for generation in finished)
+                now = self._speeds()
+                self.parts.append([(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, now, strict=True)])
+                before = now
+
+    def _speeds(self) -> Speeds:
+        return [(engine.report.decode_tokens, engine.report.decode_seconds) for engine in self._engines]
+
+
+def ratio_interval(parts: Seq[Speeds]) -> tuple[float, float] | None:
+    """Two standard errors around the first engine's tokens/s ÷ the second's; ``None`` if `parts` are too few.
+
+    The standard error is that of the jackknife: how much the ratio changes as one part after another is left out.
+    """
+    whole = [part for part in parts if all(tokens and seconds for tokens, seconds in part)]
+    if (number := len(whole)) < _FEWEST_PARTS:
+        return None
+    done = torch.tensor(whole, dtype=torch.float64)  # [parts, 2, 2]: tokens and seconds of both engines
+    sums = done.sum(0) - torch.cat([torch.zeros_like(done[:1]), done])  # of all parts, then of all but one
+    ours, plain = (sums[..., 0] / sums[..., 1]).unbind(-1)
+    ratio, *without_one = (ours / plain).tolist()
+    error = sqrt(number - 1) * pstdev(without_one)
+    return ratio - 2 * error, ratio + 2 * error
