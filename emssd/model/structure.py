@@ -57,7 +57,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _marks(tensor: torch.Tensor) -> Iterator[Any]:
-    """Those of a tensor of a class of its own, as quantized ones are, are those of its parts."""
+    """The tensor, its version and its address; a tensor of a class of its own, a quantized one say, has those of its parts."""
     yield tensor
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield -1 if tensor.is_inference() else tensor._version
