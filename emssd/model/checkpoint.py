@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from emssd.model.spread import DeviceMap
 
-__all__ = ["files_of", "load_checkpoint", "load_tokenizer"]
+__all__ = ["files_of", "load_checkpoint", "load_tokenizer", "source_of"]
 
 _WHAT_TO_GIVE = (
     "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
@@ -48,6 +48,7 @@ def load_checkpoint(
     num_shards: int = 1,
     device_map: DeviceMap | None = None,
     fallback: str = "none",
+    accept: Callable[[Any], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
@@ -56,7 +57,7 @@ def load_checkpoint(
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    source = _source(path)
+    source = source_of(path)
     with _told(path, "its config.json is none that Transformers can read"):
         check_json(source)
         if Path(source).is_dir() and not (Path(source) / "config.json").is_file():
@@ -68,6 +69,8 @@ def load_checkpoint(
         if num_shards > 1:
             support.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    if accept is not None:
+        accept(tokenizer)
     what = "Transformers cannot make the model of its config.json and weights"
     with _told(path, what, lambda: weights_fault(source)), _report_kept_back(), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -94,7 +97,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    source = _source(path)
+    source = source_of(path)
     missing = (
         f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
         f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
@@ -117,7 +120,7 @@ def files_of(path: str) -> list[Path]:
     from huggingface_hub import snapshot_download
 
     try:
-        source = _source(path)
+        source = source_of(path)
         return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
     except ConfigError:
         raise
@@ -125,7 +128,7 @@ def files_of(path: str) -> list[Path]:
         return []
 
 
-def _source(path: str) -> str:
+def source_of(path: str) -> str:
     """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
     if path in _EMBEDDED:
         from emssd.data.demo import model_path

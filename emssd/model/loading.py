@@ -40,6 +40,7 @@ def load_model(
     tensor_parallel: bool = False,
     checksums: bool = False,
     fallback: str = "none",
+    accept: Callable[[Any], None] | None = None,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -61,6 +62,7 @@ def load_model(
             `emssd.model.parallel.follower.follow`.
         checksums: with that, compare in every step what the processes were told and what they computed.
         fallback: see `TargetModel`.
+        accept: called with the tokenizer before weights are read; it may raise.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -101,6 +103,7 @@ def load_model(
             trust_remote_code=trust_remote_code,
             device_map=device_map,
             fallback=fallback,
+            accept=accept,
         )
         try:
             model = model if to is None else model.to(to)  # type: ignore[arg-type]  # annotated for no device at all
@@ -155,11 +158,11 @@ class ModelCache:
             self._target = key
         return self.draft(path, **options)
 
-    def draft(self, path: str, **options: Any) -> tuple[TargetModel, Any]:
-        """A further model, for a drafter."""
+    def draft(self, path: str, *, accept: Any = None, **options: Any) -> tuple[TargetModel, Any]:
+        """A further model, for a drafter; `accept` is not asked about one that is there."""
         key = _key(path, options)
         if key not in self._models:
-            self._models[key] = load_model(path, **options)
+            self._models[key] = load_model(path, accept=accept, **options)
         return self._models[key]
 
 

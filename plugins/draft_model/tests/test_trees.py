@@ -427,7 +427,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
     asked = list[tuple[str, bool]]()
 
-    def load_runner(path: str, *, trees: bool = False) -> tuple[CausalLMRunner, None]:
+    def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[CausalLMRunner, None]:
         asked.append((path, trees))
         return CausalLMRunner(draft_model(), backend_for(draft_model())), None
 
