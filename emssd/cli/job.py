@@ -275,6 +275,8 @@ class _Run:
             print_whole(console, result.generations)
         if has_figures:
             print_report(console, result.metrics, details=config.details)
+            if result.engine is not None and (summary := result.engine.drafting.summary):
+                console.print(summary, soft_wrap=True)
         if config.prompt is None:
             prompts = {prompt.prompt_id: prompt for prompt in self.left}
             print_texts(console, [(prompts[row.request_id], row) for row in result.generations])

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from numbers import Integral
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from emssd.data.model_folder import source_of
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
 from emssd.decoding.parallel import follow_unless_first, lent, make_runner
@@ -202,11 +205,13 @@ def _context(
     registry: Registry,
     load: LoadModel | None = None,
 ) -> DrafterContext:
-    def load_runner(path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]:
+    def load_runner(path: str, *, trees: bool = False, accept: Any = None) -> tuple[ModelRunner, Any]:
+        if Path(source_of(path)).resolve() == Path(target.model.name_or_path).resolve():
+            logging.getLogger("emssd").warning("draft model %r is the target: it gains nothing; try drafter=self", path)
         dtype = str(target.dtype).removeprefix("torch.")
         compile = target.may_compile if target.compiled is not None else False
         model, own_tokenizer = (load or load_model)(
-            path, dtype=dtype, device=str(target.device), compile=compile, for_drafts=True
+            path, dtype=dtype, device=str(target.device), compile=compile, for_drafts=True, accept=accept
         )
         cache = caches.make(model.kv_cache_spec(options.batch_size), trees=trees)
         return CausalLMRunner(model, cache), own_tokenizer

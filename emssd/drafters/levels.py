@@ -241,8 +241,7 @@ class LevelDrafter(Drafter):
             children = list[Child]()
             for (node, ranks), (tokens, log_probs) in zip(expansions, left, strict=False):
                 row.tree.choices[node] = tokens
-                for rank in ranks[: len(tokens)]:
-                    children.append((node, rank, tokens[rank], log_probs[rank]))
+                children += [(node, rank, tokens[rank], log_probs[rank]) for rank in ranks if rank < len(tokens)]
             row.tree.add_level(children)
 
     def choices(self, level: Level, logits: torch.Tensor) -> Choices:

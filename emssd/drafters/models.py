@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,25 +163,26 @@ def _ranks(tree: GrowingTree, tokens: Seq[int]) -> list[int | None]:
 
 
 def load_draft_model(path: str, context: DrafterContext, *, trees: bool = False) -> ModelRunner:
-    """The draft model at `path`, with a KV cache that takes token trees or not.
+    """The draft model at `path`, with a KV cache that takes token trees or not. Tokenizers are compared first.
 
     Raises:
         ConfigError: it does not share the target's vocabulary.
     """
-    runner, tokenizer = context.load_runner(path, trees=True) if trees else context.load_runner(path)
-    _check_vocabulary(path, runner, tokenizer, context)
+    check = partial(_check_vocabulary, path, context)
+    runner, tokenizer = context.load_runner(path, trees=trees, accept=check)
+    check(tokenizer, runner.vocab_size)  # the tokenizer again, for models that were loaded before
     return runner
 
 
-def _check_vocabulary(path: str, model: ModelRunner, tokenizer: Any, context: DrafterContext) -> None:
+def _check_vocabulary(path: str, context: DrafterContext, tokenizer: Any, vocab_size: int | None = None) -> None:
     if tokenizer is not None and context.tokenizer is not None:
         if tokenizer.get_vocab() == context.tokenizer.get_vocab():
             return  # vocabulary sizes of the models may still differ by unused padding ids
         what = f"its tokenizer ({len(tokenizer)} tokens) is not the target's ({len(context.tokenizer)} tokens)"
-    elif model.vocab_size == context.vocab_size:
+    elif vocab_size in (None, context.vocab_size):
         return
     else:
-        what = f"its vocabulary has {model.vocab_size} tokens and the target's {context.vocab_size}"
+        what = f"its vocabulary has {vocab_size} tokens and the target's {context.vocab_size}"
     raise ConfigError(
         f"draft model {path!r} cannot draft for this target: {what}. Set drafter.path to a model that was trained "
         f"with the target's tokenizer, usually a smaller one of the same family. Where the drafter has "

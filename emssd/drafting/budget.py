@@ -64,9 +64,11 @@ class BudgetPolicy(ABC):
 
     Attributes:
         max_depth: nodes of trees that are deeper are dropped before `trim`; ``None`` for no limit.
+        summary: in a few words, what it has learnt; it stands below the figures of a run.
     """
 
     max_depth: int | None = None
+    summary: str = ""
 
     @abstractmethod
     def allot(self, step: BudgetStep) -> Seq[int]:

@@ -54,6 +54,7 @@ class CheckedDrafter(Drafter):
         except DraftError as error:
             raise DraftError(f"drafter {self.name} broke its interface: {told(error)}") from error
         self.failure: PluginError | None = None
+        self.num_drafted = self.num_accepted = 0
         self._vocab_size = vocab_size
         self._on_error = on_error
 
@@ -107,6 +108,8 @@ class CheckedDrafter(Drafter):
         """Pass the outcome on, with the hidden states that the drafter wants."""
         if self.failure or not (outcome.batch.rows or (self.hidden_layers and outcome.hidden is not None)):
             return
+        self.num_drafted += outcome.draft.indptr[-1]
+        self.num_accepted += sum(map(len, outcome.accepted))
         with guarded(self._owner, "observe", in_step=True, failed=self._fail):
             hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
             self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
@@ -118,6 +121,7 @@ class CheckedDrafter(Drafter):
 
     def reset(self) -> None:
         """Pass it on; a drafter that failed may be left with what it has."""
+        self.num_drafted = self.num_accepted = 0
         if not self.failure:
             with guarded(self._owner, "reset", in_step=True, failed=self._fail):
                 self.drafter.reset()

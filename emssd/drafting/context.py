@@ -20,9 +20,10 @@ class DrafterContext:
     Attributes:
         vocab_size: drafted ids must be below it.
         tokenizer: the target's tokenizer, if there is one.
-        load_runner: ``load_runner(path, trees=False)`` gives a further model with a KV cache of its own, and its
-            tokenizer (or ``None``); `trees` says whether its steps hold token trees. The memory of all caches is
-            divided once all drafters are built: run it from `propose` on.
+        load_runner: ``load_runner(path, trees=False, accept=…)`` gives a further model with a KV cache of its own, and
+            its tokenizer (or ``None``); `trees` says whether its steps hold token trees. ``accept(tokenizer)`` may
+            raise before weights are read. The memory of all caches is divided once all drafters are built: run it from
+            `propose` on.
         make_drafter: ``make_drafter(name, options)`` gives a further drafter, for drafters that combine several.
         target: device, dtype, embeddings, first layers, final norm, LM head and logits of the target, to be borrowed;
             ``None`` where there is no model.

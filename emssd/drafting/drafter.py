@@ -28,6 +28,7 @@ class Drafter(ABC):
             alike share no KV then, since nothing is computed for shared tokens.
         replays: what is replayed, in words, by a drafter that knows the output beforehand. Its figures are called a
             replay wherever they are shown. ``None``: it drafts in earnest.
+        label: its name in a line below the figures of a run; the registry sets that of its plugin.
     """
 
     num_speculative_tokens: int = 0
@@ -35,6 +36,7 @@ class Drafter(ABC):
     num_candidates: int = 0
     hidden_layers: tuple[int, ...] = ()
     replays: str | None = None
+    label: str = ""
 
     @abstractmethod
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:

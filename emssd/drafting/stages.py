@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import accumulate
 from operator import gt, index
@@ -34,7 +34,7 @@ _MOST_NODES = 4096  # of a row's tree, whatever a drafter asks for: policies loo
 class ForcedTokens(Drafter):
     """Drafts what the grammar of a row forces, and nothing for other rows: the stages after it draft for these."""
 
-    num_speculative_tokens = 16
+    label, num_speculative_tokens = "grammar", 16
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = zip(batch, budget, strict=True)
@@ -71,6 +71,18 @@ class DraftStages:
         ends = getattr(policy.goes_on, "__func__", None) is not BudgetPolicy.goes_on
         for drafter in self.drafters:
             drafter.end_by(self._going_on if ends else None)
+
+    @property
+    def summary(self) -> str:
+        """In a line, the tokens that drafters drafted, the share that was accepted, and the summary of the policy."""
+        parts = [
+            f"{each.drafter.label} drafted {each.num_drafted} tokens ({each.num_accepted / each.num_drafted:.0%} right)"
+            for each in self.drafters
+            if each.num_drafted
+        ]
+        with suppress(PluginError), guarded(self._policy_name, "summary"):
+            parts += [self._policy.summary] if parts and self._policy.summary else []
+        return "; ".join(parts)
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -192,7 +192,7 @@ def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStag
         config = registry.configured("drafter", other, values)
         return registry.build("drafter", registry.find("drafter", other), config, context)
 
-    def load_runner(path: str, *, trees: bool = False) -> Any:
+    def load_runner(path: str, **_: Any) -> Any:
         raise ConfigError(f"drafter {name!r} runs a model of its own, {path}, and inside vLLM no drafter of emssd can")
 
     context = DrafterContext(vocab_size, None, load_runner, made_of)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -41,6 +43,7 @@ class BorrowedTarget:
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
         self._target, self._model = target, target.model
         self._sharing: list[RoundedRunner] = []
+        self._runner: Callable[[], CausalLMRunner | None] = lambda: None
 
     def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
         """The model with rounded weights, which shares the KV cache of the target; see `RoundedRunner`.
@@ -48,11 +51,14 @@ class BorrowedTarget:
         It is of use from `Drafter.propose` on, in an engine that was made with the drafter's context.
         """
         self._check_together()
-        self._sharing.append(RoundedRunner(self._target, bits, num_layers))
-        return self._sharing[-1]
+        self._sharing.append(made := RoundedRunner(self._target, bits, num_layers))
+        if (runner := self._runner()) is not None:
+            made.attach(runner)
+        return made
 
     def attach(self, runner: CausalLMRunner) -> None:
-        """The target runs in `runner`, whose KV cache is to be shared by those that `rounded` gave."""
+        """The target runs in `runner`, whose KV cache is to be shared by those that `rounded` gives."""
+        self._runner = weakref.ref(runner)
         for each in self._sharing:
             each.attach(runner)
 
@@ -60,6 +66,11 @@ class BorrowedTarget:
     def num_layers(self) -> int:
         """Decoder layers ``n``: hidden states have indices 0 to ``n``, and -1."""
         return self._target.num_layers
+
+    @property
+    def has_program(self) -> bool:
+        """Whether the model runs as a compiled program."""
+        return self._target.compiled is not None
 
     @property
     def is_compiled(self) -> bool:

@@ -43,6 +43,7 @@ def load_checkpoint(
     trust_remote_code: bool = False,
     num_shards: int = 1,
     device_map: DeviceMap | None = None,
+    accept: Callable[[Any], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
@@ -63,6 +64,8 @@ def load_checkpoint(
         if num_shards > 1:
             support.check_shards(config, num_shards)
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    if accept is not None:
+        accept(tokenizer)
     what = "Transformers cannot make the model of its config.json and weights"
     with _told(path, what, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(

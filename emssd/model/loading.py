@@ -37,6 +37,7 @@ def load_model(
     batch_invariant: bool = False,
     for_drafts: bool = False,
     tensor_parallel: bool = False,
+    accept: Callable[[Any], None] | None = None,
 ) -> tuple[TargetModel, Any]:
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
@@ -55,6 +56,7 @@ def load_model(
         for_drafts: it is only to draft, so that a compiled program of it may round its weights in the same way.
         tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
             `emssd.model.parallel.follower.follow`.
+        accept: called with the tokenizer before weights are read; it may raise.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -91,6 +93,7 @@ def load_model(
             max_model_len=max_model_len,
             trust_remote_code=trust_remote_code,
             device_map=device_map,
+            accept=accept,
         )
         try:
             model = model if to is None else model.to(to)  # type: ignore[arg-type]  # annotated for no device at all
@@ -144,11 +147,11 @@ class ModelCache:
             self._target = key
         return self.draft(path, **options)
 
-    def draft(self, path: str, **options: Any) -> tuple[TargetModel, Any]:
-        """A further model, for a drafter."""
+    def draft(self, path: str, *, accept: Any = None, **options: Any) -> tuple[TargetModel, Any]:
+        """A further model, for a drafter; `accept` is not asked about one that is there."""
         key = _key(path, options)
         if key not in self._models:
-            self._models[key] = load_model(path, **options)
+            self._models[key] = load_model(path, accept=accept, **options)
         return self._models[key]
 
 

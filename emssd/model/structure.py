@@ -57,7 +57,7 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 
 def _marks(tensor: torch.Tensor) -> Iterator[Any]:
-    """The tensor, its version and its address; a tensor of a class of its own, a quantized one say, has those of its parts."""
+    """The tensor, its version and its address. A quantized tensor has those of its parts."""
     yield tensor
     if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
         yield -1 if tensor.is_inference() else tensor._version

@@ -134,6 +134,8 @@ class Registry:
         owner = self.owner(kind, spec.name)
         with guarded(owner, "build"):
             made = held(spec.build(config, *arguments), kind, owner)
+            for drafter in (made if isinstance(made, list) else [made]) if kind == "drafter" else ():
+                drafter.label = drafter.label or spec.name
         self.in_use[kind, spec.name] = self._offers[kind, spec.name][1]
         return made
 

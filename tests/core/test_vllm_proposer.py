@@ -134,7 +134,12 @@ def test_every_drafter_has_a_class_that_can_be_imported() -> None:
         ("suffix", {"min_token_prob": 2.0}, "drafter.min_token_prob is 2.0; it must be from 0 to 1"),
         ("lookahead", {}, "it drafts trees"),
         ("rest", {}, "drafter=rest drafts from a datastore: give drafter.store=FOLDER"),
-        ("cascade", {}, "drafter 'cascade' runs a model of its own, demo-draft, and inside vLLM no drafter"),
+        ("draft_model", {}, "drafter=draft_model needs a small model of the target's tokenizer: give drafter.path"),
+        (
+            "cascade",
+            {"drafters": ["llma", "draft_model"], "options": {"draft_model": {"path": "x"}}},
+            "drafter 'cascade' runs a model of its own, x, and inside vLLM no drafter",
+        ),
         (
             "cascade",
             {"drafters": ["suffix", "lookahead"]},

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_draft_model import DraftModelConfig
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
@@ -402,5 +403,5 @@ def test_a_drafters_model_is_compiled_if_the_target_is(
         return target, None
 
     for target in (targets["opt-float32"], TargetModel(make("opt-float32"))):
-        Engine.assemble(target, None, drafter="draft_model", backend="ragged", load=load)
+        Engine.assemble(target, None, drafter=DraftModelConfig("small"), backend="ragged", load=load)
     assert asked == [True, False]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from emssd_anpd import ANPDConfig
+from emssd_auto import AutoConfig
 from emssd_cascade import CascadeConfig
 from emssd_dflash import DFlashConfig
 from emssd_draft_model import DraftModelConfig
@@ -76,6 +77,7 @@ def _pard(_: Any) -> str:
 DRAFTERS: dict[str, Any] = {
     "none": NoneConfig(),
     "anpd": ANPDConfig(num_speculative_tokens=4),
+    "auto": AutoConfig(),
     "cascade": CascadeConfig(["llma", "draft_model"], {"llma": _COPY, "draft_model": {"path": "near"}}),
     "dflash": _of_file(DFlashConfig, written.random_block_head),
     "draft_model": DraftModelConfig("near", 4),

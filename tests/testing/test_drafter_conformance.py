@@ -33,6 +33,9 @@ pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
 TREE: dict[str, Any] = {"num_nodes": 7, "depth": 3, "top_k": 3}
 COPY = {"match_length": 1, "copy_length": 3}
+SMALL = {"path": "small"}
+STATIC = {"path": "small", "tree": "static", "expansion": [2, 1, 2]}
+BESIDE = {"drafters": ["llma", "draft_model"], "options": {"llma": COPY, "draft_model": SMALL}}
 LLMA = {"match_length": 1, "search": "prompt_and_output", "require_full_copy": False}
 PLD = {"max_ngram_size": 2, "num_speculative_tokens": 3, "require_full_copy": False}
 LEARNS = {"learns_across_requests": True}
@@ -72,10 +75,10 @@ SUITES: dict[str, dict[str, Any]] = {
     "None": {"plugin": "none"},
     "LLMA": {"plugin": "llma", "options": LLMA},
     "LLMATree": {"plugin": "llma", "options": LLMA | {"branches": 3, "copy_length": 4}},
-    "DraftModel": MODEL | {"plugin": "draft_model"},
-    "DraftModelStatic": MODEL | {"plugin": "draft_model", "options": {"tree": "static", "expansion": [2, 1, 2]}},
-    "DraftModelDynamic": MODEL | {"plugin": "draft_model", "options": TREE | {"tree": "dynamic"}},
-    "DraftModelSequoia": MODEL | LEARNS | {"plugin": "draft_model", "options": TREE | {"tree": "sequoia"}},
+    "DraftModel": MODEL | {"plugin": "draft_model", "options": SMALL},
+    "DraftModelStatic": MODEL | {"plugin": "draft_model", "options": STATIC},
+    "DraftModelDynamic": MODEL | {"plugin": "draft_model", "options": SMALL | TREE | {"tree": "dynamic"}},
+    "DraftModelSequoia": MODEL | LEARNS | {"plugin": "draft_model", "options": SMALL | TREE | {"tree": "sequoia"}},
     # Without an engine there is no KV cache to share, and nothing is drafted; plugins/self_draft/tests has engines.
     "Self": MODEL | {"plugin": "self"},
     "EarlyExit": built(lambda _: EarlyExitConfig(depth=3, min_confidence=0.3)),
@@ -99,7 +102,8 @@ SUITES: dict[str, dict[str, Any]] = {
     "Medusa": built(lambda context: MedusaConfig(written.random_medusa(context), num_nodes=7)),
     "Hydra": built(lambda context: HydraConfig(written.random_hydra(context), num_nodes=7, top_k=3)),
     "Pard": MODEL | {"make_drafter": pard},
-    "Cascade": MODEL | {"plugin": "cascade", "options": {"options": {"llma": COPY}}},
+    "Cascade": MODEL | {"plugin": "cascade", "options": BESIDE},
+    "Auto": {"plugin": "auto"},
     "PLD": {"plugin": "pld", "options": PLD},
     "PLDTree": {"plugin": "pld", "options": PLD | {"branches": 2, "occurrence": "last"}},
     "Suffix": {"plugin": "suffix"},
@@ -124,7 +128,7 @@ SUITES: dict[str, dict[str, Any]] = {
         "plugin": "union",
         "options": {"drafters": ["llma", "suffix"], "options": {"llma": COPY, "suffix": {"branches": 2}}},
     },
-    "UnionWithADraftModel": MODEL | {"plugin": "union"},
+    "UnionWithADraftModel": MODEL | {"plugin": "union", "options": BESIDE},
     "HiddenStates": {"make_drafter": lambda self, context: similar_places()},  # of the page about hidden states
     "HiddenStatesWithinAUnion": {"make_drafter": beside_another},
 }

@@ -91,7 +91,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
                 parameter += _NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         return TargetModel(model)
 
-    def load_runner(path: str, *, trees: bool = False) -> tuple[ModelRunner, Any]:
+    def load_runner(path: str, *, trees: bool = False, accept: Any = None) -> tuple[ModelRunner, Any]:
         model, cache = noisy(), DenseBackend()
         cache.allocate(model.kv_cache_spec(BATCH_SIZE))
         return CausalLMRunner(model, cache), tokenizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise, product
@@ -172,6 +173,15 @@ def test_drafts_that_pay_are_left_out_ever_more_seldom_to_see_what_a_step_takes_
     world = World(AdaptiveBudget(probe_interval=8), 4, flat, lambda row, drafted: drafted).warm()
     plain = [step for step, kept in enumerate(world.run(520, 5)) if not any(kept)]
     assert [later - earlier for earlier, later in pairwise(plain)] == [17, 33, 65, 129, 129, 129]
+
+
+def test_it_says_what_drafts_gain() -> None:
+    world = World(AdaptiveBudget(), 4, flat, lambda row, drafted: 5)
+    world.run(24, 5)
+    assert world.policy.summary == ""
+    world.run(200, 5)
+    said = r"about [56]\.\d times as fast as without drafts, as budget=adaptive measures it"
+    assert re.fullmatch(said, world.policy.summary)
 
 
 def test_each_row_has_a_length_of_its_own() -> None:

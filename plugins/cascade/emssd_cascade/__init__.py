@@ -21,7 +21,7 @@ class CascadeConfig:
         options: by name the options of a drafter, as in ``drafter.options.llma.copy_length=10``.
     """
 
-    drafters: list[str] = field(default_factory=lambda: ["llma", "draft_model"])
+    drafters: list[str] = field(default_factory=lambda: ["suffix", "self"])
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -31,7 +31,7 @@ def _build(config: CascadeConfig, context: DrafterContext) -> list[Drafter]:
     if not names or len(set(names)) < len(names) or "cascade" in names:
         raise ConfigError(
             f"drafter.drafters is {names}; give each drafter once, and not cascade itself, as in "
-            f"drafter.drafters='[llma,draft_model]'"
+            f"drafter.drafters='[suffix,self]'"
         )
     if foreign := [name for name in config.options if name not in names]:
         raise ConfigError(f"drafter.options.{foreign[0]} is set, but drafter.drafters is {names}")

@@ -41,7 +41,8 @@ class DraftModelConfig:
     A tree costs the draft model one pass for each level, and the target one token for each node.
 
     Attributes:
-        path: folder or hub id of the draft model. ``demo-draft`` is the one that goes with ``model.path=demo``.
+        path: folder or hub id of the draft model. ``null`` is ``demo-draft`` where the target has the demo's
+            tokenizer, and an error elsewhere.
         num_speculative_tokens: tokens drafted per row and step with ``tree=chain`` (the paper's k).
         tree: chain follows the draft model's first choices. static gives every node of a level equally many children
             (SpecInfer, arXiv 2305.09781), or as many as top-k and the like leave in sampling. dynamic follows the most
@@ -71,7 +72,7 @@ class DraftModelConfig:
             tokens, and else text. Other tokenizers draft chains alone.
     """
 
-    path: str = "demo-draft"
+    path: str | None = None
     num_speculative_tokens: int = 4
     tree: TreeKind = TreeKind.chain
     expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])

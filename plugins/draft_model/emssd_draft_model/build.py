@@ -17,6 +17,7 @@ from emssd.drafters import (
 )
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
+from emssd.model.checkpoint import load_tokenizer
 from emssd_draft_model import DraftModelConfig, TreeKind, Vocabulary
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
@@ -37,7 +38,7 @@ def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
             f"drafter.vocabulary is {kind.value}, which drafts chains with two tokenizers; set drafter.tree=chain, and "
             f"give the target a tokenizer, or set drafter.vocabulary=same"
         )
-    runner = load_draft_model(config.path, context, trees=shape is not None and shape.width > 1)
+    runner = load_draft_model(_path_of(config, context), context, trees=shape is not None and shape.width > 1)
     if shape is None:
         return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
     if isinstance(shape, SampledShape):
@@ -46,9 +47,10 @@ def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
 
 
 def _of_any_vocabulary(config: DraftModelConfig, kind: Vocabulary, context: DrafterContext) -> Drafter:
-    runner, tokenizer = context.load_runner(config.path)
+    path = _path_of(config, context)
+    runner, tokenizer = context.load_runner(path)
     if tokenizer is None:
-        raise ConfigError(f"draft model {config.path!r} has no tokenizer, which drafter.vocabulary={kind.value} needs")
+        raise ConfigError(f"draft model {path!r} has no tokenizer, which drafter.vocabulary={kind.value} needs")
     if tokenizer.get_vocab() == context.tokenizer.get_vocab():
         return DraftModelDrafter(runner, context.vocab_size, config.num_speculative_tokens)
     speeches, shared = (Speech(tokenizer, context.tokenizer), Speech(context.tokenizer, tokenizer)), None
@@ -57,6 +59,15 @@ def _of_any_vocabulary(config: DraftModelConfig, kind: Vocabulary, context: Draf
         if kind is Vocabulary.auto and sum(each >= 0 for each in shared) < _NEARLY_ALL * len(context.tokenizer):
             shared = None
     return TranslatedDrafter(runner, speeches, context.vocab_size, config.num_speculative_tokens, shared)
+
+
+def _path_of(config: DraftModelConfig, context: DrafterContext) -> str:
+    """The draft model's path; that of the demo's for a target with the demo's tokenizer. Raises ConfigError: none."""
+    if config.path is None and (
+        context.tokenizer is None or load_tokenizer("demo-draft").get_vocab() != context.tokenizer.get_vocab()
+    ):
+        raise ConfigError("drafter=draft_model needs a small model of the target's tokenizer: give drafter.path=FOLDER")
+    return config.path or "demo-draft"
 
 
 def shape_of(config: DraftModelConfig) -> Shape | None:

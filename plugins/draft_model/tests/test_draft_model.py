@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
+from emssd.data.demo import model_path
 from emssd.decoding.caches import make_backend
 from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
@@ -53,7 +55,7 @@ def make_context(model: TargetModel, tokenizer: Any = None, target_tokenizer: An
     return DrafterContext(
         vocab_size=VOCAB_SIZE,
         tokenizer=target_tokenizer,
-        load_runner=lambda path, trees=False: (runner_of(model), tokenizer),
+        load_runner=lambda path, **_: (runner_of(model), tokenizer),
         make_drafter=lambda name, options: pytest.fail("a draft model asks for no other drafter"),
     )
 
@@ -188,6 +190,29 @@ def test_without_tokenizers_another_vocabulary_is_refused_by_its_size() -> None:
         ConfigError, match=r"draft model 'small-one' cannot draft .*its vocabulary has 20 tokens and the target's 13\."
     ):
         build(DraftModelConfig("small-one"), context)
+
+
+def test_another_tokenizer_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    """There are none to read."""
+    make_tokenizer(12).save_pretrained(tmp_path)
+    tiny_model("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"its tokenizer \(12 tokens\) is not the target's"):
+        Engine.from_pretrained("demo", drafter=DraftModelConfig(str(tmp_path)))
+
+
+@pytest.mark.parametrize("num_words", [0, 13])
+def test_off_the_demo_it_asks_for_a_path(num_words: int) -> None:
+    tokenizer = make_tokenizer(num_words) if num_words else None
+    with pytest.raises(ConfigError, match=r"of the target's tokenizer: give drafter\.path=FOLDER"):
+        build(DraftModelConfig(), make_context(draft_model(), target_tokenizer=tokenizer))
+
+
+def test_the_target_itself_as_draft_model_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    for path in ("demo-draft", str(model_path("target"))):
+        Engine.from_pretrained("demo", drafter=DraftModelConfig(path))
+    assert [record.getMessage() for record in caplog.records if "draft" in record.getMessage()] == [
+        f"draft model {path!r} is the target: it gains nothing; try drafter=self"
+    ]
 
 
 def test_with_the_same_tokenizer_a_vocabulary_padded_to_another_size_is_served() -> None:

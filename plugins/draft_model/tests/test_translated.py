@@ -83,7 +83,7 @@ def tokens_of(found: list[Generation]) -> list[tuple[int, ...]]:
 def test_it_is_accepted_as_with_the_targets_own_tokenizer(kind: Vocabulary, temperature: float, renamed: Path) -> None:
     texts = [prompt.text for prompt in prompts(3)]
     plain, _ = run("none", texts, temperature)
-    same, by_ids = run(DraftModelConfig(), texts, temperature)
+    same, by_ids = run(DraftModelConfig(str(DRAFT)), texts, temperature)
     found, engine = run(DraftModelConfig(str(renamed), vocabulary=kind), texts, temperature)
     assert tokens_of(found) == tokens_of(same) == tokens_of(plain)
     by_ids_accepted, accepted = by_ids.report.num_accepted, engine.report.num_accepted

@@ -28,6 +28,7 @@ from emssd.drafting.checked import check_draft
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -181,6 +182,15 @@ def test_sequoia_drafts_the_tree_that_is_best_for_its_table() -> None:
     below = [children(draft_model(), prompt, way, 1)[0][0] for way in first[:2]]
     # Worth: 0.5, 0.3, 0.45 and 0.27 below these, and 0.1; the third child is worth more than the third level's 0.09.
     assert {way for way, _ in nodes(draft, 0)} == {*first, *below}
+
+
+def test_sequoia_leaves_out_ranks_of_tokens_that_sampling_does_not_leave() -> None:
+    """Its table has the second child first, and there is only one, or two."""
+    shape = SequoiaShape(5, 1, 3, [[0.1, 0.5, 0.3]])
+    for top_k in (1, 2):
+        only = SamplingParams(temperature=1.0, top_k=top_k)
+        row = Row(Request("a", (3, 4, 5), 40, sampling=only))
+        assert propose(make_drafter(shape), [row], [5]).lengths == [top_k]
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -417,7 +427,7 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
     asked = list[tuple[str, bool]]()
 
-    def load_runner(path: str, *, trees: bool = False) -> tuple[CausalLMRunner, None]:
+    def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[CausalLMRunner, None]:
         asked.append((path, trees))
         return CausalLMRunner(draft_model(), backend_for(draft_model())), None
 

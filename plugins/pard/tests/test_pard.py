@@ -134,7 +134,7 @@ def test_it_does_not_draft_beyond_its_length_or_its_memory() -> None:
 
 
 def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDrafter:
-    def load_runner(path: str, *, trees: bool = False) -> tuple[CausalLMRunner, Any]:
+    def load_runner(path: str, **_: Any) -> tuple[CausalLMRunner, Any]:
         model = random_model(VOCAB)
         return CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry())), None
 

@@ -22,7 +22,7 @@ class UnionConfig:
         options: by name the options of a drafter, as in ``drafter.options.suffix.branches=4``.
     """
 
-    drafters: list[str] = field(default_factory=lambda: ["llma", "draft_model"])
+    drafters: list[str] = field(default_factory=lambda: ["suffix", "llma"])
     options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -35,7 +35,7 @@ def _build(config: UnionConfig, context: DrafterContext) -> Drafter:
     if not names or len(set(names)) < len(names) or "union" in names:
         raise ConfigError(
             f"drafter.drafters is {names}; give each drafter once, and not union itself, as in "
-            f"drafter.drafters='[llma,draft_model]'"
+            f"drafter.drafters='[suffix,llma]'"
         )
     if foreign := [name for name in config.options if name not in names]:
         raise ConfigError(f"drafter.options.{foreign[0]} is set, but drafter.drafters is {names}")
