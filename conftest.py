@@ -137,7 +137,13 @@ def leaves_the_process_as_it_was() -> Iterator[None]:
         pytest.fail(f"this test leaves {', '.join(changed)} changed; undo it, as with monkeypatch", pytrace=False)
 
 
-_FREE = ("PYTEST_", "GOMP_", "HF_HUB_", "RAY_")  # variables of pytest, and those that commands set for their process
+_FREE = (
+    "PYTEST_",
+    "GOMP_",
+    "HF_HUB_",
+    "RAY_",
+    "TORCHINDUCTOR_",
+)  # variables of pytest, and those that commands set for their process
 
 
 def _process_state() -> dict[str, object]:

@@ -167,8 +167,9 @@ class Engine(Assembled):
         eos = frozenset[int]() if ignore_eos else self.eos_token_ids
         pairs = enumerate(zip(encoded, limits, strict=True))
         if limits and isinstance(self.runner, CausalLMRunner):
-            num_tokens = sum(limits) * (1 if sampling is None else sampling.n)
-            self.target.compile_if_it_pays(max(*limits, num_tokens // self.batch_size))
+            most = [min(limit, self.runner.max_model_len) for limit in limits]
+            num_tokens = sum(most) * (1 if sampling is None else sampling.n)
+            self.target.compile_if_it_pays(max(*most, num_tokens // self.batch_size))
         return self.run([Request(str(i), tuple(ids), limit, eos, stops, sampling) for i, (ids, limit) in pairs])
 
     def generate(

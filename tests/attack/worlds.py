@@ -104,9 +104,7 @@ def draw_world(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            target = TargetModel(  # one that is foul is refused when a run begins, unless it is said to stay as it is
-                model, compile=compiled, frozen=foul, batch_invariant=invariant
-            )
+            target = TargetModel(model, compile=compiled, batch_invariant=invariant)
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:
             return None

@@ -75,7 +75,7 @@ def test_rows_that_share_are_those_that_do_not(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def target() -> TargetModel:
-    return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=128))
+    return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=128), frozen=True)
 
 
 def build(

@@ -101,11 +101,15 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     monkeypatch.setattr(tracing, "expected_seconds", lambda *_: 0)  # so that each run is worth it
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
-    auto = (*RESUME, "model.compile=auto")
+    auto, path = (*RESUME, "model.compile=auto"), work / "out" / "generations.jsonl"
+
+    def made_by(compiled: bool) -> None:
+        rows = [row | {"made_with": row["made_with"] | {"compiled": compiled}} for row in jsonl(path)[:2]]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    made_by(compiled=False)
     assert half(*auto).metrics["compiled"] == "not compiled, as the rows that are there were made"
-    path = work / "out" / "generations.jsonl"
-    rows = [row | {"made_with": row["made_with"] | {"compiled": True}} for row in jsonl(path)[:2]]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    made_by(compiled=True)
     assert half(*auto).sentence == (
         "resume=true: a compiled program made the rows in out, and this run has none (not compiled: it is asked to "
         "compile); go on where the model can be compiled, or start again with overwrite=true or another output_dir"

@@ -128,13 +128,14 @@ def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) 
         return original(module, bits)
 
     monkeypatch.setattr(emssd.model.rounded, "RoundedWeights", counted)
-    engine = Engine.from_model(model, **options)
+    engine = Engine.from_model(model, frozen=True, **options)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     assert made == [8]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3)
+    engine.refresh()
     (text,) = engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     assert made == [8, 8]
     (plain,) = Engine.from_model(model, drafter="none", budget="fixed").generate([[1, 2, 3]], 6, ignore_eos=True)
