@@ -121,11 +121,8 @@ def _take_any_text(stream: TextIO | None) -> None:
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
-    """The first Ctrl-C raises `KeyboardInterrupt`; a second one, however late, ends the process at once.
-
-    Python drops what is raised in a finalizer. One that comes there is raised again, once the finalizer is over.
-    """
-    came, unraisable = False, sys.unraisablehook
+    """The first Ctrl-C raises `KeyboardInterrupt`; a second one, however late, ends the process at once."""
+    came = False
 
     def interrupt(*_: object) -> None:
         nonlocal came
@@ -134,24 +131,14 @@ def _interrupts() -> Iterator[None]:
         came = True
         raise KeyboardInterrupt
 
-    def dropped(what: sys.UnraisableHookArgs) -> None:
-        nonlocal came
-        if not issubclass(what.exc_type, KeyboardInterrupt):
-            unraisable(what)
-            return
-        came = False
-        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
-
     ours = threading.current_thread() is threading.main_thread()
     # A process whose parent had it ignore Ctrl-C, as a script's `&` does, goes on ignoring it.
     if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
-    sys.unraisablehook = dropped
     try:
         yield
     finally:
-        sys.unraisablehook = unraisable
         if not came:
             signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -151,21 +151,6 @@ def test_ctrl_c_ends_a_command_in_a_sentence(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err == "program: interrupted\n"
 
 
-def test_ctrl_c_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    def command() -> None:
-        Finalized()
-        signal.pause()
-
-    hook = sys.unraisablehook
-    assert status_of(command) == INTERRUPTED
-    assert "program: interrupted" in capsys.readouterr().err
-    assert sys.unraisablehook is hook
-
-
 def test_a_second_ctrl_c_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[int] = []
     monkeypatch.setattr(os, "_exit", ended.append)

@@ -37,10 +37,9 @@ class Eagle3Config(TreeOptions):
 
     Attributes:
         path: as of all heads. ``demo-eagle3`` is the one that goes with ``model.path=demo``.
-        layer_ids: what the numbers of layers in the head's config mean: hs, the residual stream before a layer, or
+        layer_ids: the meaning of the numbers of layers in the head's config: hs, the residual stream before a layer, or
             output, that of a layer. A wrong one changes no token, but hardly anything is accepted. auto decides by the
-            config; where that leaves both possible, it first measures with which of them the head foresees more of the
-            text.
+            config; where both are possible, a warning names the other one.
     """
 
     path: str | None = "demo-eagle3"
@@ -48,18 +47,14 @@ class Eagle3Config(TreeOptions):
 
 
 def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
-    from emssd_eagle3.drafters import MeasuringDrafter, MeasuringParallelDrafter, ParallelDrafter
+    from emssd_eagle3.drafters import ParallelDrafter
     from emssd_eagle3.loading import load_eagle3
 
     shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle3")
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
     loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
     head, is_parallel = loaded.head, loaded.head.mask_token_id is not None
-    if loaded.other_layers is None:
-        drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
-    else:
-        unsure = MeasuringParallelDrafter if is_parallel else MeasuringDrafter
-        drafter = unsure(head, (loaded.layers, loaded.other_layers), shape, lent)
+    drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
     if lent.compile:
         head.keep_bytes()
     return drafter

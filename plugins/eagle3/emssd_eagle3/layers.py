@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from emssd.drafters import LAST_NORMED
@@ -10,6 +11,8 @@ from emssd_eagle3 import LayerIds
 
 __all__ = ["AuxLayers", "LayerIds", "aux_layers"]
 
+logger = logging.getLogger("emssd")
+
 
 @dataclass(frozen=True, slots=True)
 class AuxLayers:
@@ -17,12 +20,10 @@ class AuxLayers:
 
     Attributes:
         layers: their numbers, see `emssd.drafters.heads.LAST_NORMED`, in the order in which the head reads them.
-        other: those of the other reading, where it is possible and nothing in the file tells which is right. A wrong
-            one changes no output, only how much is accepted.
+        why: the reason, in words.
     """
 
     layers: tuple[int, ...]
-    other: tuple[int, ...] | None
     why: str
 
 
@@ -42,21 +43,26 @@ def aux_layers(
         nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
     """
     if not num_features:
-        return AuxLayers((LAST_NORMED,), None, "use_aux_hidden_state is false")
+        return AuxLayers((LAST_NORMED,), "use_aux_hidden_state is false")
     if ids is None:
-        chosen = AuxLayers((2, num_layers // 2, num_layers - 3), None, "the default, as the config names none")
+        chosen = AuxLayers((2, num_layers // 2, num_layers - 3), "the default, as the config names none")
     elif meaning is not LayerIds.auto:
-        chosen = AuxLayers(_streams(ids, meaning), None, f"layer_ids={meaning.value}")
+        chosen = AuxLayers(_streams(ids, meaning), f"layer_ids={meaning.value}")
     elif container:
-        chosen = AuxLayers(ids, None, "as speculators numbers them")
+        chosen = AuxLayers(ids, "as speculators numbers them")
     elif max(ids) == num_layers:
-        chosen = AuxLayers(ids, None, "as the last one is the number of the target's layers")
+        chosen = AuxLayers(ids, "as the last one is the number of the target's layers")
     elif ids[0] == 1:
-        chosen = AuxLayers(_streams(ids, LayerIds.output), None, "outputs of layers, as the first is 1")
+        chosen = AuxLayers(_streams(ids, LayerIds.output), "outputs of layers, as the first is 1")
     else:
         likely, other = (LayerIds.output, LayerIds.hs) if nested else (LayerIds.hs, LayerIds.output)
-        why = f"a guess from where the config has them: layer_ids={likely.value}; {other.value} is measured, too"
-        chosen = AuxLayers(_streams(ids, likely), _streams(ids, other), why)
+        chosen = AuxLayers(_streams(ids, likely), f"a guess from the config: layer_ids={likely.value}")
+        logger.warning(
+            "drafter=eagle3: the head's config leaves open which hidden states it reads; drafter.layer_ids=%s is "
+            "likelier. If hardly anything is accepted, set %s",
+            likely.value,
+            other.value,
+        )
     if len(chosen.layers) != num_features:
         raise ConfigError(
             f"the head reads {num_features} hidden states of the target, and its config names {len(chosen.layers)}"

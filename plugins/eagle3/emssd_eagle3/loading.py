@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from emssd.drafters import LAST_NORMED, Format, HeadFiles, Loaded, TargetSizes
 from emssd_eagle3.head import Eagle3Head
 from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
 from emssd_eagle3.variant import Variant, variant_of
 
-__all__ = ["LoadedEagle3", "load_eagle3"]
+__all__ = ["load_eagle3"]
 
 _OLD_NORMS = {f"aux_norm_{name}.weight": f"fc_norm.{place}.weight" for place, name in enumerate(("low", "mid", "high"))}
 _LATER_NORM = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight$")
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedEagle3(Loaded[Eagle3Head]):
-    """A head, and how it is to be used. For `other_layers` see `AuxLayers.other`."""
-
-    other_layers: tuple[int, ...] | None
-
-
-def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.auto) -> LoadedEagle3:
+def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.auto) -> Loaded[Eagle3Head]:
     """Load a head; `layer_ids` says what the numbers of layers in its config mean."""
     files = HeadFiles.read(path, target, Format.eagle3, Format.peagle, new_name=_new_name)
     names = files.names
@@ -43,7 +35,7 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
     placed = {new: name for new, name in names.items() if new not in unused}
     head = files.filled(lambda: Eagle3Head(variant, names, target), placed)
     head.target_ids = files.drafted_ids(variant.draft_vocab_size)
-    return LoadedEagle3(head, layers.layers, _described(files, variant, layers, head), layers.other)
+    return Loaded(head, layers.layers, _described(files, variant, layers, head))
 
 
 def _new_name(name: str) -> str:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle3.loading import LoadedEagle3, load_eagle3
+from emssd_eagle3.head import Eagle3Head
+from emssd_eagle3.loading import load_eagle3
 
+from emssd.drafters import Loaded
 from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.errors import CompileError
@@ -69,7 +71,7 @@ def head_weights(
     return random_weights(shapes, seed) | vocabulary
 
 
-def load(path: str, target: TargetSizes = TARGET, **options: Any) -> LoadedEagle3:
+def load(path: str, target: TargetSizes = TARGET, **options: Any) -> Loaded[Eagle3Head]:
     return load_eagle3(path, replace(target, dtype=torch.float64), **options)
 
 

@@ -1,8 +1,7 @@
-"""Files of another head are refused; the hidden states that a head reads are chosen by rule, or measured."""
+"""Files of another head are refused; the hidden states that a head reads are chosen by rule."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from emssd_eagle3.loading import load_eagle3
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from tests.support.heads import Weights, layer_weights, random_weights, write_head
-from tests.support.perfect_head import random_head, write_perfect_eagle3
+from tests.support.perfect_head import write_perfect_eagle3
 from tests.support.right_drafters import DEPTH, decode, trial
 from tests.support.tiers import looped
 
@@ -159,15 +158,18 @@ def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_p
         ((1, 17, 33), {}, (2, 18, 34), None),
         ((24, 30, 36), {"nested": True}, (24, 30, 36), None),
         ((1, 17, 33), {"container": True}, (1, 17, 33), None),
-        ((3, 17, 33), {}, (3, 17, 33), (4, 18, 34)),
-        ((3, 17, 33), {"nested": True}, (4, 18, 34), (3, 17, 33)),
+        ((3, 17, 33), {}, (3, 17, 33), "output"),
+        ((3, 17, 33), {"nested": True}, (4, 18, 34), "hs"),
         ((3, 17, 33), {"meaning": LayerIds.output}, (4, 18, 34), None),
         ((1, 17, 33), {"meaning": LayerIds.hs}, (1, 17, 33), None),
     ],
 )
-def test_layers_are_chosen_by_rule(ids: Any, options: Any, layers: Any, other: Any) -> None:
-    chosen = aux_layers(ids, 3, 36, **options)
-    assert (chosen.layers, chosen.other) == (layers, other)
+def test_layers_are_chosen_by_rule_and_a_guess_names_the_other_one(
+    ids: Any, options: Any, layers: Any, other: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.clear()
+    assert aux_layers(ids, 3, 36, **options).layers == layers
+    assert [message.endswith(f"set {other}") for message in caplog.messages] == [True] * (other is not None)
 
 
 def test_without_ids_the_target_must_have_the_default_layers() -> None:
@@ -180,39 +182,14 @@ def test_without_ids_the_target_must_have_the_default_layers() -> None:
 
 
 CHAIN = {"tree": "chain", "depth": DEPTH}
-# The perfect head reads the streams 1, 2 and 3: outputs of the layers 0, 1 and 2.
-WRONG = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}  # at the top, the guess is that they are streams
-RIGHT = {"eagle_aux_hidden_state_layer_ids": None, "eagle_config": WRONG}  # and here, that they are outputs
-
-
-def perfect(config: dict[str, Any]) -> dict[str, Any]:
-    """Options of a drafter with a perfect head of this config."""
-    return CHAIN | {"path": write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **config)}
-
-
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@pytest.mark.parametrize(("config", "layers"), [(WRONG, "with the latter"), (RIGHT, "with the former")])
-def test_a_wrong_guess_is_noticed(
-    config: dict[str, Any], layers: str, backend: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, logger="emssd")
-    engine = trial("eagle3").make_engine(perfect(config), backend)
-    decode(engine)
-    assert engine.report.num_accepted == engine.report.num_drafted > 0
-    (line,) = (each for each in caplog.messages if "foresees" in each)
-    assert layers in line
-    assert "(drafter.layer_ids=output)" in line
+# The perfect head reads the streams 1, 2 and 3: outputs of the layers 0, 1 and 2. The guess is that they are streams.
+WRONG = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
 @pytest.mark.parametrize("layer_ids", ["hs", "output"])
-def test_what_the_user_says_is_not_measured(layer_ids: str) -> None:
-    engine = trial("eagle3").make_engine(perfect(WRONG) | {"layer_ids": layer_ids})
+def test_the_user_says_which_hidden_states_a_head_reads(layer_ids: str) -> None:
+    path = write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **WRONG)
+    engine = trial("eagle3").make_engine(CHAIN | {"path": path, "layer_ids": layer_ids})
     decode(engine)
     report = engine.report
     assert (report.num_accepted == report.num_drafted, report.num_steps < 12) == ((layer_ids == "output",) * 2)
-
-
-def test_the_guess_is_kept_where_nothing_is_foreseen(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, logger="emssd")
-    decode(trial("eagle3").make_engine(CHAIN | {"path": random_head("eagle3").path}))
-    assert "(drafter.layer_ids=" in caplog.text
