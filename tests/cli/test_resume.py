@@ -99,7 +99,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
 ) -> None:
     """`test_compiled_jobs` resumes one that is."""
     monkeypatch.setattr(tracing, "expected_seconds", lambda *_: 0)  # so that each run is worth it
-    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    monkeypatch.setattr(tracing, "compile_program", lambda *given: pytest.fail("it compiles"))
     monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
     auto, path = (*RESUME, "model.compile=auto"), work / "out" / "generations.jsonl"
 
@@ -110,6 +110,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     made_by(compiled=False)
     assert half(*auto).metrics["compiled"] == "not compiled, as the rows that are there were made"
     made_by(compiled=True)
+    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     assert half(*auto).sentence == (
         "resume=true: a compiled program made the rows in out, and this run has none (not compiled: it is asked to "
         "compile); go on where the model can be compiled, or start again with overwrite=true or another output_dir"

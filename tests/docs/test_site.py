@@ -70,7 +70,7 @@ def test_the_page_of_options_has_every_option_once_with_its_words() -> None:
         "`drafter.search` · `prompt` \\| `prompt_and_output` · default `prompt`: ",
         "`budget.num_tokens` · integer, or `null` · default `null`: ",
         "`data.path` · text · no default: ",
-        "`drafter.drafters` · list of text · default `[llma,draft_model]`: ",
+        "`drafter.drafters` · list of text · default `[suffix,self]`: ",
         "`backend.pad_kv` · `true` \\| `false` · default `true`: ",
         "`drafter` · [a choice](#drafter) · default `suffix`: ",
     ],

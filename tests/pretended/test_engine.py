@@ -178,7 +178,7 @@ def test_greedy_and_sampled_steps_of_a_size_are_recorded_apart(request: pytest.F
     wanted = [expected("suffix", sampling) for sampling in (SAMPLED, None)]
     device: PretendedCuda = request.getfixturevalue("device")
     model = llama().to("cuda")
-    engine = Engine.from_model(model, drafter="suffix", backend=BACKENDS["recorded"], batch_size=3)
+    engine = Engine.from_model(model, drafter="suffix", backend=BACKENDS["recorded"], batch_size=3, frozen=True)
     for sampling, tokens in zip((SAMPLED, None), wanted, strict=True):
         done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
         assert [each.token_ids for each in done] == tokens

@@ -17,7 +17,7 @@ from emssd.drafters import (
 )
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model.checkpoint import load_tokenizer
+from emssd.model import load_tokenizer
 from emssd_draft_model import DraftModelConfig, TreeKind, Vocabulary
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
