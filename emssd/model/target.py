@@ -34,6 +34,17 @@ __all__ = ["Compile", "Computed", "TargetModel"]
 Compile = bool | Literal["auto"]
 """Whether a model is compiled: yes, no, or where that costs nothing or pays; see `TargetModel.compile_if_it_pays`."""
 
+_ALIKE = {
+    torch.nn.Linear,
+    torch.nn.Embedding,
+    torch.nn.Identity,
+    torch.nn.SiLU,
+    torch.nn.GELU,
+    torch.nn.ReLU,
+    torch.nn.Tanh,
+}
+"""Modules that compute the same in training mode, so that a new one need not be told."""
+
 _PAYS = 4  # times as long as compiling: a program saves about half of that, and rows may end before their limit
 
 
@@ -109,7 +120,9 @@ class TargetModel(HookedModel):
             UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
         """
         name = type(self.model).__name__
-        trained = [part for part, module in self.model.named_modules() if module.training]
+        trained = [
+            part for part, module in self.model.named_modules() if module.training and type(module) not in _ALIKE
+        ]
         if trained:
             part = f" in {trained[0]}" if trained[0] else ""
             raise UnsupportedModelError(

@@ -98,7 +98,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
         lambda *given: given[-1].clamp(-0.1, 0.1)
     ),
     "a hook": lambda model: mlp(model).register_forward_hook(double),
-    "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh().eval()),
+    "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
     "a module": lambda model: setattr(model.model.layers[0], "mlp", Twice(mlp(model)).eval()),
     "a forward of its own": lambda model: setattr(mlp(model), "forward", Twice(copy.copy(mlp(model))).forward),
     "a number": lambda model: (
