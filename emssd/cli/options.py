@@ -35,7 +35,12 @@ __all__ = ["explained", "to_options"]
 _FULL = "HYDRA_FULL_ERROR"
 _LONGEST = 200  # characters of what was given that an error repeats
 _HELP = "python -m emssd --help lists all"
-_GONE = {"cluster": "Ray Data spreads a job over workers; docs/how_to/ray.md shows how"}
+_GONE = {
+    "cluster": "Ray Data spreads a job over workers; docs/how_to/ray.md shows how",
+    "model.fallback": "A model that cannot be served is refused; model.generate of Transformers still decodes with it",
+    "model.frozen": "A run loads its model itself, and needs no promise; leave it out",
+    "model.checksums": "A run loads its model itself, and needs no check; leave it out",
+}
 """Options of earlier versions, and what stands in for them."""
 
 _LIMIT = 2**63  # a tensor holds integers below it
@@ -177,12 +182,10 @@ def _no_option(name: str, owner: type, registry: Registry) -> str:
     group, _, option = name.rpartition(".")
     known = [field.name for field in dataclasses.fields(owner) if field.name != "name"]
     guess = did_you_mean(option, known) or "."
+    if name in _GONE:
+        return f"there is no option {name!r} any more. {_GONE[name]}"
     if not group:
-        return (
-            f"there is no option {name!r} any more. {_GONE[name]}"
-            if name in _GONE
-            else f"there is no option {name!r}{guess} {_HELP}"
-        )
+        return f"there is no option {name!r}{guess} {_HELP}"
     whose = f"{group} {owner.name!r}" if group in KINDS and hasattr(owner, "name") else group
     specs = registry.specs(group) if group in KINDS else []
     others = [spec.name for spec in specs if option in {field.name for field in dataclasses.fields(spec.config)}]
