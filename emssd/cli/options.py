@@ -26,7 +26,7 @@ from omegaconf.errors import (
 
 from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size
 from emssd.data.openai_batch import OpenAIBatchConfig
-from emssd.data.sources import DemoConfig
+from emssd.data.sources import DemoConfig, TextConfig
 from emssd.errors import ConfigError, EmssdError, did_you_mean
 from emssd.plugins.registry import KINDS, Registry
 
@@ -115,7 +115,7 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
-    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout."""
+    """Refuse `prompt` beside other prompts, a template for texts, to read stdin twice, and files beside stdout."""
     data = options.data
     if options.output_dir == STDOUT:
         others = {"resume=true": options.resume, "overwrite=true": options.overwrite, "a sweep": is_sweep}
@@ -131,6 +131,8 @@ def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
             raise ConfigError("an experiment decodes the data of its task; leave prompt= or experiment= out")
         if not isinstance(data, DemoConfig) or (data.limit, data.kind) != (DemoConfig.limit, DemoConfig.kind):
             raise ConfigError("prompt= is decoded in the place of data; leave data= and data.limit= out, or prompt=")
+    if options.chat_template is not None and isinstance(data, DemoConfig | TextConfig) and not data.chat:
+        raise ConfigError("chat_template= makes prompts of conversations, and these are texts; add data.chat=true")
     if getattr(data, "path", None) == "-" and (is_sweep or options.resume):
         why = (
             "a sweep reads its prompts once for each run"
