@@ -45,6 +45,7 @@ class LinesFile:
             if isinstance(error, OutputError):
                 raise
             why = getattr(error, "strerror", "too many folders in folders")
+            why = "there is a file of this name" if isinstance(error, FileExistsError) else why
             raise OutputError(
                 f"cannot write to output_dir={path.parent!s:.300}: {why}; set output_dir to a writable folder"
             ) from error

@@ -26,7 +26,7 @@ from omegaconf.errors import (
 
 from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size
 from emssd.data.openai_batch import OpenAIBatchConfig
-from emssd.data.sources import DemoConfig
+from emssd.data.sources import DemoConfig, TextConfig
 from emssd.errors import ConfigError, EmssdError, did_you_mean
 from emssd.plugins.registry import KINDS, Registry
 
@@ -35,7 +35,12 @@ __all__ = ["explained", "to_options"]
 _FULL = "HYDRA_FULL_ERROR"
 _LONGEST = 200  # characters of what was given that an error repeats
 _HELP = "python -m emssd --help lists all"
-_GONE = {"cluster": "Ray Data spreads a job over workers; docs/how_to/ray.md shows how"}
+_GONE = {
+    "cluster": "Ray Data spreads a job over workers; docs/how_to/ray.md shows how",
+    "model.fallback": "A model that cannot be served is refused; model.generate of Transformers still decodes with it",
+    "model.frozen": "A run loads its model itself, and needs no promise; leave it out",
+    "model.checksums": "A run loads its model itself, and needs no check; leave it out",
+}
 """Options of earlier versions, and what stands in for them."""
 
 _LIMIT = 2**63  # a tensor holds integers below it
@@ -110,7 +115,7 @@ def _check_choice(kind: str, chosen: Any, registry: Registry) -> None:
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
-    """Refuse `prompt` beside other prompts, to read stdin twice, and files where rows go to stdout."""
+    """Refuse `prompt` beside other prompts, a template for texts, to read stdin twice, and files beside stdout."""
     data = options.data
     if options.output_dir == STDOUT:
         others = {"resume=true": options.resume, "overwrite=true": options.overwrite, "a sweep": is_sweep}
@@ -126,6 +131,8 @@ def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
             raise ConfigError("an experiment decodes the data of its task; leave prompt= or experiment= out")
         if not isinstance(data, DemoConfig) or (data.limit, data.kind) != (DemoConfig.limit, DemoConfig.kind):
             raise ConfigError("prompt= is decoded in the place of data; leave data= and data.limit= out, or prompt=")
+    if options.chat_template is not None and isinstance(data, DemoConfig | TextConfig) and not data.chat:
+        raise ConfigError("chat_template= makes prompts of conversations, and these are texts; add data.chat=true")
     if getattr(data, "path", None) == "-" and (is_sweep or options.resume):
         why = (
             "a sweep reads its prompts once for each run"
@@ -177,12 +184,10 @@ def _no_option(name: str, owner: type, registry: Registry) -> str:
     group, _, option = name.rpartition(".")
     known = [field.name for field in dataclasses.fields(owner) if field.name != "name"]
     guess = did_you_mean(option, known) or "."
+    if name in _GONE:
+        return f"there is no option {name!r} any more. {_GONE[name]}"
     if not group:
-        return (
-            f"there is no option {name!r} any more. {_GONE[name]}"
-            if name in _GONE
-            else f"there is no option {name!r}{guess} {_HELP}"
-        )
+        return f"there is no option {name!r}{guess} {_HELP}"
     whose = f"{group} {owner.name!r}" if group in KINDS and hasattr(owner, "name") else group
     specs = registry.specs(group) if group in KINDS else []
     others = [spec.name for spec in specs if option in {field.name for field in dataclasses.fields(spec.config)}]

@@ -129,6 +129,10 @@ class Assembled:
             frozen: you promise not to, so the engine keeps what it computes, as if it had loaded the model. It raises
                 `UnsupportedModelError` where it sees a change; after `Engine.refresh`, it uses the model as it is then.
         """
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"Engine.from_model takes a loaded model; Engine.from_pretrained({str(model)!r:.200}) loads one"
+            )
         chosen = _options(options, cls.from_model)
         load = partial(load_model, trust_remote_code=trust_remote_code)
         target = TargetModel(

@@ -43,7 +43,7 @@ def print_report(console: Console, metrics: dict[str, Any], *, details: bool = F
     console.print(metrics["title"], style="bold")
     if num_resumed := metrics["num_resumed_prompts"]:
         num_here = metrics["num_prompts"] - num_resumed
-        console.print(f"of the {num_here} rows of this run; {num_resumed} were finished before")
+        console.print(f"of the {num_here} rows of this run; finished before: {num_resumed}")
     console.print(f"  {metrics['decode_tokens_per_second']:.1f} tokens/s, without the time for prompts")
     if "greedy" in metrics:
         console.print(f"  {speedup_text(metrics)} the speed without drafts")

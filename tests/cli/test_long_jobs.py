@@ -73,7 +73,7 @@ def test_a_resumed_run_says_what_its_figures_cover(decode: Callable) -> None:
     assert (result.metrics["num_prompts"], result.metrics["num_resumed_prompts"]) == (5, 2)
     assert result.metrics["check"]["exact"] == 3
     assert "resume=true: out/ holds 2 of 5 rows" in result.err
-    assert "of the 3 rows of this run; 2 were finished before" in result.out
+    assert "of the 3 rows of this run; finished before: 2" in result.out
     assert "8/8" in result.err  # two from before, and three both ways
 
 

@@ -254,6 +254,8 @@ def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> 
     (work / "taken").write_text("")
     sentence = decode("output_dir=taken/out").sentence
     assert sentence == "cannot write to output_dir=taken/out: Not a directory; set output_dir to a writable folder"
+    sentence = decode("output_dir=taken").sentence
+    assert sentence.startswith("cannot write to output_dir=taken: there is a file of this name; set output_dir to ")
 
 
 @looped("choice", ["backend=flashinfer", "-m backend=ragged,flashinfer"])

@@ -324,3 +324,8 @@ def test_no_drafter_writes_to_what_a_request_asks_for() -> None:
     assert dict(sampling.logit_bias) == {3: 1.0}
     for again in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling), copy.copy(sampling)):
         assert again == sampling
+
+
+def test_a_path_in_the_place_of_a_loaded_model() -> None:
+    with pytest.raises(ConfigError, match=r"takes a loaded model; Engine\.from_pretrained\('demo'\) loads one"):
+        Engine.from_model("demo")

@@ -42,7 +42,12 @@ def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
             "drafter=mtp drafts with a layer of the target's checkpoint, and this target was read from none: give "
             "drafter.path=FOLDER, or a hub id"
         )
-    loaded = lent.loaded(path, lambda path, _: load_mtp(path, lent))
+    try:
+        loaded = lent.loaded(path, lambda path, _: load_mtp(path, lent))
+    except ConfigError as error:
+        if config.path:
+            raise
+        raise ConfigError(f"without drafter.path, drafter=mtp takes the target's own layer: {error}") from error
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 

@@ -15,6 +15,7 @@ from emssd_mtp.loading import load_mtp
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from emssd import Engine
 from emssd.drafters.heads.loading import Lent
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
@@ -319,3 +320,8 @@ def test_it_gives_what_transformers_computes_that_opens_the_same_checkpoint(
         for length in range(2, len(inputs) + 1):
             ((last, _, _),) = run_ragged(head, [(inputs[:length], 1, inputs[:1], (-1,))])
             torch.testing.assert_close(last, wanted[length - 1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_target_without_the_layer_is_refused_as_the_target() -> None:
+    with pytest.raises(ConfigError, match=r"without drafter\.path, drafter=mtp takes the target's own layer: "):
+        Engine.from_pretrained("demo", drafter="mtp")
