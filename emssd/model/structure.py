@@ -56,12 +56,12 @@ def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
     return all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(one, other, strict=True))
 
 
-def _marks(tensor: torch.Tensor) -> Iterator[Any]:
-    """The tensor, its version and its address. A quantized tensor has those of its parts."""
+def _marks(tensor: Any) -> Iterator[Any]:
+    """The tensor, its version and its address. A quantized tensor or a shard has those of its parts."""
     yield tensor
-    if type(tensor) in _PLAIN or not hasattr(tensor, "__tensor_flatten__"):
-        yield -1 if tensor.is_inference() else tensor._version
-        yield 0 if tensor.is_meta else tensor.data_ptr()
-    else:
+    if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in _PLAIN:
         for name in tensor.__tensor_flatten__()[0]:
             yield from _marks(getattr(tensor, name))
+    elif isinstance(tensor, torch.Tensor):
+        yield -1 if tensor.is_inference() else tensor._version
+        yield 0 if tensor.is_meta else tensor.data_ptr()

@@ -22,6 +22,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel
 from emssd.model.probe import ProbeRows
+from emssd.model.structure import Structure, changed
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch
 from emssd.testing.models import tiny_model
@@ -145,6 +146,26 @@ def test_an_owned_model_that_was_changed_is_refused_until_it_is_refreshed(what: 
             tokens(engine)
     engine.refresh()
     assert tokens(engine) == right(model) != before
+
+
+class Parts(torch.Tensor):
+    """As a quantized tensor, or a shard with its mesh of devices."""
+
+    part: torch.Tensor
+    mesh: object
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["part", "mesh"], None
+
+
+def test_a_tensor_that_is_made_of_parts_is_seen_by_these() -> None:
+    model, tensor = llama(), torch.zeros(2).as_subclass(Parts)
+    tensor.part, tensor.mesh = torch.zeros(2), object()
+    mlp(model).register_buffer("parts", tensor)
+    before = Structure(model)
+    assert changed(before.tensors, Structure(model).tensors) is None
+    tensor.part.add_(1)
+    assert changed(before.tensors, Structure(model).tensors) == "model.layers.0.mlp.parts"
 
 
 def test_an_engine_that_decodes_is_not_refreshed() -> None:
