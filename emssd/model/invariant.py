@@ -171,10 +171,10 @@ _EXACT = (
     "relu relu6 leaky_relu hardtanh threshold round floor ceil trunc sign sgn where masked_fill nan_to_num dropout"
 )
 _BY_ROW = (
-    "embedding layer_norm native_layer_norm rms_norm mean sum softmax _softmax log_softmax _log_softmax amax amin topk "
-    "sort linalg_vector_norm cumsum cat concat stack index index_select index_add index_put index_copy gather "
-    "take_along_dim scatter scatter_add repeat repeat_interleave broadcast_tensors roll flip pad constant_pad_nd tril triu "
-    "type_as _to_copy copy clone contiguous detach lift_fresh fill zero empty empty_like new_empty zeros zeros_like new_zeros "
-    "ones ones_like new_ones full full_like new_full arange scalar_tensor"
+    "embedding layer_norm native_layer_norm rms_norm mean sum softmax _softmax log_softmax _log_softmax amax amin "
+    "topk sort linalg_vector_norm cumsum cat concat stack index index_select index_add index_put index_copy gather "
+    "take_along_dim scatter scatter_add repeat repeat_interleave broadcast_tensors roll flip pad constant_pad_nd tril "
+    "triu type_as _to_copy copy clone contiguous detach lift_fresh fill zero empty empty_like new_empty zeros "
+    "zeros_like new_zeros ones ones_like new_ones full full_like new_full arange scalar_tensor"
 )
 _KNOWN = frozenset(f"{_EXACT} {_BY_ROW}".split())
