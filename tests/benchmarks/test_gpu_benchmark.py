@@ -121,6 +121,7 @@ def test_results_survive_an_interruption_and_those_of_another_card_are_put_aside
     assert kept == {"gpu.json": ["a"], "gpu.A-card.json": ["a", "c"]}
 
 
+@pytest.mark.costly("the first to profile a step pays for what PyTorch loads then")
 def test_the_host_and_products_are_measured(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpu, out = load("gpu"), tmp_path / "gpu.json"
     monkeypatch.setattr(load("gpu_products"), "TOKENS", (1, 2))
