@@ -77,8 +77,8 @@ def _one_step(engine: Engine) -> list[tuple[float, float, str]]:
     """Begin and length in microseconds of the engine's parts, CUDA's calls and spans of a busy device in a step."""
     parts = [(engine, name) for name in ("step", "_schedule", "_verify", "_advance", "_stats", "_conclude")]
     parts += [(engine.drafting, "propose"), (engine.runner, "run"), (engine.runner.backend, "plan")]
-    for whose, name in parts:
-        setattr(whose, name, torch.profiler.record_function(name)(getattr(whose, name)))
+    for owner, name in parts:
+        setattr(owner, name, torch.profiler.record_function(name)(getattr(owner, name)))
     names = {name for _, name in parts}
     host, device = _traced(engine)
     _, begin, end = sorted(row for row in host if row[0] == "step")[-2]
@@ -93,7 +93,7 @@ def _one_step(engine: Engine) -> list[tuple[float, float, str]]:
 
 
 def _traced(engine: Engine) -> list[list[tuple[str, float, float]]]:
-    """Name, begin and end in microseconds of what the host did in some steps, and of what the device did."""
+    """The events of some steps, on the host and on the device: name, begin and end in microseconds."""
     with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
         for _ in range(_PROFILED):
             engine.step()

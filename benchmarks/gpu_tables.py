@@ -30,7 +30,7 @@ def print_tables(results: dict[str, Any], console: Console) -> None:
 
 
 def _measured(results: dict[str, Any], kind: str, table: Table) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The pieces of a kind, whose name is left out of theirs. Those that failed only become rows of `table`."""
+    """The pieces of a kind, named without it. Failed pieces become rows of `table` only."""
     for name, row in results["pieces"].items():
         if name.startswith(kind) and "failed" in row:
             table.add_row(name.removeprefix(f"{kind} "), row["failed"])
@@ -69,7 +69,7 @@ def table_of_hosts(results: dict[str, Any]) -> Table:
     for name, row in _measured(results, "host", table):
         phases = (f"{1e3 * seconds:.2f} {phase}" for phase, seconds in row["phases"].items())
         functions = (f"{1e3 * own:.3f} {function[:40]} ({calls:.0f})" for function, calls, own in row["functions"][:15])
-        step = (f"{start:.0f} {took:.0f} {what[:30]}" for start, took, what in row["one_step"][:40])
+        step = (f"{start:.0f} {took:.0f} {name[:30]}" for start, took, name in row["one_step"][:40])
         table.add_row(name, f"{1e3 * row['seconds']:.2f}", *map("\n".join, (phases, functions, step)))
     return table
 

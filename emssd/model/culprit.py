@@ -11,7 +11,6 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from emssd.model.interface import implementation
-from emssd.model.probe import PROBE_TOLERANCE, ProbeRows
 from emssd.model.streams import only_here
 
 __all__ = ["culprit"]
@@ -20,16 +19,20 @@ _Numbers = dict[tuple[str, str], tuple[str, list[Any]]]  # by module and moment:
 
 
 @torch.inference_mode()
-def culprit(target: Any) -> str | None:
-    """The name of that module of a `HookedModel`; ``None`` where every module has the same numbers."""
-    rows = ProbeRows(target)
+def culprit(target: Any, rows: Any, tolerance: float) -> str | None:
+    """The name of that module of a `HookedModel`; ``None`` where every module has the same numbers.
+
+    Args:
+        rows: the probe's, `emssd.model.probe.ProbeRows`.
+        tolerance: the standard deviations by which numbers may differ.
+    """
     packed = _heard(target.model, partial(rows.run_packed, target, rows.attend))
     with implementation("eager", experts_in_loops=target.dtype is torch.float64):
         alone = [_heard(target.model, partial(rows.run_one_alone, target, row)) for row in range(2)]
     for key, (module, tensors) in packed.items():
         theirs = [events[key][1] for events in alone if key in events]
         alike = len(theirs) == 2 and len({len(tensors), *map(len, theirs)}) == 1
-        if alike and any(_differ(rows, target.dtype, *parts) for parts in zip(tensors, *theirs, strict=True)):
+        if alike and any(_differ(rows, tolerance, *parts) for parts in zip(tensors, *theirs, strict=True)):
             return module
     return None
 
@@ -60,7 +63,7 @@ def _heard(model: torch.nn.Module, run: Callable[[], Any]) -> _Numbers:
     return heard
 
 
-def _differ(rows: ProbeRows, dtype: torch.dtype, *tensors: torch.Tensor) -> bool:
+def _differ(rows: Any, tolerance: float, *tensors: torch.Tensor) -> bool:
     """Whether the packed pass, the first of `tensors`, has other numbers for a token than those of the rows alone."""
     sizes = zip(*(tensor.shape[:2] for tensor in tensors), strict=False)  # beyond, tokens are keys of a mask
     dims = [dim for dim, size in enumerate(sizes) if [*size] == [rows.num_tokens, *map(len, rows.rows)]]
@@ -71,4 +74,4 @@ def _differ(rows: ProbeRows, dtype: torch.dtype, *tensors: torch.Tensor) -> bool
     if len({part.shape[1] for part in (ours, *alone)}) != 1:
         return False
     theirs = torch.cat(alone)
-    return not float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-12)) <= PROBE_TOLERANCE[dtype]
+    return not float((ours - theirs).abs().max() / theirs.std().clamp_min(1e-12)) <= tolerance

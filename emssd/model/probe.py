@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
+from emssd.model.culprit import culprit
 from emssd.model.interface import Attend, Visible, implementation
 from emssd.model.invariant import Audit
 from emssd.model.states import Feed, StateCache
@@ -273,8 +274,6 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
-        from emssd.model.culprit import culprit
-
-        if (module := culprit(target)) is not None:
+        if (module := culprit(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
             reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
     raise UnsupportedModelError(f"{name} {reason}")
