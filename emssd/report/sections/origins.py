@@ -13,7 +13,7 @@ from typing import Any
 
 from emssd.report.cells import speedup_text
 from emssd.report.figures import coloured, curves
-from emssd.report.rows import Material, PlainRun, Row, Simulation, machine_name
+from emssd.report.rows import Material, PlainRun, Row, Simulation
 from emssd.report.sections.common import Section
 from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs
 
@@ -38,7 +38,8 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     common, names = _names([str(metrics["title"]) for metrics in found])
     if common:
         section.say(f"All of {escape(common)}:")
-    section.warn_if_busy(*found, *(metrics.get("greedy", {}) for metrics in found))
+    parts = [part for metrics in found for part in (metrics, metrics.get("greedy", {}))]
+    section.warn_if_busy(*(part.get("other_cpu_share") for part in parts))
     plain = [metrics for metrics in found if metrics.get("setting", {}).get("drafter") == "none"]
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
     figures = (_figures(name, run, baselines.get(_setting(run.metrics))) for name, run in zip(names, runs, strict=True))
@@ -149,16 +150,16 @@ def _origins(material: Material) -> list[dict[str, str]]:
     rows: list[Row | Simulation] = [*material.rows, *material.simulations]
     found = []
     for row in rows:
-        origin, hardware = row.provenance, row.provenance["hardware"]
-        memory, rate = (hardware.get(name, 0.0) for name in ("bytes_per_second", "flops_per_second"))
+        origin, hardware = row.provenance, row.provenance.hardware
+        memory, rate = hardware.bytes_per_second, hardware.flops_per_second
         found.append({
             "experiment": row.experiment,
-            "command": Code(origin["command"]),
-            "machine": machine_name(hardware),
+            "command": Code(origin.command),
+            "machine": hardware.name,
             "rates": f"{memory / 1e9:,.3g} GB/s, {rate / 1e12:,.3g} TFLOP/s" if memory else "",
-            "commit": origin["commit"] or "installed",
-            "versions": pairs(origin["versions"]),
-            "date": origin["date"],
-            "seeds": pairs(origin.get("seed", {})),
+            "commit": origin.commit or "installed",
+            "versions": pairs(origin.versions),
+            "date": origin.date,
+            "seeds": pairs(origin.seed),
         })  # fmt: skip
     return found
