@@ -20,16 +20,6 @@ import torch
 from emssd.errors import EmssdError
 from emssd.native.cache import CacheError, entry, room_hint
 
-__all__ = [
-    "NativeError",
-    "fallback_reason",
-    "free_module",
-    "kernels_key",
-    "load_kernels",
-    "loaded_kernels",
-    "why_unavailable",
-]
-
 _SOURCES = Path(__file__).with_name("cpp")
 _PARTS = ("library", "attention", "choice", "linear", "recurrence")  # what takes longest first
 _LIBRARY = "emssd_native.so"

@@ -17,8 +17,6 @@ from platformdirs import user_cache_path
 
 from emssd.errors import EmssdError
 
-__all__ = ["CacheError", "Entry", "cache_dir", "entry", "is_kept", "private_folder", "room_hint"]
-
 logger = logging.getLogger("emssd")
 
 

@@ -13,7 +13,7 @@ from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd.model.costs import Costs
 
-__all__ = ["Hardware", "Material", "Metrics", "PlainRun", "Row", "Simulation", "parse", "per", "read", "read_rows"]
+__all__ = ["Hardware", "Material", "PlainRun", "Row", "Simulation", "parse", "per", "read"]
 
 _HOW = (
     "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "

@@ -20,7 +20,7 @@ from emssd.simulate.simulator import Simulator, summarize, summary_table, warm_u
 from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
 from emssd.simulate.traces import Trace, geometric_trace, load_trace, save_trace
 
-__all__ = ["main", "make_budget", "make_parser"]
+__all__ = ["make_budget"]
 
 
 @steady("emssd.simulate")

@@ -18,7 +18,7 @@ from emssd.errors import ConfigError
 from emssd.metrics.least_squares import fit_non_negative
 from emssd.metrics.stats import StageStats, StepStats
 
-__all__ = ["PRESETS", "FittedCurve", "Roofline", "StepCurve", "load_curve", "roofline"]
+__all__ = ["FittedCurve", "Roofline", "StepCurve", "load_curve"]
 
 _Array = npt.NDArray[np.float64]
 

@@ -22,8 +22,6 @@ import transformers
 from emssd.data.demo.corpus import RESTATE_LENGTH, Document, digest, documents, passage_of, restate_prompt
 from emssd_train.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
 
-__all__ = ["main"]
-
 _VOCAB_SIZE = 2048
 # The target is deep rather than wide: at this size a pass costs what its number of kernels costs.
 _SHAPES = {"target": Shape(192, 6, 3), "draft": Shape(192, 1, 3)}

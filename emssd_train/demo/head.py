@@ -18,8 +18,6 @@ from emssd.data.demo.corpus import documents, make_prompts
 from emssd_train.job import RECORD, run
 from emssd_train.options import Eagle3Options
 
-__all__ = ["main", "prompts"]
-
 
 def prompts(variants: int) -> tuple[list[str], list[str]]:
     """So many times the demo's prompts with other passages, without any of its own; and its own."""

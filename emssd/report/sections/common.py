@@ -9,7 +9,7 @@ from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Grid
 from emssd.report.tables import Table, escape, listed
 
-__all__ = ["Plot", "Section", "short_names"]
+__all__ = ["short_names"]
 
 
 class Plot(NamedTuple):

@@ -15,7 +15,7 @@ from emssd.report.rows import Row, per
 from emssd.report.sections.common import Section
 from emssd.report.tables import Table, grouped, listed
 
-__all__ = ["advice", "compare", "crossing_at", "crossings", "crossover", "speed_table"]
+__all__ = ["compare", "crossings", "crossover", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
 

@@ -17,7 +17,7 @@ from emssd.report.rows import Material, PlainRun, Row, Simulation
 from emssd.report.sections.common import Section
 from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs
 
-__all__ = ["mixtures", "plain_runs", "provenance"]
+__all__ = ["plain_runs", "provenance"]
 
 _Metrics = Mapping[str, Any]
 _SPEED = "decode_tokens_per_second"

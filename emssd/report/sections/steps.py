@@ -13,7 +13,7 @@ from emssd.report.rows import Row, per
 from emssd.report.sections.common import Section
 from emssd.report.tables import Table, escape, grouped
 
-__all__ = ["Floor", "step_ms", "step_table", "step_time", "steps_of", "time_of_steps"]
+__all__ = ["step_table", "step_time", "steps_of", "time_of_steps"]
 
 
 class Floor(NamedTuple):
