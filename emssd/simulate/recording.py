@@ -1,4 +1,4 @@
-"""Records from real runs: acceptance traces for `Simulator`, and steps for `FittedCurve`."""
+"""Records from real runs: acceptance traces for `Simulator`, and the figures of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools beside the benchmarks: CUDA's toolkit, kernels built ahead, the sweep of models, and inflated heads."""
+"""Tools beside the benchmarks: CUDA's toolkit, kernels built ahead, and the sweep of models."""
 
 from __future__ import annotations
 
