@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import transformers
 
-from emssd.data.demo.corpus import RESTATE_LENGTH, Document, digest, documents, passage_of, restate_prompt
 from benchmarks.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
+from emssd.data.demo.corpus import RESTATE_LENGTH, Document, digest, documents, passage_of, restate_prompt
 
 _VOCAB_SIZE = 2048
 # The target is deep rather than wide: at this size a pass costs what its number of kernels costs.

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -120,28 +119,6 @@ exit 1
     assert kept(cache_folder) == ["part.o"] * made  # not made again
 
 
-def test_a_compiler_that_does_not_even_run_is_named(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = script(tmp_path / "bin" / "c++", "exit 1")
-    monkeypatch.setenv("CXX", str(compiler))
-    assert failure().startswith("building the C++ kernels failed: ")
-    assert str(compiler) in failure()
-
-
-def test_a_failure_is_remembered(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert failure()
-    monkeypatch.setattr(build, "_build", lambda path: pytest.fail("it tries again"))
-    assert failure()
-
-
-def raising_of(error: Exception) -> Callable[..., None]:
-    def load(*arguments: Any, **options: Any) -> None:
-        raise error
-
-    return load
-
-
 @pytest.fixture
 def builds(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
     """The commands of the compiler so far; it writes files of a few bytes, which nobody loads."""
@@ -239,16 +216,6 @@ def test_a_cache_of_others_is_refused_and_the_reason_is_short_too(
     assert failure().startswith(f"there is no place for the C++ kernels: {cache_folder} belongs to user ")
     assert fallback_reason() == "attention in PyTorch: the cache cannot be used"
     assert (builds(), loaded) == ([], [])
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "file"))
-    monkeypatch.setenv("CXX", "true")
-    reason = f"{tmp_path}/file: File exists; set EMSSD_CACHE to a folder that can be written"
-    assert failure() == f"there is no place for the C++ kernels: {reason}"
 
 
 def test_other_systems_are_told_apart(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,15 +195,6 @@ def simulate(**options: Any) -> Simulation:
     return Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, **options).run()
 
 
-def test_memory_that_runs_out_preempts_and_costs_steps_but_no_tokens() -> None:
-    free, tight = simulate(), simulate(max_kv_tokens=400)
-    assert free.report.num_preempted == 0
-    assert tight.report.num_preempted > 0
-    assert free.report.num_new_tokens == tight.report.num_new_tokens == 12 * 150
-    assert free.report.num_steps < tight.report.num_steps
-    assert all(len(row.tokens) == 180 for row in tight.sequences)
-
-
 class PlainCurve(StepCurve):
     """One second for each step, beside drafting."""
 

@@ -11,13 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace, load_trace
+from emssd.simulate import RequestTrace, StageTrace, Trace, load_trace
 from emssd.simulate.__main__ import main
 from emssd.simulate.curves import Roofline
-from emssd.simulate.simulator import summarize
 from emssd.simulate.traces import save_trace
 from tests.support.tiers import looped
 
@@ -76,17 +73,6 @@ def test_a_roofline_is_flat_where_weights_take_the_time_and_steep_where_arithmet
     drafted = dataclasses.replace(curve, drafts=(None, dataclasses.replace(curve, overhead=0.0)))
     assert drafted.draft_seconds(1, 4, 800, 1000) == pytest.approx(4 * (4e-3 + 1e-4))
     assert drafted.draft_seconds(0, 4, 800, 1000) == drafted.draft_seconds(1, 0, 0, 1000) == 0.0
-
-
-def test_a_summary_holds_the_figures_of_the_report() -> None:
-    trace = geometric_trace(0.7, 9, num_speculative_tokens=3, max_new_tokens=30)
-    report = (run := Simulator(trace, ContinuousScheduler(4), FixedBudget(), PRESETS["8b-1xh100"]).run()).report
-    summary = summarize(run, "label")
-    assert summary["tokens_per_step"] == report.num_new_tokens / report.num_steps == 270 / len(run.steps)
-    assert summary["tokens_per_second"] == pytest.approx(270 / report.total_seconds)
-    metrics = report.metrics()
-    for name in ("mean_acceptance_length", "padding_ratio", "batch_fill", "num_preempted", "mean_draft_length"):
-        assert summary[name] == metrics[name]
 
 
 def test_record_then_run_gives_the_tokens_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from emssd.report import figures
 from emssd.report.cells import Spread
-from emssd.report.figures import Curve, _draw
 from emssd.report.sections import Plot
 from emssd.report.sections.acceptance import _accepted_by_position, _least_of_batches
 from emssd.report.sections.methods import crossing_at
@@ -53,14 +51,6 @@ def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor() -> None:
         "schedule": "1.00", "draft": "1.00", "plan": "1.00", "forward": "1.00", "verify": "1.00", "other": "1.00",
         "floor, ms": "0.44", "× floor": "9.09", "floor bound by": "bytes", "by FLOPs from, tokens / row": "11",
     }  # fmt: skip
-
-
-def test_no_two_lines_of_a_plot_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = list[tuple[str, str]]()
-    monkeypatch.setattr(figures, "_draw", lambda axes, line, marker: looks.append((line.colour, marker)))
-    figures.curves("many", "x", "y", figures.coloured({str(number): {1: 1.0, 2: 2.0} for number in range(40)}))
-    assert len(looks) == len(set(looks)) == 40
-    assert len({colour for colour, _ in looks}) > 8
 
 
 def prompts(number: int) -> dict[str, Any]:
@@ -248,16 +238,6 @@ def test_speed_and_acceptance_of_each_drafter_by_batch_size() -> None:
     assert shares.lines == [[name, *["2.00 (3.2, 31%)"] * 2] for name in list(rates)[1:]]
     assert sum(isinstance(block, Plot) for block in section_of(rows, "trees").blocks) == 1
     assert section_of([each for each in rows if not each["speculate"]], "trees") is None
-
-
-def test_bars_are_drawn_where_they_are_and_not_from_the_line_on() -> None:
-    from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    _draw(axes, Curve("x", {1.0: Spread(1.0, 2.0, 3.0, 2), 2.0: Spread(2.0, 1.5, 4.0, 2)}, "black"), "o")
-    (bars,) = (each for each in axes.collections if isinstance(each, LineCollection))
-    assert [segment.tolist() for segment in bars.get_segments()] == [[[1, 2], [1, 3]], [[2, 1.5], [2, 4]]]
 
 
 ROW_STEPS = st.lists(
