@@ -251,7 +251,9 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
     row = row | {"source": source}
     try:
-        return typed(row, Simulation if "points" in row else Row)
+        if "points" in row:
+            return typed(row, Simulation)
+        return typed(row, Row)
     except ValueError as error:
         raise ConfigError(
             f"{where} is of another format: {error}; run the experiment again with this version of emssd"

@@ -80,7 +80,10 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     budget, curve, trace = make_budget(options.budget, options.option), _curve(options.curve), _trace(options)
-    drafters = _tree_drafters(options, trace)
+    drafters = None
+    if options.branches is not None:
+        law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
+        drafters = [TreeDrafter(trace, law, tells=options.tells)]
     warm_up(budget, trace, lambda: _scheduler(options), curve, drafters)
     simulator = Simulator(
         trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens, drafters=drafters
@@ -89,13 +92,6 @@ def _run(options: argparse.Namespace) -> None:
     plain_console().print(summary_table(summary))
     if options.json is not None:
         _write(options.json, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
-
-
-def _tree_drafters(options: argparse.Namespace, trace: Trace) -> list[TreeDrafter] | None:
-    if options.branches is None:
-        return None
-    law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
-    return [TreeDrafter(trace, law, tells=options.tells)]
 
 
 def _numbers(text: str) -> list[int]:

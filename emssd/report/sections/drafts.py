@@ -15,15 +15,17 @@ def drafters(section: Section, rows: list[Row]) -> None:
     """Tables of speed-ups and of acceptance, for each model, backend, budget, and batch size or kind of text."""
     by_size = section.name == "trees"
     found = [(grid, cell) for grid in grids(rows) for cell in grid.cells if cell.line.speculate]
-    apart = {"drafter": "", "length": ""} | ({} if by_size else {"data": ""})
-    settings = {grid.name: grid.setting._replace(**apart) for grid, _ in found}
+    settings = {
+        grid.name: grid.setting._replace(drafter="", length="", data=grid.setting.data if by_size else "")
+        for grid, _ in found
+    }
     names = setting_names(settings.values())
     groups = grouped(found, lambda pair: (settings[pair[0].name], not by_size and pair[1].batch_size, pair[1].line))
     several = by_size or len({line for *_, line in groups}) > 1
     for (setting, size, line), pairs in groups.items():
         mark = marks(row for _, cell in pairs for row in cell.rows)
-        parts = [names[setting], size and f"batch size {size}", several and line.label, mark and f"({mark})"]
-        title = " · ".join(filter(None, parts))
+        parts = [f"batch size {size}"] * bool(size) + [line.label] * several + [f"({mark})"] * bool(mark)
+        title = " · ".join([names[setting], *parts])
         section.say(f"### {escape(title)}")
         keys = [(grid.setting.drafter, str(cell.batch_size) if by_size else grid.setting.data) for grid, cell in pairs]
         speedups = dict(zip(keys, (cell.speedup_text for _, cell in pairs), strict=True))

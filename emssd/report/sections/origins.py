@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
-from itertools import starmap
 from textwrap import shorten
 from typing import Any
 
@@ -44,9 +43,6 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
     figures = (_figures(name, run, baselines.get(_setting(run.metrics))) for name, run in zip(names, runs, strict=True))
     section.table(Table.of(figures))
-    if defined := [pair for pair in zip(names, found, strict=True) if pair[1].get("acceptance", {}).get("vllm")]:
-        said = "Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:"
-        section.table(Table.of(starmap(_definitions, defined)), said)
     told = [metrics for metrics in found if "setting" in metrics]
     alike = grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
     sweeps = [members for members in alike if len(members) > 1]
@@ -80,17 +76,6 @@ def _figures(name: str, run: PlainRun, base: float | None) -> dict[str, str | No
         "τ": f"{metrics['mean_acceptance_length']:.2f}",
         "check": check and f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
         "folder": Code(run.name),
-    }
-
-
-def _definitions(name: str, metrics: _Metrics) -> dict[str, str]:
-    found = metrics["acceptance"]
-    return {
-        "run": name,
-        "vLLM, speculators: length": f"{found['vllm']['mean_acceptance_length']:.2f}",
-        "SpecForge: accept_length": f"{found['specforge']['accept_length']:.2f}",
-        "vLLM: per position": " ".join(f"{share:.2f}" for share in found["vllm"]["per_position"]),
-        "speculators: cond_acc": " ".join(f"{share:.2f}" for share in found["speculators"]["cond_acc"]),
     }
 
 
