@@ -19,8 +19,6 @@ from emssd.simulate.simulator import Simulator, summarize, summary_table, warm_u
 from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
 from emssd.simulate.traces import Trace, geometric_trace, load_trace, save_trace
 
-__all__ = ["make_budget"]
-
 
 @steady("emssd.simulate")
 def main(arguments: Seq[str] | None = None) -> None:
