@@ -195,11 +195,10 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
     The kernels are built here, by one of the test processes, and not while a test looks at the clock.
     """
-    from emssd.native import cache_dir, why_unavailable
+    from emssd.native import private_folder, why_unavailable
 
     os.environ.setdefault("EMSSD_CACHE", str(tmp_path_factory.getbasetemp().parent / "emssd-cache"))
-    cache_dir().mkdir(parents=True, exist_ok=True)
-    with FileLock(cache_dir() / "tests.lock"):
+    with FileLock(private_folder() / "tests.lock"):
         why_unavailable()
 
 

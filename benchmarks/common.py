@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import mmap
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -18,7 +17,7 @@ from rich.table import Table
 
 from emssd.cli.provenance import provenance
 
-__all__ = ["best_ms", "in_large_pages", "make_parser", "medians", "save", "show"]
+__all__ = ["best_ms", "in_large_pages", "make_parser", "save", "show"]
 
 
 def make_parser(documentation: str | None, *, repeats: int | None = None) -> argparse.ArgumentParser:
@@ -48,12 +47,6 @@ def in_large_pages(count: int) -> torch.Tensor:
         with contextlib.suppress(OSError):  # a system without them
             memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.float32).fill_(1)
-
-
-def medians(turns: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The median of each figure over several turns."""
-    turns = list(turns)
-    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 def save(out: Path | None, rows: Any, *, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:

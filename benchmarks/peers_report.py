@@ -17,7 +17,7 @@ from emssd.report.__main__ import make_parser
 from emssd.report.cells import Spread
 from emssd.report.figures import Curve, colour, curves
 from emssd.report.page import report
-from emssd.report.rows import machine_name, read
+from emssd.report.rows import Hardware, read
 from emssd.report.sections import Section, sections
 from emssd.report.tables import Table, code, escape, listed, pairs
 
@@ -173,7 +173,7 @@ def _rank(cell: _Cell) -> tuple[int, bool, str]:
 def _origin(runs: _Runs) -> str:
     """The program, its options and its machine; the files of one run differ in date, batch sizes and prompts."""
     run, options = runs[0].run, runs[0].run["options"]
-    machine = machine_name({"threads": options.get("threads", "?"), "device": "cpu", **run})
+    machine = Hardware(run["processor"], options.get("threads", "?"), "cpu").name
     dates = listed(dict.fromkeys(each.run["date"] for each in runs))
     told = run["models"] | {name: options[name] for name in _TOLD if name in options} | run.get("speculation", {})
     told |= {"data": run["data"]} if "data" in run else {}

@@ -12,7 +12,7 @@ from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console, steady
 from emssd_train.options import Eagle3Options, MedusaOptions, PardOptions, TrainOptions
 
-__all__ = ["main", "make_parser"]
+__all__ = ["main"]
 
 _DESCRIPTION = (
     "The target continues each prompt of a file, and the drafter learns from these texts. Then prompts that it has not "

@@ -33,7 +33,7 @@ from emssd_train.options import Eagle3Options
 from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
 from emssd_train.texts import Text, frequent_tokens
 
-__all__ = ["UnrolledLoss", "default_layers", "head_config", "new_head", "recipe", "save_head", "unroll"]
+__all__ = ["UnrolledLoss", "recipe", "unroll"]
 
 _FORMAT = "0.9.0"  # the version of speculators whose format is written
 _ROPE_THETA = 10000.0

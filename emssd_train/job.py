@@ -29,7 +29,7 @@ from emssd_train.options import TrainOptions
 from emssd_train.shared import Recipe
 from emssd_train.texts import Decoder, Text, generate_texts, kept_texts, read_prompts
 
-__all__ = ["OPTIONS", "RECORD", "Acceptance", "run"]
+__all__ = ["RECORD", "run"]
 
 OPTIONS, TEXTS, CHECKPOINTS, RECORD = "options.json", "texts.jsonl", "checkpoints", "training.json"
 

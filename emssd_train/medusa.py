@@ -22,7 +22,7 @@ from emssd_train.options import MedusaOptions
 from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
 from emssd_train.texts import Text, frequent_tokens
 
-__all__ = ["MedusaLoss", "new_heads", "recipe", "save_heads"]
+__all__ = ["recipe"]
 
 
 def recipe(options: MedusaOptions, target: TargetModel, _: object, dtype: torch.dtype) -> Recipe:

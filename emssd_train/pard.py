@@ -25,7 +25,7 @@ from emssd_train.options import PardOptions
 from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, weighted, whole_files
 from emssd_train.texts import Text
 
-__all__ = ["Masked", "PardLoss", "recipe", "with_mask"]
+__all__ = ["recipe"]
 
 
 def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: torch.dtype) -> Recipe:

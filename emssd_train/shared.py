@@ -19,7 +19,7 @@ from emssd.errors import OutputError
 from emssd.model import BorrowedTarget, TargetModel
 from emssd_train.texts import Text
 
-__all__ = ["Lesson", "Recipe", "Teacher", "Trainee", "choosable", "divergence", "save_files", "weighted", "whole_files"]
+__all__ = ["Recipe", "Teacher", "Trainee", "choosable", "divergence", "save_files", "weighted", "whole_files"]
 
 _DECAY = 0.8  # of the weight of each further depth, as in the code of EAGLE's and of Medusa's authors
 

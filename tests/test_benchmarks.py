@@ -34,15 +34,6 @@ def test_the_gpu_benchmark_measures_what_is_missing_and_checks_the_tokens(tmp_pa
 
 
 @pytest.mark.benchmark
-def test_the_price_of_batch_invariant_is_measured() -> None:
-    from benchmarks.batch_invariant_cost import main
-    from emssd.data.demo import model_path
-
-    rows = main(["--model", str(model_path("target")), "--shapes", "2x16", "--turns", "1", "--ragged"])
-    assert [row["dtype"] for row in rows] == ["float32", "bfloat16"]
-
-
-@pytest.mark.benchmark
 def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
     """Drafters, budgets, trees, sampling, batching and admission; the last cell samples, so its rows differ."""
     out, draft = tmp_path / "rows.json", "drafter=draft_model drafter.path=demo-draft"
@@ -66,21 +57,6 @@ def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
         assert equal.pop("sampled") < 8
         assert set(equal.values()) == {8}, "in float32 all are equal"
         assert row["cells"]["suffix"]["tau"] > row["cells"]["plain"]["tau"] == 1
-
-
-@pytest.mark.benchmark
-def test_parts_of_a_step_are_measured(kernels: None, tmp_path: Path) -> None:
-    out = tmp_path / "steps.json"
-    sizes = ["--batch-sizes", "1", "2", "--contexts", "16", "--nodes", "4", "--repeats", "1", "--out", str(out)]
-    command = [sys.executable, str(ROOT / "benchmarks" / "step_parts.py"), "--model", "demo", *sizes]
-    subprocess.run([*command, "trees"], check=True, timeout=300, capture_output=True)
-    rows = json.loads(out.read_text())["rows"]
-    assert [(row["batch_size"], row["context"], row["nodes"]) for row in rows] == [(1, 16, 4), (2, 16, 4)]
-    assert all(set(row["turns"][0]) == {"chain", "bushy", "long"} for row in rows)
-    subprocess.run([*command, "sampling"], check=True, timeout=300, capture_output=True)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["batch_size"] for row in rows] == [1] * 4 + [2] * 4
-    assert all(row["same_tokens"] for row in rows), "the kernel's tokens are not PyTorch's"
 
 
 @pytest.mark.benchmark

@@ -33,7 +33,6 @@ MODULES = (
     "emssd.native",
     "emssd.metrics",
     "emssd.errors.terminal",
-    "emssd.errors.files",
 )
 PARTS: dict[str, tuple[str, ...]] = {
     "emssd.errors": (
@@ -57,7 +56,6 @@ PARTS: dict[str, tuple[str, ...]] = {
     "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
     "emssd.errors.terminal": ("steady",),
-    "emssd.errors.files": ("atomic_folder",),
 }
 """Modules of which only some names are public."""
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from emssd.attention.interface import LayerSpec
 
-__all__ = ["StepMask", "StepWatch", "additive_mask", "masked_attention"]
+__all__ = ["additive_mask", "masked_attention"]
 
 _T = TypeVar("_T")
 _SLOW_ALONE = (torch.bfloat16, torch.float16)

@@ -11,7 +11,7 @@ import torch
 from emssd.attention.interface import KVCacheSpec
 from emssd.errors import ConfigError, OutOfMemoryError
 
-__all__ = ["KVPool", "PageShapes", "fixed_num_pages", "free_bytes", "kv_bytes", "page_bytes"]
+__all__ = ["fixed_num_pages", "free_bytes", "kv_bytes", "page_bytes"]
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power

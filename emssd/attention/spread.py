@@ -17,7 +17,7 @@ from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsa
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pool import free_bytes
 
-__all__ = ["SpreadBackend", "free_for", "parts_of"]
+__all__ = ["SpreadBackend", "free_for"]
 
 
 def parts_of(spec: KVCacheSpec) -> dict[torch.device, tuple[tuple[int, ...], KVCacheSpec]]:

@@ -12,7 +12,7 @@ from operator import eq
 
 import torch
 
-__all__ = ["Parents", "ancestors", "depths", "hidden_nodes", "is_chain", "path"]
+__all__ = ["Parents", "depths", "is_chain", "path"]
 
 Parents = Seq[int]
 """The parents of a tree's nodes, as the module says."""

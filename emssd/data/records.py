@@ -17,7 +17,7 @@ from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 from emssd.data.typed import read_json
 from emssd.errors import PromptError
 
-__all__ = ["Record", "RecordsConfig", "content_of", "read_texts", "records_in", "text_in", "to_prompts"]
+__all__ = ["Record", "RecordsConfig", "content_of", "records_in", "text_in", "to_prompts"]
 
 Record = tuple[str, dict[str, Any]]
 """Its place, by which errors name it, and its fields."""

@@ -20,7 +20,6 @@ __all__ = [
     "JSONLConfig",
     "RandomConfig",
     "TextConfig",
-    "Unit",
     "dataset_prompts",
     "demo_prompts",
     "jsonl_prompts",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 from collections.abc import Iterator
 from itertools import pairwise
 
-__all__ = ["Draft", "HiddenStates", "Outcome", "checked_layers"]
+__all__ = ["checked_layers"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,6 @@ import torch
 from emssd.drafting.draft import Draft
 from emssd.errors import ConfigError
 
-__all__ = ["Tree", "check_branches", "grow_tree", "joined_trees"]
-
 _State = TypeVar("_State")
 
 

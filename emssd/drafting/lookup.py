@@ -12,8 +12,6 @@ from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 
-__all__ = ["LookupDrafter", "NGramIndex", "Occurrence"]
-
 
 class Occurrence(str, Enum):
     """The one of several matches that is copied from."""

@@ -11,8 +11,6 @@ from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 
-__all__ = ["NGramCounts", "NGramDrafter"]
-
 _NONE: Mapping[int, int] = {}
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from emssd.sampling import SamplingParams
     from emssd.sequences import Generation, Request, Stop
 
-__all__ = ["Call", "check_inputs", "custom_generate", "prompts_of", "training_flags_kept"]
+__all__ = ["Call", "custom_generate", "training_flags_kept"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like

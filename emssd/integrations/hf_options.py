@@ -14,18 +14,7 @@ from emssd.sampling import SamplingParams
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-__all__ = [
-    "HARMLESS",
-    "HONOURED",
-    "NEUTRAL",
-    "Criteria",
-    "check_config",
-    "check_ngrams",
-    "check_processors",
-    "limits",
-    "of_strings",
-    "sampling_of",
-]
+__all__ = ["Criteria", "check_config", "check_ngrams", "check_processors", "limits", "of_strings", "sampling_of"]
 
 # Fields that are followed: lengths and ends as stopping criteria; minimum lengths as processors, which must have no
 # effect; the others here.

@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 
 from emssd.errors import ConfigError
 
-__all__ = ["LIBRARIES", "Library", "check_installed"]
+__all__ = ["check_installed"]
 
 
 class Library(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import weakref
@@ -80,7 +79,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        products = json.loads(found.files[LINEARS])
+        products = json.loads((found.folder / LINEARS).read_bytes())
         self.other_products: list[str] = products["others"]
         for linear in products["linears"]:
             biases = [tensors[name].detach() for name in linear["biases"]]
@@ -100,7 +99,7 @@ class Program:
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
         names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
-        known = torch.load(io.BytesIO(found.files[CONSTANTS]), weights_only=True)
+        known = torch.load(found.folder / CONSTANTS, weights_only=True)
         known |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [known[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)

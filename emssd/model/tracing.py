@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -24,7 +25,7 @@ from emssd.model import program as loaded
 from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import UnnamedError
 from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, declare_operators
-from emssd.native import CacheError, Entry, NativeError, entry, is_kept, room_hint, trusted
+from emssd.native import CacheError, Entry, NativeError, entry, is_kept, private_folder, room_hint
 
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
@@ -99,7 +100,8 @@ def compile_module(
     """
     num_tokens, num_kept = (torch.export.Dim(each, max=_MAX_TOKENS) for each in ("num_tokens", "num_kept"))
     try:
-        _check_inductor()
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # else Inductor keeps its files in a folder in /tmp
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch about its own code
             shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
@@ -120,13 +122,6 @@ def compile_module(
     except Exception as error:  # tracing and compiling raise almost anything
         reason = f"{type(error).__name__}: {_first_line(error)}{room_hint(error)}"
         raise CompileError(f"{type(module.model).__name__} cannot be compiled: {reason}") from error
-
-
-def _check_inductor() -> None:
-    """Inductor takes what it has compiled before from a folder in ``/tmp``."""
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    trusted(Path(cache_dir()), variable="TORCHINDUCTOR_CACHE_DIR")
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -282,7 +277,7 @@ class ProvenProgram(ABC):
         self._scratch = TemporaryDirectory(prefix="emssd-program-")  # which goes with this
         folder = Path(self._scratch.name)
         write(folder)
-        return Entry(folder, {path.name: path.read_bytes() for path in folder.iterdir()}, new=True)
+        return Entry(folder, new=True)
 
     @abstractmethod
     def key(self) -> str:

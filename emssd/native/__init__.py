@@ -14,7 +14,7 @@ from emssd.native.build import (
     loaded_kernels,
     why_unavailable,
 )
-from emssd.native.cache import CacheError, Entry, cache_dir, entry, is_kept, room_hint, trusted
+from emssd.native.cache import CacheError, Entry, cache_dir, entry, is_kept, private_folder, room_hint
 
 __all__ = [
     "CacheError",
@@ -28,7 +28,7 @@ __all__ = [
     "kernels_key",
     "load_kernels",
     "loaded_kernels",
+    "private_folder",
     "room_hint",
-    "trusted",
     "why_unavailable",
 ]

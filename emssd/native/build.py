@@ -18,17 +18,7 @@ from typing import Any
 import torch
 
 from emssd.errors import EmssdError
-from emssd.native.cache import CacheError, Entry, entry, room_hint
-
-__all__ = [
-    "NativeError",
-    "fallback_reason",
-    "free_module",
-    "kernels_key",
-    "load_kernels",
-    "loaded_kernels",
-    "why_unavailable",
-]
+from emssd.native.cache import CacheError, entry, room_hint
 
 _SOURCES = Path(__file__).with_name("cpp")
 _PARTS = ("library", "attention", "choice", "linear", "recurrence")  # what takes longest first
@@ -102,11 +92,12 @@ def _load() -> NativeError | None:
     try:
         if sys.platform != "linux":
             raise NativeError("the C++ kernels are written for Linux, and this is another system", "not Linux")
-        if _loads(library := entry("kernels", kernels_key(), _build)):
-            return None
-        if library.new or not _loads(library := entry("kernels", kernels_key(), _build, replace=True)):
-            reason = f"{library.folder / _LIBRARY} does not hold the C++ kernels; delete {library.folder}"
-            raise NativeError(reason, "a broken library")
+        library = entry("kernels", kernels_key(), _build)
+        if not _loads(library.folder / _LIBRARY):  # a library that it needs is gone, say
+            library = entry("kernels", kernels_key(), _build, replace=True)
+            if not _loads(library.folder / _LIBRARY):
+                reason = f"{library.folder / _LIBRARY} does not hold the C++ kernels; delete {library.folder}"
+                raise NativeError(reason, "a broken library")
     except CacheError as error:
         return NativeError(f"there is no place for the C++ kernels: {error}", "the cache cannot be used")
     except NativeError as error:
@@ -114,21 +105,19 @@ def _load() -> NativeError | None:
     return None
 
 
-def _loads(library: Entry) -> bool:
+def _loads(library: Path) -> bool:
     try:
-        torch.ops.load_library(str(library.folder / _LIBRARY))  # type: ignore[no-untyped-call]  # not annotated
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]  # not annotated
         return all(hasattr(torch.ops.emssd_native, name) for name in _OPERATORS)
     except OSError as error:
-        logger.warning("%s cannot be loaded (%s)", library.folder / _LIBRARY, error)
+        logger.warning("%s cannot be loaded (%s)", library, error)
         return False
 
 
 def _processor() -> str:
     """The features that ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
+    cpuinfo = Path("/proc/cpuinfo")  # there is none outside of Linux
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
@@ -138,13 +127,14 @@ def _flags(part: str) -> tuple[str, ...]:
 
 def _part_key(part: str) -> str:
     """A key of all that the object of one part depends on."""
-    parts = [_text(f"{part}.cpp"), torch.__version__.encode(), str(_flags(part)).encode(), _processor().encode()]
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+    parts = [_text(f"{part}.cpp"), torch.__version__, *_flags(part), _processor()]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
-def _text(name: str) -> bytes:
-    text = (_SOURCES / name).read_bytes()
-    return b"\0".join([text, *(_text(each.decode()) for each in re.findall(rb'^#include "(.+)"', text, re.MULTILINE))])
+def _text(name: str) -> str:
+    """A source and its own headers."""
+    text = (_SOURCES / name).read_text()
+    return "\0".join([text, *map(_text, re.findall(r'^#include "(.+)"', text, re.MULTILINE))])
 
 
 def _build(folder: Path) -> None:
@@ -165,7 +155,7 @@ def _build(folder: Path) -> None:
     try:
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
             objects = list(threads.map(compiled, _PARTS))
-        libraries = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", *_openmp()
+        libraries = f"-L{home / 'lib'}", "-ltorch_cpu", "-lc10", _openmp()
         _run(tool, "-shared", *objects, "-o", str(folder / _LIBRARY), *libraries)
     except (RuntimeError, OSError) as error:
         reason = f"building the C++ kernels failed: {_complaint(error)}{room_hint(error)}"
@@ -178,14 +168,13 @@ def _run(*command: str) -> None:
         raise RuntimeError(done.stderr.strip() or f"{command[0]} ended with status {done.returncode}")
 
 
-def _openmp() -> list[str]:
+def _openmp() -> str:
     """Link against the OpenMP that PyTorch has loaded: a second one would bring threads of its own."""
-    try:
-        mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
-    except OSError:
-        return ["-fopenmp"]
-    loaded = sorted(path for path in mapped if Path(path).name.startswith(("libgomp", "libomp", "libiomp5")))
-    return [loaded[0]] if loaded else ["-fopenmp"]
+    import psutil
+
+    loaded = sorted({mapped.path for mapped in psutil.Process().memory_maps()})
+    names = ("libgomp", "libomp", "libiomp5")
+    return next((path for path in loaded if Path(path).name.startswith(names)), "-fopenmp")
 
 
 def _complaint(error: BaseException) -> str:

@@ -24,23 +24,7 @@ if TYPE_CHECKING:  # a plugin module is imported at every start, so nothing here
     from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 
-__all__ = [
-    "KINDS",
-    "BackendSpec",
-    "BudgetSpec",
-    "DrafterSpec",
-    "PromptSourceSpec",
-    "Spec",
-    "check_spec",
-    "emssd_attention_backends",
-    "emssd_budget_policies",
-    "emssd_drafters",
-    "emssd_prompt_sources",
-    "held",
-    "hookimpl",
-    "specs_of",
-    "unmet_requirement",
-]
+__all__ = ["KINDS", "DrafterSpec", "Spec", "check_spec", "held", "specs_of", "unmet_requirement"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 

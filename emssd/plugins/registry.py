@@ -18,7 +18,7 @@ from emssd.errors.faults import guarded, named_if_slow, process_kept, told
 from emssd.plugins import hookspecs
 from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
 
-__all__ = ["KINDS", "PluginRecord", "Registry"]
+__all__ = ["KINDS", "Registry"]
 
 _SKIP = "EMSSD_SKIP_PLUGINS"
 _HOOKS = ", ".join(hook for hook, _ in KINDS.values())

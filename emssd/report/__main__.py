@@ -13,7 +13,7 @@ from emssd.report.page import report
 from emssd.report.rows import read
 from emssd.report.sections import sections
 
-__all__ = ["main", "make_parser"]
+__all__ = ["make_parser"]
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from emssd.report.rows import Row, machine_name
+from emssd.report.rows import Row
 from emssd.report.tables import grouped
 
 __all__ = [
@@ -99,7 +99,7 @@ class Setting(NamedTuple):
     @classmethod
     def of(cls, row: Row) -> Setting:
         """The setting that `row` belongs to."""
-        lengths = row.samples["num_prompt_tokens"]
+        lengths = row.samples.num_prompt_tokens
         return cls(
             row.model,
             row.drafter_options,
@@ -107,7 +107,7 @@ class Setting(NamedTuple):
             row.dtype + (", compiled" if row.compiled else ""),
             f"size {row.size}",
             f"{row.batching} batches",
-            machine_name(row.provenance["hardware"]),
+            row.provenance.hardware.name,
             f"{int(sum(lengths))} tokens of prompts",
             row.options,
         )
@@ -170,7 +170,7 @@ class Cell:
 
     def spread(self, figure: str | Callable[[Row], float]) -> Spread:
         """The spread of a metric, given by name, or of a function of rows."""
-        return Spread.of(figure(row) if callable(figure) else float(row.metrics[figure]) for row in self.rows)
+        return Spread.of(figure(row) if callable(figure) else float(getattr(row.metrics, figure)) for row in self.rows)
 
     def median(self, figure: str | Callable[[Row], float], form: str = ".2f") -> str:
         """The median of a `spread`, as text."""
@@ -180,7 +180,7 @@ class Cell:
         """A histogram among the metrics, summed over the repeats; without what was counted 0 times."""
         counts = Counter[int]()
         for row in self.rows:
-            counts.update({int(number): count for number, count in row.metrics[histogram].items() if count})
+            counts.update({int(number): count for number, count in getattr(row.metrics, histogram).items() if count})
         return counts
 
     @property

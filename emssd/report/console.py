@@ -27,8 +27,7 @@ from emssd.report.tables import grouped
 from emssd.sequences import Generation
 
 __all__ = [
-    "harmless", "print_check", "print_failures", "print_report", "print_texts", "print_whole", "remarks", "short_end",
-    "short_start", "summary",
+    "harmless", "print_check", "print_failures", "print_report", "print_texts", "print_whole", "remarks", "summary",
 ]  # fmt: skip
 
 _SHOWN_DIFFERENCES = 10

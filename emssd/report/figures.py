@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Curve", "Points", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
+__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
 
 _COLOURS = {  # told apart by the colour-blind, too
     "vanilla": "#d55e00",

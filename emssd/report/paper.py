@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["CNN_DAILYMAIL", "DATASETS", "PADDING", "SPEEDUPS", "STEP_MS", "STEP_ROWS", "Dataset", "Padding", "label"]
+__all__ = ["CNN_DAILYMAIL", "DATASETS", "PADDING", "SPEEDUPS", "STEP_MS", "STEP_ROWS", "label"]
 
 CNN_DAILYMAIL = "CNN/Daily Mail"
 

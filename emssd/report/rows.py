@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,13 +11,72 @@ import msgspec
 
 from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
+from emssd.model.costs import Costs
 
-__all__ = ["Material", "PlainRun", "Row", "Simulation", "machine_name", "parse", "per", "read", "read_rows"]
+__all__ = ["Hardware", "Material", "PlainRun", "Row", "Simulation", "parse", "per", "read"]
 
 _HOW = (
     "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "
     "(python -m emssd output_dir=DIR)"
 )
+
+
+class Metrics(msgspec.Struct, frozen=True):
+    """The figures of a row, as in ``metrics.json``."""
+
+    decode_tokens_per_second: float
+    mean_acceptance_length: float
+    acceptance_histogram: dict[str, int]
+    draft_length_histogram: dict[str, int]
+    padding_per_new_token: float
+    padding_ratio: float
+    input_padding_tokens: int
+    kv_padding_slots: int
+    num_new_tokens: int
+    decode_steps: int
+    decode_row_steps: int
+    decode_new_tokens: int
+    decode_computed_tokens: int
+    decode_kv_tokens: int
+    decode_seconds: dict[str, float]
+    median_decode_step_seconds: float
+    draft_depth_histogram: dict[str, int] | None = None
+    other_cpu_share: float | None = None
+
+
+class Samples(msgspec.Struct, frozen=True):
+    """Figures of each prompt, in their order."""
+
+    acceptance_length: list[float]
+    num_prompt_tokens: list[int]
+    num_new_tokens: list[int]
+
+
+class Hardware(msgspec.Struct, frozen=True):
+    """A machine, with its rates if they were measured."""
+
+    processor: str
+    threads: int
+    device: str
+    bytes_per_second: float = 0.0
+    flops_per_second: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The processor, or the GPU with the processor behind it."""
+        processor = f"{self.processor}, {self.threads} threads"
+        return processor if self.device == "cpu" else f"{self.device} ({processor})"
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """The origin of a row."""
+
+    command: str
+    commit: str | None
+    date: str
+    versions: dict[str, str]
+    hardware: Hardware
+    seed: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +85,6 @@ class Row:
 
     Attributes:
         source: the file that it comes from; rows are compared within a file.
-        metrics: as in ``metrics.json``.
-        samples: of each prompt, in their order.
         costs: of the target.
         options: those that are not the defaults and have no field of their own, as ``NAME=VALUE``.
     """
@@ -51,28 +107,41 @@ class Row:
     dtype: str
     max_new_tokens: int
     batching: str
-    metrics: Mapping[str, Any]
-    samples: Mapping[str, Seq[float]]
-    costs: Mapping[str, int]
-    provenance: Mapping[str, Any]
+    metrics: Metrics
+    samples: Samples
+    costs: Costs
+    provenance: Provenance
     options: tuple[str, ...] = ()
     compiled: bool = False
+
+    def __post_init__(self) -> None:
+        if not (self.provenance.hardware.bytes_per_second and self.provenance.hardware.flops_per_second):
+            raise ValueError("it has no provenance.hardware.bytes_per_second and flops_per_second")
 
     @property
     def rate(self) -> float:
         """Tokens/s of decode steps."""
-        return float(self.metrics["decode_tokens_per_second"])
+        return self.metrics.decode_tokens_per_second
+
+
+class Point(msgspec.Struct, frozen=True):
+    """Expected and simulated values at one p and batch size, see `appendix_points`."""
+
+    p: float
+    batch_size: int
+    exact: dict[str, float]
+    simulated: dict[str, dict[str, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """The paper's numerical simulation (Appendix B): expected values by p and batch size, see `appendix_points`."""
+    """The paper's numerical simulation (Appendix B)."""
 
     source: str
     experiment: str
-    points: Seq[Mapping[str, Any]]
+    points: list[Point]
     max_acceptance: int
-    provenance: Mapping[str, Any]
+    provenance: Provenance
 
 
 class PlainRun(NamedTuple):
@@ -80,6 +149,16 @@ class PlainRun(NamedTuple):
 
     name: str
     metrics: Mapping[str, Any]
+
+
+class _Needed(msgspec.Struct):
+    """Fields of a ``metrics.json`` that each run has."""
+
+    title: str
+    decode_tokens_per_second: float
+    tokens_per_second: float
+    mean_acceptance_length: float
+    num_new_tokens: int
 
 
 class Material(NamedTuple):
@@ -90,42 +169,9 @@ class Material(NamedTuple):
     runs: list[PlainRun]
 
 
-def _with(*names: str, **groups: Any) -> type[msgspec.Struct]:
-    """An object with these fields of any kind, and these groups of fields."""
-    return msgspec.defstruct("Needed", [*names, *groups.items()])
-
-
-_PROVENANCE, _HARDWARE = ("command", "commit", "date", "versions"), ("processor", "threads", "device")
-_MEASURED = _with(
-    metrics=_with(
-        "decode_tokens_per_second", "mean_acceptance_length", "acceptance_histogram", "draft_length_histogram",
-        "padding_per_new_token", "padding_ratio", "input_padding_tokens", "kv_padding_slots", "num_new_tokens",
-        "decode_steps", "decode_row_steps", "decode_new_tokens", "decode_computed_tokens", "decode_kv_tokens",
-        "decode_seconds", "median_decode_step_seconds",
-    ),
-    samples=_with("acceptance_length", "num_prompt_tokens", "num_new_tokens"),
-    costs=_with("weight_bytes", "kv_bytes_per_token", "matmul_parameters", "attention_flops_per_kv_token"),
-    provenance=_with(*_PROVENANCE, hardware=_with(*_HARDWARE, "bytes_per_second", "flops_per_second")),
-)  # fmt: skip
-_SIMULATED = _with(
-    points=list[_with("p", "batch_size", "exact", "simulated")],  # type: ignore[misc]  # made here
-    provenance=_with(*_PROVENANCE, hardware=_with(*_HARDWARE)),
-)
-_RUN = _with(
-    title=str, decode_tokens_per_second=float, tokens_per_second=float, mean_acceptance_length=float, num_new_tokens=int
-)
-
-
-def machine_name(hardware: Mapping[str, Any]) -> str:
-    """The processor, or the GPU with the processor behind it."""
-    device = str(hardware["device"])
-    processor = f"{hardware['processor']}, {hardware['threads']} threads"
-    return processor if device == "cpu" else f"{device} ({processor})"
-
-
 def per(total: str, number: str) -> Callable[[Row], float]:
     """A metric that adds up ÷ one that counts, as a function of a row; 0 where nothing was counted."""
-    return lambda row: float(row.metrics[total]) / max(row.metrics[number], 1)
+    return lambda row: float(getattr(row.metrics, total)) / max(getattr(row.metrics, number), 1)
 
 
 def read(paths: Iterable[Path]) -> Material:
@@ -173,7 +219,7 @@ def _read_run(file: Path) -> PlainRun:
     if not isinstance(value, dict) or "decode_tokens_per_second" not in value:
         raise ConfigError(f"{file} is no metrics.json; {_HOW}")
     try:
-        typed(value, _RUN)
+        typed(value, _Needed)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}; it was written by another version of emssd, run again") from None
     return PlainRun(str(file.parent), value)
@@ -206,9 +252,7 @@ def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
     row = row | {"source": source}
     try:
         if "points" in row:
-            typed(row, _SIMULATED)
             return typed(row, Simulation)
-        typed(row, _MEASURED)
         return typed(row, Row)
     except ValueError as error:
         raise ConfigError(

@@ -11,16 +11,13 @@ from typing import Any
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy
-from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.errors.terminal import plain_console, steady
 from emssd.plugins.registry import Registry
-from emssd.simulate.curves import PRESETS, FittedCurve, StepCurve, load_curve
+from emssd.simulate.curves import PRESETS, Roofline
 from emssd.simulate.simulator import Simulator, summarize, summary_table, warm_up
 from emssd.simulate.trace_drafter import TreeDrafter, TreeLaw
 from emssd.simulate.traces import Trace, geometric_trace, load_trace, save_trace
-
-__all__ = ["main", "make_budget", "make_parser"]
 
 
 @steady("emssd.simulate")
@@ -73,15 +70,18 @@ def _add_run(run: argparse.ArgumentParser) -> None:
     how("--budget", default="fixed", metavar="POLICY", help="fixed (default), adaptive, or a plugin's")
     how("--option", action="append", default=[], metavar="NAME=VALUE", help="of the policy; repeatable, "
                      "as in --budget fixed --option num_tokens=2")  # fmt: skip
-    how("--curve", default="70b-8xh100", metavar="CURVE", help="step times: file of `record --curve`, or "
-                     f"a roofline, which is no measurement: {', '.join(PRESETS)} (default: 70b-8xh100)")  # fmt: skip
+    how("--curve", default="70b-8xh100", metavar="CURVE", help="step times, by a roofline, which is no "
+                     f"measurement: {', '.join(PRESETS)} (default: 70b-8xh100)")  # fmt: skip
     how("--max-steps", type=int, metavar="N", help="stop after so many steps (default: when all is done)")
     run.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
 
 
 def _run(options: argparse.Namespace) -> None:
     budget, curve, trace = make_budget(options.budget, options.option), _curve(options.curve), _trace(options)
-    drafters = _tree_drafters(options, trace)
+    drafters = None
+    if options.branches is not None:
+        law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
+        drafters = [TreeDrafter(trace, law, tells=options.tells)]
     warm_up(budget, trace, lambda: _scheduler(options), curve, drafters)
     simulator = Simulator(
         trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens, drafters=drafters
@@ -90,13 +90,6 @@ def _run(options: argparse.Namespace) -> None:
     plain_console().print(summary_table(summary))
     if options.json is not None:
         _write(options.json, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
-
-
-def _tree_drafters(options: argparse.Namespace, trace: Trace) -> list[TreeDrafter] | None:
-    if options.branches is None:
-        return None
-    law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
-    return [TreeDrafter(trace, law, tells=options.tells)]
 
 
 def _numbers(text: str) -> list[int]:
@@ -118,13 +111,11 @@ def _add_record(parser: argparse.ArgumentParser) -> None:
     record("--new", type=int, default=128, metavar="N", help="most tokens of each output (default: 128)")
     record("--batch-size", type=int, default=8, metavar="B", help="rows decoded together (default: 8)")
     record("--dtype", default="auto", help="float32, bfloat16, …; float32 replays exactly (default: auto)")
-    record("--curve", type=Path, metavar="FILE", help="decode at three budgets more and write the "
-                        "step-time curve of this machine there")  # fmt: skip
 
 
 def _record(options: argparse.Namespace) -> None:
     from emssd.decoding.engine import Engine
-    from emssd.simulate.recording import logged_steps, record_trace
+    from emssd.simulate.recording import record_trace
 
     prompts = _prompts(options.prompts, options.limit)
     engine = Engine.from_pretrained(
@@ -133,15 +124,6 @@ def _record(options: argparse.Namespace) -> None:
     trace = record_trace(engine, prompts, max_new_tokens=options.new)
     save_trace(trace, options.out)
     plain_console().print(f"{len(trace)} requests, {sum(row.output_length for row in trace)} positions: {options.out}")
-    if options.curve is not None:
-        steps = []
-        longest = max(trace.num_speculative_tokens)
-        for depth in (0, longest // 2, longest):
-            with logged_steps(engine, FixedBudget(depth)) as log:
-                engine.generate(prompts, max_new_tokens=options.new)
-            steps += log
-        FittedCurve.fit(steps).save(options.curve)
-        plain_console().print(f"step-time curve of {len(steps)} steps: {options.curve}")
 
 
 def make_budget(name: str, options: list[str]) -> BudgetPolicy:
@@ -179,12 +161,10 @@ def _scheduler(options: argparse.Namespace) -> Scheduler:
     return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=options.worst_case)
 
 
-def _curve(name: str) -> StepCurve:
-    if name in PRESETS:
-        return PRESETS[name]
-    if not Path(name).is_file():
-        raise ConfigError(f"--curve {name}: neither a file nor a preset; presets are {', '.join(PRESETS)}")
-    return load_curve(Path(name))
+def _curve(name: str) -> Roofline:
+    if name not in PRESETS:
+        raise ConfigError(f"--curve is {name}; choose one of {', '.join(PRESETS)}")
+    return PRESETS[name]
 
 
 def _prompts(path: Path | None, limit: int | None) -> list[str]:

@@ -19,7 +19,7 @@ from emssd.simulate.curves import Roofline
 from emssd.simulate.simulator import Simulator
 from emssd.simulate.traces import geometric_trace
 
-__all__ = ["QUANTITIES", "Expected", "acceptance_pmf", "appendix_points", "expected", "max_pmf"]
+__all__ = ["appendix_points"]
 
 _Array = npt.NDArray[np.float64]
 

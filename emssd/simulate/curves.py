@@ -1,29 +1,12 @@
-"""The time of a simulated step: `StepCurve`, fitted to measured steps or from first principles (`Roofline`)."""
+"""The time of a simulated step: `StepCurve`, from first principles (`Roofline`)."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
-from emssd.data.typed import read_json, typed
-from emssd.errors import ConfigError
-from emssd.metrics.least_squares import fit_non_negative
-from emssd.metrics.stats import StageStats, StepStats
-
-__all__ = ["PRESETS", "FittedCurve", "Roofline", "StepCurve", "load_curve", "roofline"]
-
-_Array = npt.NDArray[np.float64]
-
-_ROUNDS = 3  # of fits, each weighted by the one before
-_SWEEPS = 1000  # of coordinate descent in each
+__all__ = ["Roofline", "StepCurve"]
 
 
 class StepCurve(ABC):
@@ -69,90 +52,6 @@ class Roofline(StepCurve):
     def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
         draft = self.drafts[stage] if stage < len(self.drafts) else None
         return depth * draft.verify_seconds(-(-num_tokens // depth), num_kv_tokens) if draft and depth else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FittedCurve(StepCurve):
-    """Learnt from measured steps: piecewise linear in the tokens, linear in the KV; no coefficient is negative.
-
-    Attributes:
-        knots: numbers of tokens at which a further token may become dearer.
-        verify: seconds per step, per token beyond each knot, and per token of KV.
-        drafts: of each stage, seconds per drafting step, per token of depth, and per token.
-    """
-
-    knots: tuple[int, ...]
-    verify: tuple[float, ...]
-    drafts: tuple[tuple[float, ...], ...]
-
-    def __post_init__(self) -> None:
-        lengths = [len(draft) for draft in self.drafts]
-        if len(self.verify) != len(self.knots) + 2 or lengths != [3] * len(lengths):
-            raise ConfigError(
-                f"a curve of {len(self.knots)} knots has {len(self.knots) + 2} coefficients, and 3 for each drafter, "
-                f"not {len(self.verify)} and {lengths}"
-            )
-
-    @classmethod
-    def fit(cls, steps: Iterable[StepStats], knots: Seq[int] = (0, 16, 64, 256)) -> FittedCurve:
-        """Least squares of relative errors. Steps of several batch sizes and budgets make it good for both."""
-        steps = list(steps)
-        if len(steps) < 10:
-            raise ConfigError(f"a step-time curve is fitted to {len(steps)} steps; run at least 10")
-        seconds = np.asarray([sum(step.seconds.values()) - step.seconds["draft"] for step in steps])
-        features = np.asarray([_verify_features(step.num_tokens, step.num_kv_tokens, knots) for step in steps])
-        stages = range(max(len(step.stages) for step in steps))
-        drafts = tuple(_fit_draft([step.stages[i] for step in steps if any(step.stages[i].budget)]) for i in stages)
-        return cls(tuple(knots), _least_squares(features, seconds), drafts)
-
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        features = _verify_features(num_tokens, num_kv_tokens, self.knots)
-        return sum(map(float.__mul__, self.verify, features))
-
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        per_step, per_level, per_token = self.drafts[stage] if stage < len(self.drafts) else (0.0, 0.0, 0.0)
-        return per_step + per_level * depth + per_token * num_tokens if depth else 0.0
-
-    def save(self, path: Path) -> None:
-        """Write it as JSON."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
-
-
-def load_curve(path: Path) -> FittedCurve:
-    """Read what `FittedCurve.save` wrote. Raises ConfigError: the file cannot be read, or holds something else."""
-    try:
-        return typed(read_json(path.read_bytes()), FittedCurve)
-    except OSError as error:
-        raise ConfigError(f"curve {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} holds no step-time curve ({error}); fit one with: python -m emssd.simulate record --curve FILE"
-        ) from error
-
-
-def _verify_features(num_tokens: int, num_kv_tokens: int, knots: Seq[int]) -> list[float]:
-    return [1.0, *(float(max(0, num_tokens - knot)) for knot in knots), float(num_kv_tokens)]
-
-
-def _fit_draft(stages: Seq[StageStats]) -> tuple[float, ...]:
-    if not stages:
-        return (0.0, 0.0, 0.0)
-    features = np.asarray([[1.0, max(stage.budget), sum(stage.budget)] for stage in stages])
-    return _least_squares(features, np.asarray([stage.seconds for stage in stages]))
-
-
-def _least_squares(features: _Array, seconds: _Array) -> tuple[float, ...]:
-    """Coefficients ``>= 0`` of the least relative errors.
-
-    Errors are relative to the fit, not to the measurement, or else slow steps would count for too little.
-    """
-    scale = np.maximum(features.max(axis=0), 1e-300)
-    solution, expected = [0.0] * features.shape[1], np.full(len(seconds), seconds.mean())
-    for _ in range(_ROUNDS):
-        rows = features / scale / expected[:, None]
-        fit_non_negative((rows.T @ rows).tolist(), (rows.T @ (seconds / expected)).tolist(), solution, sweeps=_SWEEPS)
-        expected = np.maximum(features / scale @ solution, 1e-3 * seconds.mean())
-    return tuple((solution / scale).tolist())
 
 
 # What dense kernels are assumed to reach of the data sheet's figures.

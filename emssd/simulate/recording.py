@@ -1,4 +1,4 @@
-"""Records from real runs: acceptance traces for `Simulator`, and steps for `FittedCurve`."""
+"""Records from real runs: acceptance traces for `Simulator`, and the figures of steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from emssd.drafting.budget import FixedBudget
 from emssd.sequences import Batch, Row
 from emssd.simulate.traces import RequestTrace, StageTrace, Trace
 
-__all__ = ["StepLog", "TraceRecorder", "logged_steps", "record_trace"]
+__all__ = ["StepLog", "logged_steps", "record_trace"]
 
 
 class TraceRecorder(Drafter):

@@ -27,7 +27,7 @@ from emssd.simulate.recording import StepLog
 from emssd.simulate.trace_drafter import TraceDrafter
 from emssd.simulate.traces import VOCAB_SIZE, Trace
 
-__all__ = ["Simulation", "Simulator", "summarize", "summary_table", "warm_up"]
+__all__ = ["summarize", "summary_table", "warm_up"]
 
 _PAGE_SIZE = 16  # tokens, as the paged backends have it by default
 

@@ -16,7 +16,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd.simulate.traces import WRONG, Trace
 
-__all__ = ["TraceDrafter", "TreeDrafter", "TreeLaw"]
+__all__ = ["TraceDrafter", "TreeDrafter"]
 
 _POSITIONS = 1024  # of each request that have a coin of their own; after them the coins begin again
 _MOST_NODES = 4096

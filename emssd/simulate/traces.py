@@ -17,17 +17,7 @@ from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd.sequences import Request, Row
 
-__all__ = [
-    "RIGHT",
-    "VOCAB_SIZE",
-    "WRONG",
-    "RequestTrace",
-    "StageTrace",
-    "Trace",
-    "geometric_trace",
-    "load_trace",
-    "save_trace",
-]
+__all__ = ["VOCAB_SIZE", "WRONG", "save_trace"]
 
 # Tokens of simulated sequences. Nobody reads which they are, but for drafted ones that the target would not generate,
 # and for the one that ends a sequence.

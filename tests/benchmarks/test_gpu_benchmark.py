@@ -180,20 +180,6 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     assert "drafts for nothing" in table.caption
 
 
-@pytest.mark.parametrize("nodes", ["0", "4"])
-def test_the_hosts_part_of_a_step_is_measured(
-    load: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], nodes: str
-) -> None:
-    """The program asserts that drafts are accepted as planned, and steps recorded."""
-    program = load("host_time")
-    monkeypatch.setattr(program, "STEPS", 8)
-    command = ["host_time.py", "--batch-sizes", "1", "3", "--repeats", "1", "--context", "20", "--nodes", nodes]
-    monkeypatch.setattr(sys, "argv", command)
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    program.main()
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("│")] == ["1", "3"]
-
-
 @pytest.mark.dry_run  # it compiles three times; the table of a GPU session says as well what was compiled while timed
 def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target, decode, made = tiny(load), load("gpu_hf").hf_decode, []

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from emssd.model import TargetModel
 from emssd.native import (
     NativeError,
     build,
-    cache_dir,
     fallback_reason,
     free_module,
     load_kernels,
@@ -116,31 +114,9 @@ exit 1
     monkeypatch.setenv("CXX", str(script(tmp_path / "bin" / "c++", complaint)))
     assert failure() == "building the C++ kernels failed: choice.cpp:8:1: error: out of luck"
     assert kept(cache_folder / "kernels") == []  # no half of a library
-    made = len(kept(cache_folder)) // 2
+    made = len(kept(cache_folder))
     assert 0 < made < len(build._PARTS)  # those that began after it are not made
-    assert kept(cache_folder) == ["manifest.json"] * made + ["part.o"] * made  # not made again
-
-
-def test_a_compiler_that_does_not_even_run_is_named(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiler = script(tmp_path / "bin" / "c++", "exit 1")
-    monkeypatch.setenv("CXX", str(compiler))
-    assert failure().startswith("building the C++ kernels failed: ")
-    assert str(compiler) in failure()
-
-
-def test_a_failure_is_remembered(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert failure()
-    monkeypatch.setattr(build, "_build", lambda path: pytest.fail("it tries again"))
-    assert failure()
-
-
-def raising_of(error: Exception) -> Callable[..., None]:
-    def load(*arguments: Any, **options: Any) -> None:
-        raise error
-
-    return load
+    assert kept(cache_folder) == ["part.o"] * made  # not made again
 
 
 @pytest.fixture
@@ -179,8 +155,8 @@ def test_what_is_built_is_kept_and_loaded_the_next_time(
     assert len(builds()) == parts + 1  # and a library
     assert not any("-ffast-math" in command for command in builds())  # it would change sums from build to build
     assert loaded == ["output 1\n"] * 2
-    assert kept(cache_folder / "kernels") == ["emssd_native.so", "manifest.json"]
-    assert kept(cache_folder / "objects") == ["manifest.json"] * parts + ["part.o"] * parts
+    assert kept(cache_folder / "kernels") == ["emssd_native.so"]
+    assert kept(cache_folder / "objects") == ["part.o"] * parts
 
 
 def test_another_source_builds_its_own_part_and_the_library(
@@ -202,21 +178,6 @@ def test_another_source_builds_its_own_part_and_the_library(
     assert rebuilt("choice.cpp") == [f"{sources}/choice.cpp"]
     assert rebuilt("tree.h") == [f"{sources}/{part}.cpp" for part in ("attention", "library")]
     assert rebuilt("vectors.h") == [f"{sources}/{part}.cpp" for part in ("attention", "choice", "linear", "recurrence")]
-
-
-@pytest.mark.parametrize("content", [b"out", b"output 2\n", b""], ids=["truncated", "another", "empty"])
-def test_a_library_that_is_not_what_was_built_is_not_loaded_but_built_again(
-    cache_folder: Path,
-    builds: Callable[[], list[str]],
-    loaded: list[str],
-    content: bytes,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    assert why_unavailable() is None
-    next(cache_folder.rglob("*.so")).write_bytes(content)
-    another_process(monkeypatch)
-    assert why_unavailable() is None
-    assert loaded == ["output 1\n", "output 2\n"]
 
 
 def test_a_library_that_does_not_load_is_built_again(
@@ -252,39 +213,14 @@ def test_a_cache_of_others_is_refused_and_the_reason_is_short_too(
     cache_folder.mkdir()
     cache_folder.chmod(0o777)
     assert fallback_reason() is None  # nobody has asked for the kernels
-    assert re.fullmatch(
-        rf"there is no place for the C\+\+ kernels: {cache_folder} can be changed by other users \(mode 0777\), and "
-        rf"what lies there would run as \S+; chmod go-w it, or set EMSSD_CACHE to a folder of your own",
-        failure(),
-    )
+    assert failure().startswith(f"there is no place for the C++ kernels: {cache_folder} belongs to user ")
     assert fallback_reason() == "attention in PyTorch: the cache cannot be used"
     assert (builds(), loaded) == ([], [])
-
-
-def test_a_cache_that_cannot_be_written_is_named(
-    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "file"))
-    monkeypatch.setenv("CXX", "true")
-    reason = f"{tmp_path}/file is no folder; set EMSSD_CACHE to one that can be written"
-    assert failure() == f"there is no place for the C++ kernels: {reason}"
 
 
 def test_other_systems_are_told_apart(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert failure() == "the C++ kernels are written for Linux, and this is another system"
-
-
-def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    monkeypatch.setenv("EMSSD_CACHE", "~/here")
-    assert cache_dir() == tmp_path / "here"
-    monkeypatch.setenv("EMSSD_CACHE", "")
-    assert cache_dir() == Path("/caches/emssd")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_dir() == tmp_path / ".cache" / "emssd"
 
 
 def test_another_source_pytorch_or_processor_has_a_library_of_its_own(

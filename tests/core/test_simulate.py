@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.simulate_agreement import RecordedTimes
 from emssd import demo
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
@@ -24,7 +23,7 @@ from emssd.model import CausalLMRunner
 from emssd.sequences import FinishReason, Request, Row
 from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
 from emssd.simulate.__main__ import make_budget
-from emssd.simulate.curves import FittedCurve
+from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import logged_steps, record_trace
 from emssd.simulate.simulator import Simulation, warm_up
 from emssd.testing.drafters import ChainDrafter
@@ -160,6 +159,26 @@ def test_a_trace_of_the_demo_predicts_real_runs_exactly(demo_run: Any, batch_siz
         assert figures(run.steps, ["acceptance"]) == figures(steps, ["acceptance"])
 
 
+class RecordedTimes(StepCurve):
+    """The times of a real run, step by step, to compare a policy that decides by time with what it did.
+
+    Args:
+        steps: of the run; a simulation that takes more steps ends with an `IndexError`.
+    """
+
+    def __init__(self, steps: list[StepStats]) -> None:
+        self._steps = steps
+        self._num_steps = 0
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        return self._steps[self._num_steps].stages[stage].seconds
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        step = self._steps[self._num_steps]
+        self._num_steps += 1
+        return sum(step.seconds.values()) - step.seconds["draft"]
+
+
 def test_a_policy_that_decides_by_time_decides_the_same_when_it_sees_the_same_times(demo_run: Any) -> None:
     """Past any EOS, so that the policy hears of no accepted token that a trace cannot know."""
     _, make_engine, prompts, limits = demo_run
@@ -176,19 +195,19 @@ def simulate(**options: Any) -> Simulation:
     return Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, **options).run()
 
 
-def test_memory_that_runs_out_preempts_and_costs_steps_but_no_tokens() -> None:
-    free, tight = simulate(), simulate(max_kv_tokens=400)
-    assert free.report.num_preempted == 0
-    assert tight.report.num_preempted > 0
-    assert free.report.num_new_tokens == tight.report.num_new_tokens == 12 * 150
-    assert free.report.num_steps < tight.report.num_steps
-    assert all(len(row.tokens) == 180 for row in tight.sequences)
+class PlainCurve(StepCurve):
+    """One second for each step, beside drafting."""
+
+    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        return 1.0
+
+    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        return 5.0 + 7.0 * depth + 11.0 * num_tokens if depth else 0.0
 
 
 def test_drafting_takes_the_seconds_of_its_curve_stage_by_stage() -> None:
     trace = geometric_trace(0.5, 4, num_speculative_tokens=3, max_new_tokens=9, seed=0)
-    curve = FittedCurve((0,), (1.0, 0.0, 0.0), ((5.0, 7.0, 11.0),))
-    run = Simulator(trace, ContinuousScheduler(4), FixedBudget(), curve).run()
+    run = Simulator(trace, ContinuousScheduler(4), FixedBudget(), PlainCurve()).run()
     drafting = [step.stages[0].budget for step in run.steps if any(step.stages[0].budget)]
     expected = sum(5.0 + 7.0 * max(budget) + 11.0 * sum(budget) for budget in drafting)
     assert run.report.seconds["draft"] == pytest.approx(expected)
@@ -201,7 +220,7 @@ def test_a_row_ends_where_its_trace_does_before_its_limit_also_by_a_drafted_toke
     # after two tokens, the third ends the row; it is drafted, rightly or wrongly
     stage = StageTrace((0, 0, 2) if not right else (0, 2, 0), (0, 0, 0) if not right else (0, 2, 0))
     trace = Trace((2,), (RequestTrace("a", 3, 50, (stage,)),))
-    run = Simulator(trace, ContinuousScheduler(1), FixedBudget(), FittedCurve((0,), (1.0, 0.0, 0.0), ())).run()
+    run = Simulator(trace, ContinuousScheduler(1), FixedBudget(), PlainCurve()).run()
     (row,) = run.sequences
     assert (len(row.output_ids), row.finish_reason) == (3, FinishReason.EOS)
     assert len(run.steps) == (2 if right else 3)

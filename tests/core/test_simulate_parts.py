@@ -8,20 +8,13 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.metrics.stats import PHASES, StageStats, StepStats
-from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace, load_trace
+from emssd.simulate import RequestTrace, StageTrace, Trace, load_trace
 from emssd.simulate.__main__ import main
-from emssd.simulate.curves import FittedCurve, Roofline, load_curve
-from emssd.simulate.simulator import summarize
+from emssd.simulate.curves import Roofline
 from emssd.simulate.traces import save_trace
 from tests.support.tiers import looped
 
@@ -56,13 +49,11 @@ def test_a_trace_that_contradicts_itself_is_refused(make: Callable[[], object], 
 
 
 @pytest.mark.parametrize("text", ["", "[]\n", "nonsense", '{"num_speculative_tokens": 2}\n{"request_id": "a"}\n'])
-def test_a_file_that_is_no_trace_or_curve_says_how_to_make_one(tmp_path: Path, text: str) -> None:
+def test_a_file_that_is_no_trace_says_how_to_make_one(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"holds no acceptance trace .* python -m emssd.simulate record"):
         load_trace(path)
-    with pytest.raises(ConfigError, match=r"holds no step-time curve .* python -m emssd.simulate record"):
-        load_curve(path)
 
 
 def test_a_wrong_trace_in_a_file_is_named_by_the_file(tmp_path: Path) -> None:
@@ -70,12 +61,6 @@ def test_a_wrong_trace_in_a_file_is_named_by_the_file(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace('"num_prompt":3', '"num_prompt":0'))
     with pytest.raises(ConfigError, match=r"trace\.jsonl: request 'a' has 0 prompt tokens"):
         load_trace(path)
-
-
-@pytest.mark.parametrize("load", [load_trace, load_curve])
-def test_a_file_that_is_not_there_is_an_error_of_ours(tmp_path: Path, load: Callable[[Path], Any]) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        load(tmp_path / "nothing")
 
 
 def test_a_roofline_is_flat_where_weights_take_the_time_and_steep_where_arithmetic_does() -> None:
@@ -90,46 +75,13 @@ def test_a_roofline_is_flat_where_weights_take_the_time_and_steep_where_arithmet
     assert drafted.draft_seconds(0, 4, 800, 1000) == drafted.draft_seconds(1, 0, 0, 1000) == 0.0
 
 
-def step(num_tokens: int, num_kv_tokens: int, drafted: tuple[int, ...], curve: FittedCurve) -> StepStats:
-    seconds = dict.fromkeys(PHASES, 0.0)
-    seconds["draft"] = curve.draft_seconds(0, max(drafted), sum(drafted), num_kv_tokens)
-    seconds["forward"] = curve.verify_seconds(num_tokens, num_kv_tokens)
-    stages = (StageStats(drafted, drafted, seconds["draft"]),)
-    return StepStats(False, 1, 0, num_tokens, num_kv_tokens, 1, drafted, (1,), 0, 0, 0, 0, seconds, stages)
-
-
-@given(st.tuples(*[st.floats(0.1, 10)] * 4), st.tuples(*[st.floats(0.1, 10)] * 3))
-def test_a_fit_finds_the_curve_that_made_the_steps(verify: tuple[float, ...], draft: tuple[float, ...]) -> None:
-    """Of noiseless steps; the tolerance is what coordinate descent is away from its limit, no property of machines."""
-    truth = FittedCurve((0, 16), (verify[0], verify[1] / 10, verify[2] / 10, verify[3] / 1000), (draft,))
-    grid = [(tokens, kv, (depth, other)) for tokens in (1, 8, 16, 64) for kv in (0, 500, 900) for depth in (0, 2, 4)
-            for other in (0, 2)]  # fmt: skip
-    fitted = FittedCurve.fit([step(*place, truth) for place in grid], knots=(0, 16))
-    for tokens, kv, drafted in grid:
-        assert fitted.verify_seconds(tokens, kv) == pytest.approx(truth.verify_seconds(tokens, kv), rel=1e-3)
-        args = 0, max(drafted), sum(drafted), kv
-        assert fitted.draft_seconds(*args) == pytest.approx(truth.draft_seconds(*args), rel=1e-3)
-    assert min(fitted.verify + fitted.drafts[0]) >= 0
-
-
-def test_a_summary_holds_the_figures_of_the_report() -> None:
-    trace = geometric_trace(0.7, 9, num_speculative_tokens=3, max_new_tokens=30)
-    report = (run := Simulator(trace, ContinuousScheduler(4), FixedBudget(), PRESETS["8b-1xh100"]).run()).report
-    summary = summarize(run, "label")
-    assert summary["tokens_per_step"] == report.num_new_tokens / report.num_steps == 270 / len(run.steps)
-    assert summary["tokens_per_second"] == pytest.approx(270 / report.total_seconds)
-    metrics = report.metrics()
-    for name in ("mean_acceptance_length", "padding_ratio", "batch_fill", "num_preempted", "mean_draft_length"):
-        assert summary[name] == metrics[name]
-
-
 def test_record_then_run_gives_the_tokens_of_the_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trace, curve, figures = (str(tmp_path / name) for name in ("trace.jsonl", "curve.json", "figures.json"))
+    trace, figures = (str(tmp_path / name) for name in ("trace.jsonl", "figures.json"))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("integers are\n\nfloats are numbers, floats are numbers, floats are\n")
-    main(["record", trace, "--prompts", str(prompts), "--new", "12", "--curve", curve, "--dtype", "float32"])
+    main(["record", trace, "--prompts", str(prompts), "--new", "12", "--dtype", "float32"])
     assert "2 requests" in capsys.readouterr().out
-    main(["run", "--trace", trace, "--curve", curve, "--budget", "adaptive", "--option", "memory=8", "--json", figures])
+    main(["run", "--trace", trace, "--budget", "adaptive", "--option", "memory=8", "--json", figures])
     assert "simulated, not measured" in capsys.readouterr().out
     values = json.loads(Path(figures).read_text())
     assert values["num_new_tokens"] == sum(row.output_length for row in load_trace(Path(trace)))
@@ -149,7 +101,7 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["run", "--p", "1.5"], "p is 1.5"),
         (["run", "--batch-size", "0"], "batch_size is 0"),
-        (["run", "--curve", "nothing"], "neither a file nor a preset; presets are 70b"),
+        (["run", "--curve", "nothing"], "--curve is nothing; choose one of 70b"),
         (["run", "--trace", "nothing"], "trace nothing cannot be read"),
         (["run", "--budget", "nothing"], "unknown budget 'nothing'"),
         (["run", "--option", "length=3"], "no option 'length'. It has num_tokens"),
@@ -177,13 +129,3 @@ def test_the_commands_in_the_docs_that_need_no_model_run() -> None:
     assert found
     for command in found:
         main(shlex.split(command))
-
-
-def test_a_curve_file_gives_the_curve_back(tmp_path: Path) -> None:
-    curve = FittedCurve((0, 16), (1.0, 2.0, 3.0, 4.0), ((5.0, 6.0, 7.0),))
-    curve.save(tmp_path / "curve.json")
-    assert load_curve(tmp_path / "curve.json") == curve
-    with pytest.raises(ConfigError, match=r"2 knots has 4 coefficients, and 3 for each drafter, not 3 and \[3\]"):
-        FittedCurve((0, 16), (1.0, 2.0, 3.0), ((5.0, 6.0, 7.0),))
-    with pytest.raises(ConfigError, match="fitted to 0 steps; run at least 10"):
-        FittedCurve.fit([])

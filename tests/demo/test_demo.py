@@ -100,7 +100,7 @@ def test_drafters_are_accepted_and_change_nothing(drafter: str, longest: int, pl
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], bytes]:
     """``trained(folder, seed)`` gives the weights of a target that was trained for two steps, with a draft model."""
-    train = importlib.import_module("emssd_train.demo.__main__").main
+    train = importlib.import_module("benchmarks.demo.__main__").main
 
     def weights(folder: str, seed: int) -> bytes:
         out = tmp_path / folder
@@ -130,7 +130,7 @@ def test_the_models_can_be_trained_anew(trained: Callable[[str, int], bytes], tm
 
 
 def test_the_head_learns_from_other_prompts_than_those_it_is_measured_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn, own = importlib.import_module("emssd_train.demo.head").prompts(2)
+    drawn, own = importlib.import_module("benchmarks.demo.head").prompts(2)
     assert own == [prompt.text for prompt in demo.prompts()]
     assert len(drawn) > len(own)
     assert not {*drawn} & {*own}

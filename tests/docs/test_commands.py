@@ -45,7 +45,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-train": train_parser,
 }
 SHELL = {".", "cd", "emssd-lm-eval", "export", "git", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
-MODULES = {"python -m build", "python -m emssd_train.demo", "python -m emssd_train.demo.head", "python -m pip"}
+MODULES = {"python -m build", "python -m benchmarks.demo", "python -m benchmarks.demo.head", "python -m pip"}
 PLUGINS = {  # by folder: the kind and the hook of what it offers, and the module of that
     "bigram": ("drafter", "drafters", "drafter"),
     "per_row": ("backend", "attention_backends", "backend"),

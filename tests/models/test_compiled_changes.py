@@ -22,8 +22,8 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
 from emssd.model import TargetModel, tracing
+from emssd.model.compile_time import Compiling
 from emssd.native import cache_dir, load_kernels
-from emssd.native.cache import _manifest
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 
@@ -147,19 +147,8 @@ def test_the_program_of_a_class_of_the_users_own_is_for_this_process_alone() -> 
     assert sorted((cache_dir() / "models").iterdir()) == kept
 
 
-def seal(folder: Path) -> None:
-    """Make the manifest fit, as nobody does by accident."""
-    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "manifest.json"}
-    (folder / "manifest.json").write_bytes(_manifest(folder, files))
-
-
 def truncate(folder: Path) -> None:
     os.truncate(folder / tracing.PROGRAM, 5000)
-
-
-def truncate_and_seal(folder: Path) -> None:
-    truncate(folder)
-    seal(folder)
 
 
 def swap_linears(folder: Path) -> None:
@@ -167,14 +156,12 @@ def swap_linears(folder: Path) -> None:
     (joined,) = [each for each in products["linears"] if len(each["weights"]) == 3]
     joined["weights"].reverse()
     (folder / tracing.LINEARS).write_text(json.dumps(products))
-    seal(folder)
 
 
 def other_linears(folder: Path) -> None:
     (folder / tracing.LINEARS).write_text(
         '{"linears": [{"weights": ["of.another.model"], "biases": [], "transposed": false}], "others": []}'
     )
-    seal(folder)
 
 
 class Hostile:
@@ -184,10 +171,9 @@ class Hostile:
 
 def pickle_constants(folder: Path) -> None:
     torch.save({"constant": Hostile()}, folder / tracing.CONSTANTS)
-    seal(folder)
 
 
-@pytest.mark.parametrize("spoil", [truncate, truncate_and_seal, swap_linears, other_linears, pickle_constants])
+@pytest.mark.parametrize("spoil", [truncate, swap_linears, other_linears, pickle_constants])
 def test_a_spoilt_program_is_compiled_again(
     spoil: Callable[[Path], None], entry_copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -210,7 +196,6 @@ def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
     def compile_wrongly(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
         right(target, folder, hidden)
         swap_linears(folder)
-        (folder / "manifest.json").unlink()
 
     swap_linears(entry_copy)
     monkeypatch.setattr(tracing, "compile_program", compile_wrongly)
@@ -220,24 +205,27 @@ def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
     assert tokens(target) == greedy_reference(target.model, PROMPT, 12)
 
 
-def test_a_program_that_others_can_write_is_refused(entry_copy: Path) -> None:
-    (entry_copy / tracing.PROGRAM).chmod(0o666)
-    reason = f"{entry_copy / tracing.PROGRAM} can be changed by other users .*set EMSSD_CACHE to a folder of your own"
+def test_a_program_in_a_cache_that_others_can_write_is_refused(entry_copy: Path) -> None:
+    entry_copy.parents[1].chmod(0o777)
+    reason = f"{entry_copy.parents[1]} belongs to .*set EMSSD_CACHE to a folder of your own"
     with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}"):
         assert TargetModel(opt(), compile=True).compiled is None
 
 
-def test_a_folder_of_inductor_that_others_can_write_is_refused(
-    kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chosen", [None, "elsewhere"])
+def test_inductor_keeps_its_files_in_the_cache_unless_another_folder_is_set(
+    chosen: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    (tmp_path / "inductor").mkdir()
-    (tmp_path / "inductor").chmod(0o777)
-    with pytest.warns(
-        RuntimeWarning, match="can be changed by other users .*; chmod .* set TORCHINDUCTOR_CACHE_DIR to"
-    ):
-        assert TargetModel(opt(), compile=True).compiled is None
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", chosen or "")
+    if chosen is None:
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
+    untraceable = nn.Module()
+    untraceable.model = nn.Module()
+    with pytest.raises(CompileError), Compiling("Untraceable", 1) as work:
+        tracing.compile_module(untraceable, (), tmp_path, work, own_linears=False)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == (chosen or str(tmp_path / "inductor"))
+    assert (tmp_path / "inductor").is_dir() == (chosen is None)
 
 
 @pytest.mark.parametrize("mode", ["fake tensors", "export"])

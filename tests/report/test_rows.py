@@ -45,7 +45,11 @@ def bad(*place: str, is_now: object = None) -> str:
         ("rows.jsonl", bad("batching"), "{}:3 is of another format: it has no batching"),
         ("rows.jsonl", bad("metrics", "decode_kv_tokens"), "{}:3 is of another format: it has no metrics.decode_kv_to"),
         ("rows.jsonl", bad("costs"), "{}:3 is of another format: it has no costs"),
-        ("rows.jsonl", bad("provenance", "hardware", "flops_per_second"), "no provenance.hardware.flops_per_second"),
+        (
+            "rows.jsonl",
+            bad("provenance", "hardware", "flops_per_second"),
+            "no provenance.hardware.bytes_per_second and",
+        ),
         ("rows.jsonl", bad("batch_size", is_now="8"), 'its batch_size cannot be "8"'),
         ("rows.jsonl", bad("repeat", is_now=True), "its repeat cannot be true"),
         ("rows.jsonl", bad("options", is_now="x"), 'its options cannot be "x"'),
@@ -103,7 +107,7 @@ def test_a_row_keeps_what_it_was_given_and_what_only_unicode_calls_a_lines_end_e
     for row in (rows := read_rows(path)):
         assert isinstance(row, Row)
         assert (row.source, row.method, row.batch_size, row.repeat) == (str(path), "ragged", 16, 3)
-        assert (row.metrics, row.options) == (given["metrics"], (f"data.template=a{end}b",))
+        assert (row.metrics.num_new_tokens, row.options) == (40, (f"data.template=a{end}b",))
     assert len(rows) == 2
 
 

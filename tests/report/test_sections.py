@@ -12,11 +12,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from emssd.report import figures
 from emssd.report.cells import Spread
-from emssd.report.figures import Curve, _draw
 from emssd.report.sections import Plot
-from emssd.report.sections.acceptance import accepted_by_position, least_of_batches
+from emssd.report.sections.acceptance import _accepted_by_position, _least_of_batches
 from emssd.report.sections.methods import crossing_at
 from emssd.report.sections.steps import Floor, steps_of
 from tests.support.tiers import looped
@@ -36,8 +34,8 @@ def test_the_floor_of_a_step_done_by_hand() -> None:
 
 @given(st.integers(1, 64), st.integers(1, 200), st.floats(1e9, 1e12), st.floats(1e9, 1e15))
 def test_arithmetic_takes_over_where_it_says(batch: int, tokens: int, bandwidth: float, rate: float) -> None:
-    hardware = row().provenance["hardware"] | {"bytes_per_second": bandwidth, "flops_per_second": rate}
-    provenance = {**row().provenance, "hardware": hardware}
+    provenance = value()["provenance"]
+    provenance["hardware"] |= {"bytes_per_second": bandwidth, "flops_per_second": rate}
     mine = row(batch_size=batch, metrics_decode_computed_tokens=10 * batch * tokens, provenance=provenance)
     floor = Floor.of(mine)
     assume(abs(floor.byte_seconds - floor.flop_seconds) > 1e-9 * floor.seconds)
@@ -53,14 +51,6 @@ def test_the_time_of_a_step_is_shown_by_phase_beside_its_floor() -> None:
         "schedule": "1.00", "draft": "1.00", "plan": "1.00", "forward": "1.00", "verify": "1.00", "other": "1.00",
         "floor, ms": "0.44", "× floor": "9.09", "floor bound by": "bytes", "by FLOPs from, tokens / row": "11",
     }  # fmt: skip
-
-
-def test_no_two_lines_of_a_plot_look_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = list[tuple[str, str]]()
-    monkeypatch.setattr(figures, "_draw", lambda axes, line, marker: looks.append((line.colour, marker)))
-    figures.curves("many", "x", "y", figures.coloured({str(number): {1: 1.0, 2: 2.0} for number in range(40)}))
-    assert len(looks) == len(set(looks)) == 40
-    assert len({colour for colour, _ in looks}) > 8
 
 
 def prompts(number: int) -> dict[str, Any]:
@@ -214,7 +204,7 @@ def test_each_drafter_is_set_against_plain_decoding_of_its_text() -> None:
         ["rest(store=a|b)", *["0.90 (0.90–0.90)"] * 2],
     ]
     # of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2
-    assert shares.lines == [[name, "2.00 (31%)", "2.00 (31%)"] for name in list(rates)[1:]]
+    assert shares.lines == [[name, *["2.00 (3.2, 31%)"] * 2] for name in list(rates)[1:]]
     without = tables_of([beside("drafters", "llma", 100.0)], "drafters")[0]
     assert without.lines == [["llma", "no baseline"]]
 
@@ -231,7 +221,7 @@ def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own() -> No
     assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
 
 
-def test_speed_nodes_and_depth_of_each_drafter_by_batch_size() -> None:
+def test_speed_and_acceptance_of_each_drafter_by_batch_size() -> None:
     rates = {"none": 100.0, "draft_model": 150.0, "draft_model(tree=dynamic)": 180.0}
     rows = [
         beside("trees", name, rate / (size if name != "none" else 1), repeat=repeat, batch_size=size)
@@ -239,30 +229,15 @@ def test_speed_nodes_and_depth_of_each_drafter_by_batch_size() -> None:
         for size in (1, 2)
         for name, rate in rates.items()
     ]
-    speeds, nodes, steps, depths = tables_of(rows, "trees")
+    speeds, shares = tables_of(rows, "trees")
     assert speeds.columns == ["drafter", "1", "2"]
     assert speeds.lines == [
         ["draft_model", "1.50 (1.50–1.50)", "0.75 (0.75–0.75)"],
         ["draft_model(tree=dynamic)", "1.80 (1.80–1.80)", "0.90 (0.90–0.90)"],
     ]
-    # Of 20 row-steps 16 drafted 4 tokens, and 10 accepted 2.
-    assert nodes.lines == [[name, "3.2, τ 2.00", "3.2, τ 2.00"] for name in list(rates)[1:]]
-    # The floor reads 4 MB of weights and 0.2 MB of KV for each row, at 10 GB/s.
-    assert steps.lines == [[name, "6.00 (0.42)", "6.00 (0.44)"] for name in list(rates)[1:]]
-    assert depths.columns == ["drafter", "≥ 1", "≥ 2"]
-    assert depths.lines == [[f"{name}, batch {size}", "50%", "50%"] for name in list(rates)[1:] for size in (1, 2)]
+    assert shares.lines == [[name, *["2.00 (3.2, 31%)"] * 2] for name in list(rates)[1:]]
     assert sum(isinstance(block, Plot) for block in section_of(rows, "trees").blocks) == 1
     assert section_of([each for each in rows if not each["speculate"]], "trees") is None
-
-
-def test_bars_are_drawn_where_they_are_and_not_from_the_line_on() -> None:
-    from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
-
-    axes = Figure().subplots()
-    _draw(axes, Curve("x", {1.0: Spread(1.0, 2.0, 3.0, 2), 2.0: Spread(2.0, 1.5, 4.0, 2)}, "black"), "o")
-    (bars,) = (each for each in axes.collections if isinstance(each, LineCollection))
-    assert [segment.tolist() for segment in bars.get_segments()] == [[[1, 2], [1, 3]], [[2, 1.5], [2, 4]]]
 
 
 ROW_STEPS = st.lists(
@@ -274,7 +249,7 @@ ROW_STEPS = st.lists(
 def test_acceptance_by_place_is_what_counting_row_steps_gives(row_steps: list[tuple[int, int]]) -> None:
     accepted_counts = Counter(str(accepted + 1) for _, accepted in row_steps)
     drafted = Counter(str(length) for length, _ in row_steps)
-    found = accepted_by_position(accepted_counts, drafted)
+    found = _accepted_by_position(accepted_counts, drafted)
     assert list(found) == list(range(1, max(length for length, _ in row_steps) + 1))
     for place, share in found.items():
         reached = [accepted for length, accepted in row_steps if length >= place]
@@ -283,10 +258,10 @@ def test_acceptance_by_place_is_what_counting_row_steps_gives(row_steps: list[tu
 
 @given(st.lists(st.floats(1, 8), min_size=1, max_size=70))
 def test_the_least_of_a_batch_falls_as_batches_are_joined(taus: list[float]) -> None:
-    found = least_of_batches(taus)
+    found = _least_of_batches(taus)
     assert found[1] == pytest.approx(sum(taus) / len(taus))
     assert max(found) <= len(taus)
     full = taus[: len(taus) // 32 * 32]  # the same samples in batches of 1 to 32
-    nested = least_of_batches(full)
+    nested = _least_of_batches(full)
     sizes = [size for size in (1, 2, 4, 8, 16, 32) if size in nested]
     assert all(nested[a] >= nested[b] - 1e-9 for a, b in pairwise(sizes))

@@ -317,10 +317,3 @@ def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> No
     head, teacher = eagle3_head(model, tmp_path / "head", draft_vocab_size=1), Teacher(model, LAYERS)
     assert 5 not in teacher(text).logits.argmax(-1)
     assert UnrolledLoss(head, teacher, 1)(text, torch.tensor([1]), torch.tensor([7]))["losses"].tolist() == [0]
-
-
-def test_the_distance_is_the_mean_of_kullback_and_leibler() -> None:
-    logits, wanted = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    is_, should = logits.log_softmax(-1), wanted.log_softmax(-1)
-    expected = (should.exp() * (should - is_)).sum(-1).mean()
-    torch.testing.assert_close(divergence(logits, wanted), expected, rtol=1e-9, atol=1e-12)

@@ -39,7 +39,7 @@ def model_path(name: str) -> Path:
     if not (path / "model.safetensors").is_file():
         raise ConfigError(
             f"the embedded model {name!r} is missing from this installation ({path}); reinstall emssd, "
-            f"or train it anew in a checkout: python -m emssd_train.demo --out {path.parent}"
+            f"or train it anew in a checkout: python -m benchmarks.demo --out {path.parent}"
         )
     return path
 

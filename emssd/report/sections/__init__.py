@@ -21,7 +21,7 @@ _WRITERS: dict[str, Callable[[Section, list[Any]], None]] = {  # the others comp
     "appendix": acceptance.appendix,
     "crossover": methods.crossover,
     "drafters": drafts.drafters,
-    "trees": drafts.trees,
+    "trees": drafts.drafters,
 }
 
 
@@ -40,10 +40,10 @@ def sections(material: Material) -> list[Section]:
         else:
             parts = {kind: measured[kind]} if kind in measured else {}
         for name, rows in parts.items():
-            commands = listed(dict.fromkeys(code(row.provenance["command"]) for row in rows))
+            commands = listed(dict.fromkeys(code(row.provenance.command) for row in rows))
             title = escape(texts["title"].format(first=rows[0]))
             section = Section(name, title, texts["claim"], f"Made by {commands}.")
-            section.warn_if_busy(*(row.metrics for row in rows if isinstance(row, Row)))
+            section.warn_if_busy(*(row.metrics.other_cpu_share for row in rows if isinstance(row, Row)))
             introduction = len(section.blocks)
             _WRITERS.get(kind, methods.compare)(section, rows)
             if len(section.blocks) > introduction:

@@ -13,10 +13,7 @@ from emssd.report.rows import Row, Simulation
 from emssd.report.sections.common import Section, short_names
 from emssd.report.tables import Table, pivot
 
-__all__ = [
-    "acceptance", "accepted_by_position", "appendix", "expected_ratio", "least_of_batches", "padding_ratio",
-    "share_of_at_least",
-]  # fmt: skip
+__all__ = ["acceptance", "appendix", "expected_ratio", "padding_ratio"]
 
 _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 
@@ -27,8 +24,8 @@ def acceptance(section: Section, rows: list[Row]) -> None:
         return
     shown = {name: grid.rows[0] for name, grid in zip(short_names(found), found, strict=True)}
     mark = marks(row for grid in found for row in grid.rows)
-    samples = {name: row.samples["acceptance_length"] for name, row in shown.items()}
-    least = {name: least_of_batches(taus) for name, taus in samples.items()}
+    samples = {name: row.samples.acceptance_length for name, row in shown.items()}
+    least = {name: _least_of_batches(taus) for name, taus in samples.items()}
     figures = {
         name: {
             "samples": str(len(taus)),
@@ -43,9 +40,9 @@ def acceptance(section: Section, rows: list[Row]) -> None:
     title = "Least τ of a batch, mean of consecutive full batches"
     section.draw(title, curves(title, "batch size / rows", "least τ / tokens", coloured(least), mark=mark))
     shares = {
-        name: accepted_by_position(
-            row.metrics["acceptance_histogram"],
-            row.metrics.get("draft_depth_histogram", row.metrics["draft_length_histogram"]),
+        name: _accepted_by_position(
+            row.metrics.acceptance_histogram,
+            row.metrics.draft_depth_histogram or row.metrics.draft_length_histogram,
         )
         for name, row in shown.items()
     }
@@ -73,7 +70,7 @@ def _table(
     )
 
 
-def least_of_batches(taus: Seq[float]) -> dict[int, float]:
+def _least_of_batches(taus: Seq[float]) -> dict[int, float]:
     """Mean over consecutive full batches of the least of the batch, by batch size; rows left over are left out."""
     found = {}
     for size in _BATCHES:
@@ -83,16 +80,7 @@ def least_of_batches(taus: Seq[float]) -> dict[int, float]:
     return found
 
 
-def share_of_at_least(acceptance: Mapping[int, int]) -> dict[int, float]:
-    """The share of row-steps that accept at least so many drafted tokens, of row-steps by τ."""
-    total = sum(acceptance.values())
-    return {
-        least: sum(count for tau, count in acceptance.items() if tau > least) / total
-        for least in range(1, max(acceptance, default=1))
-    }
-
-
-def accepted_by_position(acceptance: Mapping[str, int], drafted: Mapping[str, int]) -> dict[int, float]:
+def _accepted_by_position(acceptance: Mapping[str, int], drafted: Mapping[str, int]) -> dict[int, float]:
     """The share of drafts with a token at depth j (from 1) of which j tokens were accepted.
 
     Row-steps with τ > j accepted j tokens at least, so this is their number ÷ that of drafts at least j deep.
@@ -149,10 +137,10 @@ def appendix(section: Section, simulations: list[Simulation]) -> None:
     (simulation,) = simulations
     for name, (label, ylabel) in _PANELS.items():
         lines: dict[str, dict[float, Spread]] = {}
-        for point in sorted(simulation.points, key=lambda point: point["batch_size"]):
-            mean, error = (float(point["simulated"][name][part]) for part in ("mean", "error"))
-            spread = Spread(float(point["exact"][name]), mean - 3 * error, mean + 3 * error, 1)
-            lines.setdefault(f"b = {point['batch_size']}", {})[float(point["p"])] = spread
+        for point in sorted(simulation.points, key=lambda point: point.batch_size):
+            mean, error = (point.simulated[name][part] for part in ("mean", "error"))
+            spread = Spread(point.exact[name], mean - 3 * error, mean + 3 * error, 1)
+            lines.setdefault(f"b = {point.batch_size}", {})[point.p] = spread
         svg = curves(label, "p, accuracy of the next drafted token", ylabel, coloured(lines, "level"), log=False)
         section.draw(f"Expected {label} by p and batch size; bars, simulated batches ±3 standard errors", svg)
     said = "Expected padding ratio E(δ̄/τ_max) by p and batch size, closed form:"
@@ -161,8 +149,8 @@ def appendix(section: Section, simulations: list[Simulation]) -> None:
 
 def expected_ratio(simulation: Simulation) -> Table:
     """The closed form of the padding ratio by p and batch size."""
-    points = sorted(simulation.points, key=lambda point: (point["p"], point["batch_size"]))
+    points = sorted(simulation.points, key=lambda point: (point.p, point.batch_size))
     return pivot(
         "p",
-        {(f"{each['p']:g}", f"b = {each['batch_size']}"): f"{each['exact']['padding_ratio']:.1%}" for each in points},
+        {(f"{each.p:g}", f"b = {each.batch_size}"): f"{each.exact['padding_ratio']:.1%}" for each in points},
     )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from emssd.metrics.busy import busy_remark
 from emssd.report.cells import Grid
 from emssd.report.tables import Table, escape, listed
 
-__all__ = ["Plot", "Section", "short_names"]
+__all__ = ["short_names"]
 
 
 class Plot(NamedTuple):
@@ -42,9 +41,9 @@ class Section:
         if said := [weights] * made_up + [drafts] * bool(replays):
             self.say("> " + " ".join(said))
 
-    def warn_if_busy(self, *runs: Mapping[str, Any]) -> None:
-        """The warning of a run on a busy machine, once for the metrics of all these runs."""
-        if remark := busy_remark(*runs):
+    def warn_if_busy(self, *shares: float | None) -> None:
+        """The warning of a run on a busy machine, by the ``other_cpu_share`` of each run."""
+        if remark := busy_remark(*({"other_cpu_share": share} for share in shares)):
             self.say(f"> **Warning**: {remark}.")
 
     def table(self, table: Table, above: str = "") -> None:

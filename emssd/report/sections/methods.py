@@ -15,7 +15,7 @@ from emssd.report.rows import Row, per
 from emssd.report.sections.common import Section
 from emssd.report.tables import Table, grouped, listed
 
-__all__ = ["advice", "compare", "crossing_at", "crossings", "crossover", "speed_table"]
+__all__ = ["compare", "crossings", "crossover", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
 
@@ -109,8 +109,8 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     section.say("Tokens/s of one method ÷ another's; where *inputs ÷ KV* is above 1, unpadding the inputs gains more.")
     section.table(Table.of(lines))
     row = grid.rows[0]
-    token = 2 * row.costs["matmul_parameters"] / row.provenance["hardware"]["flops_per_second"]
-    slot = row.costs["kv_bytes_per_token"] / row.provenance["hardware"]["bytes_per_second"]
+    token = 2 * row.costs.matmul_parameters / row.provenance.hardware.flops_per_second
+    slot = row.costs.kv_bytes_per_token / row.provenance.hardware.bytes_per_second
     section.say(
         f"By this machine's rates a padded input costs {1e6 * token:,.3g} µs of arithmetic, once; a lost KV slot costs "
         f"{1e6 * slot:,.3g} µs of reading in every later step, which is as much after {token / slot:,.0f} steps."
@@ -129,7 +129,7 @@ def _datasets(section: Section, found: Seq[Grid]) -> None:
         samples = next(cell for cell in grid.cells if cell.batch_size == size).rows[0].samples
         padding = vanilla.median("padding_per_new_token", ".1%") if vanilla else ""
         speedups = [(cell and cell.speedup_text) or "" for cell in (vanilla, ours, others[0] or others[1])]
-        lengths = [f"{statistics.mean(samples['num_prompt_tokens']):.0f}", f"{max(samples['num_new_tokens']):.0f}"]
+        lengths = [f"{statistics.mean(samples.num_prompt_tokens):.0f}", f"{max(samples.num_new_tokens):.0f}"]
         lines.append([grid.title, *lengths, padding, *speedups])
     for each in paper.DATASETS:
         figures = [f"{each.input_length:.0f}", str(each.output_length), f"{each.padding:.1%}"]

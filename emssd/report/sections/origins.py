@@ -7,17 +7,16 @@ from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from importlib.util import find_spec
-from itertools import starmap
 from textwrap import shorten
 from typing import Any
 
 from emssd.report.cells import speedup_text
 from emssd.report.figures import coloured, curves
-from emssd.report.rows import Material, PlainRun, Row, Simulation, machine_name
+from emssd.report.rows import Material, PlainRun, Row, Simulation
 from emssd.report.sections.common import Section
 from emssd.report.tables import Code, Table, code, escape, grouped, listed, pairs
 
-__all__ = ["mixtures", "plain_runs", "provenance"]
+__all__ = ["plain_runs", "provenance"]
 
 _Metrics = Mapping[str, Any]
 _SPEED = "decode_tokens_per_second"
@@ -38,14 +37,12 @@ def plain_runs(runs: Seq[PlainRun]) -> list[Section]:
     common, names = _names([str(metrics["title"]) for metrics in found])
     if common:
         section.say(f"All of {escape(common)}:")
-    section.warn_if_busy(*found, *(metrics.get("greedy", {}) for metrics in found))
+    parts = [part for metrics in found for part in (metrics, metrics.get("greedy", {}))]
+    section.warn_if_busy(*(part.get("other_cpu_share") for part in parts))
     plain = [metrics for metrics in found if metrics.get("setting", {}).get("drafter") == "none"]
     baselines = {_setting(metrics): float(metrics[_SPEED]) for metrics in reversed(plain)}
     figures = (_figures(name, run, baselines.get(_setting(run.metrics))) for name, run in zip(names, runs, strict=True))
     section.table(Table.of(figures))
-    if defined := [pair for pair in zip(names, found, strict=True) if pair[1].get("acceptance", {}).get("vllm")]:
-        said = "Acceptance as others define it, by place in the draft; docs/metrics.md says how they differ:"
-        section.table(Table.of(starmap(_definitions, defined)), said)
     told = [metrics for metrics in found if "setting" in metrics]
     alike = grouped(told, lambda metrics: _setting(metrics, but="batch_size")).values()
     sweeps = [members for members in alike if len(members) > 1]
@@ -79,17 +76,6 @@ def _figures(name: str, run: PlainRun, base: float | None) -> dict[str, str | No
         "τ": f"{metrics['mean_acceptance_length']:.2f}",
         "check": check and f"{check['exact']} exact, {check['ties']} ties, {check['differences']} different",
         "folder": Code(run.name),
-    }
-
-
-def _definitions(name: str, metrics: _Metrics) -> dict[str, str]:
-    found = metrics["acceptance"]
-    return {
-        "run": name,
-        "vLLM, speculators: length": f"{found['vllm']['mean_acceptance_length']:.2f}",
-        "SpecForge: accept_length": f"{found['specforge']['accept_length']:.2f}",
-        "vLLM: per position": " ".join(f"{share:.2f}" for share in found["vllm"]["per_position"]),
-        "speculators: cond_acc": " ".join(f"{share:.2f}" for share in found["speculators"]["cond_acc"]),
     }
 
 
@@ -149,16 +135,16 @@ def _origins(material: Material) -> list[dict[str, str]]:
     rows: list[Row | Simulation] = [*material.rows, *material.simulations]
     found = []
     for row in rows:
-        origin, hardware = row.provenance, row.provenance["hardware"]
-        memory, rate = (hardware.get(name, 0.0) for name in ("bytes_per_second", "flops_per_second"))
+        origin, hardware = row.provenance, row.provenance.hardware
+        memory, rate = hardware.bytes_per_second, hardware.flops_per_second
         found.append({
             "experiment": row.experiment,
-            "command": Code(origin["command"]),
-            "machine": machine_name(hardware),
+            "command": Code(origin.command),
+            "machine": hardware.name,
             "rates": f"{memory / 1e9:,.3g} GB/s, {rate / 1e12:,.3g} TFLOP/s" if memory else "",
-            "commit": origin["commit"] or "installed",
-            "versions": pairs(origin["versions"]),
-            "date": origin["date"],
-            "seeds": pairs(origin.get("seed", {})),
+            "commit": origin.commit or "installed",
+            "versions": pairs(origin.versions),
+            "date": origin.date,
+            "seeds": pairs(origin.seed),
         })  # fmt: skip
     return found

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
-from emssd.model.costs import Costs
 from emssd.report import paper
 from emssd.report.cells import WITHOUT_BASELINE, Cell, Grid, Line, Setting, Spread, grids
 from emssd.report.figures import Curve, colour, curves, stacked
@@ -14,7 +13,7 @@ from emssd.report.rows import Row, per
 from emssd.report.sections.common import Section
 from emssd.report.tables import Table, escape, grouped
 
-__all__ = ["Floor", "step_ms", "step_table", "step_time", "steps_of", "time_of_steps"]
+__all__ = ["step_table", "step_time", "steps_of", "time_of_steps"]
 
 
 class Floor(NamedTuple):
@@ -32,11 +31,11 @@ class Floor(NamedTuple):
     @classmethod
     def of(cls, row: Row, tokens_per_row: float | None = None) -> Floor:
         """The floor of a run that had decode steps, as it was or with another number of tokens per row."""
-        metrics, hardware = row.metrics, row.provenance["hardware"]
-        steps, num_rows = metrics["decode_steps"], metrics["decode_row_steps"] / metrics["decode_steps"]
-        tokens = tokens_per_row or metrics["decode_computed_tokens"] / metrics["decode_row_steps"]
-        moved, flops = Costs(**row.costs).of_step(num_rows, num_rows * tokens, metrics["decode_kv_tokens"] / steps)
-        return cls(moved / hardware["bytes_per_second"], flops / hardware["flops_per_second"], tokens)
+        metrics, hardware = row.metrics, row.provenance.hardware
+        steps, num_rows = metrics.decode_steps, metrics.decode_row_steps / metrics.decode_steps
+        tokens = tokens_per_row or metrics.decode_computed_tokens / metrics.decode_row_steps
+        moved, flops = row.costs.of_step(num_rows, num_rows * tokens, metrics.decode_kv_tokens / steps)
+        return cls(moved / hardware.bytes_per_second, flops / hardware.flops_per_second, tokens)
 
     @property
     def seconds(self) -> float:
@@ -57,7 +56,7 @@ class Floor(NamedTuple):
 def time_of_steps(rows: list[Row]) -> list[Section]:
     """The section of the milliseconds of a decode step by phase, beside its floor, if there are steps."""
     left_out = (*WITHOUT_BASELINE, "drafters")  # drafters side by side are so many that nobody would read them
-    rows = [row for row in rows if row.experiment not in left_out and row.metrics["decode_row_steps"]]
+    rows = [row for row in rows if row.experiment not in left_out and row.metrics.decode_row_steps]
     if not rows:
         return []
     section = Section(
@@ -67,11 +66,11 @@ def time_of_steps(rows: list[Row]) -> list[Section]:
         "floor is the larger of two times: reading the weights and the rows' KV once at the measured bandwidth, and "
         "computing all tokens at the measured rate of a large product; a draft model's work is not in it.",
     )
-    section.warn_if_busy(*(row.metrics for row in rows))
+    section.warn_if_busy(*(row.metrics.other_cpu_share for row in rows))
     for experiment, mine in grouped(rows, lambda row: row.experiment).items():
         for grid in grids(mine):
             section.head(grid, f"{experiment}: ")
-            names = list(grid.rows[0].metrics["decode_seconds"])
+            names = list(grid.rows[0].metrics.decode_seconds)
             section.table(Table.of([_phases(cell, names) for cell in grid.cells], left=2))
             parts = {name: [_phase_ms(cell, name) for cell in grid.cells] for name in names}
             labels = [f"{cell.batch_size} {cell.line.label}" for cell in grid.cells]
@@ -82,7 +81,7 @@ def time_of_steps(rows: list[Row]) -> list[Section]:
 
 def _phases(cell: Cell, names: list[str]) -> dict[str, str | None]:
     def over_floor(row: Row) -> float:
-        return float(row.metrics["decode_new_tokens"] / row.metrics["decode_steps"] / Floor.of(row).seconds / row.rate)
+        return float(row.metrics.decode_new_tokens / row.metrics.decode_steps / Floor.of(row).seconds / row.rate)
 
     return cell.place | {
         "tokens / row and step": cell.median(per("decode_new_tokens", "decode_row_steps")),
@@ -97,19 +96,19 @@ def _phases(cell: Cell, names: list[str]) -> dict[str, str | None]:
 
 
 def _phase_ms(cell: Cell, name: str) -> float:
-    return cell.spread(lambda row: 1e3 * row.metrics["decode_seconds"][name] / row.metrics["decode_steps"]).median
+    return cell.spread(lambda row: 1e3 * row.metrics.decode_seconds[name] / row.metrics.decode_steps).median
 
 
 def step_ms(row: Row) -> float:
     """Milliseconds of a mean decode step."""
-    return float(1e3 * sum(row.metrics["decode_seconds"].values()) / row.metrics["decode_steps"])
+    return float(1e3 * sum(row.metrics.decode_seconds.values()) / row.metrics.decode_steps)
 
 
 def step_time(section: Section, rows: list[Row]) -> None:
     """Median times of steps by tokens per row. Steps have exactly these tokens where all drafts are wrong."""
     for grid in steps_of(rows):
-        lengths = [int(length) for row in grid.rows for length in row.samples["num_prompt_tokens"]]
-        longest = max(float(row.metrics["mean_acceptance_length"]) for row in grid.rows)
+        lengths = [int(length) for row in grid.rows for length in row.samples.num_prompt_tokens]
+        longest = max(float(row.metrics.mean_acceptance_length) for row in grid.rows)
         section.say(f"### {escape(grid.title)}")
         section.say(
             f"Prompts of {min(lengths)} to {max(lengths)} tokens; the largest mean acceptance length of a run is "
@@ -142,11 +141,11 @@ def steps_of(rows: Iterable[Row]) -> list[Grid]:
     def without_prompts(row: Row) -> Setting:
         return undrafted(row)._replace(data=row.data_label or row.data, length="")
 
-    timed = [row for row in rows if row.metrics["decode_row_steps"]]
+    timed = [row for row in rows if row.metrics.decode_row_steps]
     follow = {
         setting
         for setting, mine in grouped(timed, without_prompts).items()
-        if all(len(row.samples["num_prompt_tokens"]) == row.batch_size for row in mine)
+        if all(len(row.samples.num_prompt_tokens) == row.batch_size for row in mine)
     }
     return grids(timed, lambda row: each if (each := without_prompts(row)) in follow else undrafted(row))
 
@@ -173,11 +172,11 @@ def _by_tokens(cell: Cell) -> dict[int, list[Row]]:
     """
 
     def tokens(row: Row) -> int:
-        lengths = (int(length) for length, count in row.metrics["draft_length_histogram"].items() if count)
+        lengths = (int(length) for length, count in row.metrics.draft_length_histogram.items() if count)
         return 1 + max(lengths, default=0)
 
     return dict(sorted(grouped(cell.rows, tokens).items()))
 
 
 def _median_ms(row: Row) -> float:
-    return 1e3 * float(row.metrics["median_decode_step_seconds"])
+    return 1e3 * float(row.metrics.median_decode_step_seconds)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import BudgetPolicy
 from emssd.plugins import BudgetSpec, hookimpl
 
-__all__ = ["AdaptiveConfig", "emssd_budget_policies"]
+__all__ = ["AdaptiveConfig"]
 
 
 @dataclass

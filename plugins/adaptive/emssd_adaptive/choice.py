@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import pairwise
 from operator import itemgetter
 
-__all__ = ["best_lengths", "best_limits", "blocks"]
+__all__ = ["best_lengths", "best_limits"]
 
 
 def best_limits(

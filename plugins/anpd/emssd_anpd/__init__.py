@@ -8,7 +8,7 @@ from emssd.drafting import NGramDrafter
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["ANPDConfig", "ANPDDrafter", "emssd_drafters"]
+__all__ = ["ANPDConfig"]
 
 
 @dataclass

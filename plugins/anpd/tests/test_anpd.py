@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Outcome
-from emssd.drafting.ngrams import NGramCounts
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 
@@ -62,16 +61,6 @@ def test_a_row_that_comes_again_begins_anew() -> None:
     assert drafted(drafter, Row(Request("a", (1, 2, 1), 8, frozenset())), 2) == [(2, 1.0), (1, 1.0)]
     drafter.release(["a"])
     assert drafted(drafter, Row(Request("a", (3, 4, 1), 8, frozenset())), 2) == []
-
-
-def test_counts_know_what_followed_each_ngram_the_latest_last() -> None:
-    counts = NGramCounts(2)
-    counts.extend([1, 2, 3, 1, 2])
-    assert counts.behind((2,)) == counts.behind((1, 2)) == {3: 1}
-    assert counts.behind((9, 2)) == {}
-    counts.extend([1, 2, 3, 1, 2, 4, 2, 3], 5)
-    assert list(counts.behind((2,)).items()) == [(4, 1), (3, 2)]
-    assert counts.num_tokens == 7
 
 
 GROUP = ANPDConfig(group_tokens=64)

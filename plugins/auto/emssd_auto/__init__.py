@@ -11,7 +11,7 @@ from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
-__all__ = ["AutoConfig", "FewRows", "emssd_drafters", "why_not_self"]
+__all__ = ["AutoConfig", "emssd_drafters", "why_not_self"]
 
 _LEAST_BYTES = 1 << 28  # of weights; fewer may stay in the caches of a processor
 _MOST_ROWS = 4

@@ -9,7 +9,7 @@ from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["CascadeConfig", "emssd_drafters"]
+__all__ = ["CascadeConfig"]
 
 
 @dataclass

@@ -37,7 +37,7 @@ from emssd_dflash.head import BlockHead
 from emssd_dflash.lane import BlockLane, BlockRow
 from emssd_dflash.variant import Variant, variant_of
 
-__all__ = ["DFlashDrafter", "load_dflash"]
+__all__ = ["DFlashDrafter"]
 
 
 class DFlashDrafter(SlotDrafter, StatesDrafter):

@@ -23,7 +23,7 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
 from emssd_draft_model.translated import Speech, TranslatedDrafter, shared_ids
 
-__all__ = ["build", "shape_of"]
+__all__ = ["build"]
 
 _NEARLY_ALL = 0.9  # of the target's tokens: where so many are shared, the others are seldom missed
 

@@ -11,7 +11,7 @@ from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["EagleConfig", "emssd_drafters"]
+__all__ = ["EagleConfig"]
 
 
 @dataclass

@@ -25,7 +25,7 @@ from emssd.drafters import (
     TargetSizes,
 )
 
-__all__ = ["EagleHead", "load_eagle"]
+__all__ = ["load_eagle"]
 
 
 class EagleHead(PairedHead):

@@ -13,7 +13,7 @@ from emssd.drafters import Lent, PairedDrafter, TreeOptions, chosen, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["Eagle3Config", "LayerIds", "emssd_drafters"]
+__all__ = ["Eagle3Config", "LayerIds"]
 
 
 class LayerIds(str, Enum):

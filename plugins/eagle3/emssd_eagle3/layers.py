@@ -9,7 +9,7 @@ from emssd.drafters import LAST_NORMED
 from emssd.errors import ConfigError
 from emssd_eagle3 import LayerIds
 
-__all__ = ["AuxLayers", "LayerIds", "aux_layers"]
+__all__ = ["AuxLayers", "aux_layers"]
 
 logger = logging.getLogger("emssd")
 

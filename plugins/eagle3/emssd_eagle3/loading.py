@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 
 from emssd.drafters import LAST_NORMED, Format, HeadFiles, Loaded, TargetSizes
+from emssd_eagle3 import LayerIds
 from emssd_eagle3.head import Eagle3Head
-from emssd_eagle3.layers import AuxLayers, LayerIds, aux_layers
+from emssd_eagle3.layers import AuxLayers, aux_layers
 from emssd_eagle3.variant import Variant, variant_of
 
 __all__ = ["load_eagle3"]

@@ -14,7 +14,7 @@ from emssd.plugins import BackendSpec, hookimpl
 if TYPE_CHECKING:
     from emssd_flashinfer.fused import Fusing
 
-__all__ = ["FlashInferConfig", "PrefillKernel", "emssd_attention_backends", "unavailable"]
+__all__ = ["FlashInferConfig", "PrefillKernel", "unavailable"]
 
 
 class PrefillKernel(str, Enum):

@@ -20,7 +20,7 @@ from emssd_flashinfer.kernel_source import can_be_fused, is_view
 from emssd_flashinfer.recorded import Compute
 from emssd_flashinfer.traced import Op, Trace, UntraceableError, Value, run
 
-__all__ = ["Fusing", "Group", "Kernels", "fused", "joined"]
+__all__ = ["Fusing", "Group"]
 
 _LOG = logging.getLogger("emssd")
 _A: Any = torch.ops.aten

@@ -31,7 +31,7 @@ from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
 
-__all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
+__all__ = ["PagedAttention", "PlannedKernels"]
 
 
 class PagedAttention(Protocol):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["eager_workspace", "query_tile", "recorded_rows", "recorded_workspace"]
+__all__ = ["eager_workspace", "recorded_rows", "recorded_workspace"]
 
 _FLOAT32 = 4  # bytes
 _BLOCKS_PER_SM = 2

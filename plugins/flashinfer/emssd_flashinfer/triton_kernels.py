@@ -14,7 +14,7 @@ from emssd_flashinfer.fused import Group
 from emssd_flashinfer.kernel_source import FUNCTIONS, kernel_source, num_elements
 from emssd_flashinfer.traced import Op, Value
 
-__all__ = ["TritonKernels", "inexact_functions"]
+__all__ = ["TritonKernels"]
 
 _BLOCK, _CHUNK, _INFINITY = 1024, 1 << 24, 0x7F800000
 # What PyTorch's kernels are compiled to; Triton's own `rsqrt` takes subnormal numbers for zeros.

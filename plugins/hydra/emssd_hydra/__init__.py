@@ -12,7 +12,7 @@ from emssd.drafters import HeadLane, Lent, TreeKind, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["HydraConfig", "emssd_drafters"]
+__all__ = ["HydraConfig"]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from emssd.drafters import DynamicShape, HeadLane, Lent, ModelDrafter, check_at_
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["KangarooConfig", "emssd_drafters"]
+__all__ = ["KangarooConfig"]
 
 
 @dataclass

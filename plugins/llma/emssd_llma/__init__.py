@@ -9,7 +9,7 @@ from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search", "emssd_drafters"]
+__all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search"]
 
 
 class Search(str, Enum):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["LookaheadConfig", "emssd_drafters"]
+__all__ = ["LookaheadConfig"]
 
 
 @dataclass

@@ -17,7 +17,7 @@ from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_lookahead import LookaheadConfig
 
-__all__ = ["LookaheadDrafter", "NGramPool", "Window", "merged"]
+__all__ = ["LookaheadDrafter"]
 
 Tree = list[tuple[int, int]]
 """Nodes in order: token id, and index of the parent or -1."""

@@ -11,7 +11,7 @@ from emssd.drafters import Lent, TreeKind, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["MedusaConfig", "emssd_drafters"]
+__all__ = ["MedusaConfig"]
 
 
 @dataclass

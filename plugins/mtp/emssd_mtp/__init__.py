@@ -12,7 +12,7 @@ from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["MtpConfig", "emssd_drafters"]
+__all__ = ["MtpConfig"]
 
 
 @dataclass

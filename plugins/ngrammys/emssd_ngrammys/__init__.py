@@ -11,7 +11,7 @@ from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
-__all__ = ["NGrammysConfig", "NGrammysDrafter", "emssd_drafters"]
+__all__ = ["NGrammysConfig"]
 
 
 @dataclass

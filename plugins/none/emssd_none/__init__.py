@@ -9,7 +9,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
-__all__ = ["NoneConfig", "NoneDrafter", "emssd_drafters"]
+__all__ = ["NoneConfig"]
 
 
 @dataclass

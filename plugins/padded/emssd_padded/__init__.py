@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.attention import AttentionBackend
 from emssd.plugins import BackendSpec, hookimpl
 
-__all__ = ["PaddedConfig", "emssd_attention_backends"]
+__all__ = ["PaddedConfig"]
 
 
 @dataclass

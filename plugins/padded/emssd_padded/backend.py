@@ -23,7 +23,7 @@ from emssd.attention import (
     on_device,
 )
 
-__all__ = ["PaddedBackend", "PaddedStep", "SlabTable"]
+__all__ = ["PaddedBackend"]
 
 _HOLE = torch.iinfo(torch.int64).max // 2  # a token position that no query reaches
 _SLOT_ROUNDING = 64  # the slab grows in steps of this many slots

@@ -8,7 +8,7 @@ from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["Occurrence", "PLDConfig", "PLDDrafter", "emssd_drafters"]
+__all__ = ["Occurrence", "PLDConfig"]
 
 
 @dataclass

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from emssd_pld import Occurrence, PLDConfig, PLDDrafter
+from emssd_pld import PLDConfig, PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -44,22 +42,6 @@ def test_the_defaults_are_the_published_ones_the_first_longest_match_with_ten_to
     assert chain(drafter, row_of(text), 10) == list(range(40, 50))  # not after the 5 in front
     assert chain(drafter, row_of([5, *range(20, 32)], [4, 5], name="b"), 10) == list(range(20, 30))
     assert chain(drafter, row_of([3, 4, 5, 60, 61, 3, 4, 5], name="c"), 10) == []  # too little to copy
-
-
-@looped(
-    ("options", "expected"),
-    [
-        ({}, [10, 11, 3]),
-        ({"occurrence": Occurrence.last}, [20, 21, 3]),
-        ({"occurrence": "last", "require_full_copy": False}, [30, 3, 4]),
-        ({"occurrence": Occurrence.last, "num_speculative_tokens": 1, "max_ngram_size": 1}, [30]),
-        ({"max_ngram_size": 3, "min_ngram_size": 3}, []),
-    ],
-)
-def test_what_each_option_does(options: dict[str, Any], expected: list[int]) -> None:
-    text = [3, 4, 10, 11, 3, 4, 20, 21, 3, 4, 30, 3, 4]
-    config = PLDConfig(**({"num_speculative_tokens": 4} | options))
-    assert chain(PLDDrafter(config), row_of(text), 3) == expected
 
 
 @looped(

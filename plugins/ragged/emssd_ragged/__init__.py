@@ -8,7 +8,7 @@ from enum import Enum
 from emssd.attention import AttentionBackend
 from emssd.plugins import BackendSpec, hookimpl
 
-__all__ = ["Kernels", "RaggedConfig", "emssd_attention_backends"]
+__all__ = ["Kernels", "RaggedConfig"]
 
 
 class Kernels(Enum):

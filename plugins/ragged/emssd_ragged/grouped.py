@@ -24,7 +24,7 @@ from emssd.attention import (
     on_device,
 )
 
-__all__ = ["GroupedKernels", "GroupedStep", "RowGroup"]
+__all__ = ["GroupedKernels"]
 
 # Rows with at most this many new tokens attend together in one call. A longer row, a prompt, has a call of its own, so
 # that it pads no other row.

@@ -8,7 +8,7 @@ from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["ReplayConfig", "emssd_drafters"]
+__all__ = ["ReplayConfig"]
 
 
 @dataclass

@@ -41,26 +41,6 @@ def test_a_counting_model_counts_on_in_every_precision_and_batch(architecture: d
         assert list(row.token_ids) == counted_on(prompt[-1], 100, 96)
 
 
-@pytest.mark.parametrize("backend", ["ragged", "padded"])
-@looped(
-    ("config", "expected"),
-    [
-        (ReplayConfig(p=1.0, num_speculative_tokens=3), 4.0),
-        (ReplayConfig(p=0.0, num_speculative_tokens=3), 1.0),
-        (ReplayConfig(p=1.0, num_speculative_tokens=0), 1.0),
-        (ReplayConfig(p=1.0, coverage=0.0), 1.0),
-    ],
-)
-def test_certain_drafts_are_accepted_as_often_as_stated(config: ReplayConfig, expected: float, backend: str) -> None:
-    model = counting_model(OPT, torch.float32, torch.device("cpu"))
-    engine = Engine.from_model(model, drafter=config, backend=backend, budget="fixed", batch_size=2, batching="static")
-    limit = 1 + 6 * 4  # what steps of 1 and of 4 tokens fill up exactly, after the first
-    rows = engine.generate(PROMPTS, limit)
-    assert [list(row.token_ids) for row in rows] == [counted_on(prompt[-1], limit, 96) for prompt in PROMPTS]
-    steps = {row.num_steps for row in rows}
-    assert steps == ({6 + 1} if expected == 4.0 else {limit})
-
-
 @settings(max_examples=settings.default.max_examples // 4)
 @given(
     p=st.sampled_from([0.3, 0.8]),

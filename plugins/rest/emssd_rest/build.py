@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from emssd.errors import ConfigError, OutputError
-from emssd.errors.files import atomic_folder
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Header, fingerprint, join_documents
 
-__all__ = ["build_store", "suffix_array"]
+__all__ = ["build_store"]
 
 
 def build_store(
@@ -34,7 +34,8 @@ def build_store(
         raise OutputError(f"{target} exists already; remove it, or give the store another name")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as unfinished:
+        with TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as beside:
+            (unfinished := Path(beside) / "store").mkdir()
             tokens, header = join_documents(documents)
             header = replace(header, sources=tuple(sources))
             if tokenizer is not None:
@@ -42,6 +43,7 @@ def build_store(
             np.save(unfinished / TOKENS, tokens)
             np.save(unfinished / SUFFIXES, suffix_array(tokens))
             (unfinished / HEADER).write_text(header.to_json(), encoding="utf-8")
+            unfinished.rename(target)
     except OSError as error:
         raise OutputError(f"store {target} cannot be written: {error.strerror or error}") from error
     return header

@@ -16,7 +16,7 @@ from emssd.data import encode_text, read_texts
 from emssd.errors import ConfigError, PromptError
 from emssd.errors.terminal import steady
 
-__all__ = ["load_tokenizer", "main", "make_parser"]
+__all__ = ["main"]
 
 _T = TypeVar("_T")
 

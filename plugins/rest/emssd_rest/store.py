@@ -22,7 +22,7 @@ import numpy.typing as npt
 from emssd.data import read_json, typed
 from emssd.errors import ConfigError
 
-__all__ = ["END", "HEADER", "SUFFIXES", "TOKENS", "VERSION", "Header", "Store", "fingerprint", "join_documents"]
+__all__ = ["END", "HEADER", "SUFFIXES", "TOKENS", "Header", "Store", "fingerprint", "join_documents"]
 
 HEADER, TOKENS, SUFFIXES = "store.json", "tokens.npy", "suffixes.npy"
 VERSION = 1

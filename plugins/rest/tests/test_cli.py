@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from emssd_rest.cli import load_tokenizer, main
-from emssd_rest.search import StoreSearch
 from emssd_rest.store import Store
 
 RECORDS = [
@@ -78,16 +76,6 @@ def test_other_files_are_one_document_each_and_several_make_one_store(
     told = capsys.readouterr().out
     for fact in (f"tokens     {header.num_tokens}", "corpus.jsonl, book.txt", header.tokenizer[:12]):
         assert fact in told
-
-
-def test_a_store_drafts_what_stands_in_the_file(tmp_path: Path, corpus: Path) -> None:
-    build(corpus, tmp_path / "store")
-    tokenizer = load_tokenizer("demo")
-    ids: list[int] = tokenizer(RECORDS[0]["text"])["input_ids"]
-    search: Any = StoreSearch(Store.open(tmp_path / "store"))
-    match, places = search.longest(ids[:4], 2, 16)
-    assert match == 4
-    assert search.tree(search.behind(match, places, 5000), 3, 3, 1).token_ids == ids[4:7]
 
 
 def test_what_cannot_be_read_is_told_in_the_words_of_this_command(

@@ -108,13 +108,6 @@ def test_matches_and_chains_are_those_of_their_definitions(
             assert chain(searched, match, places, num_tokens) == expected
 
 
-def test_a_draft_never_runs_across_two_documents(tmp_path: Path) -> None:
-    searched = StoreSearch(made(tmp_path / "store", [[1, 2, 3], [4, 5, 6]]))
-    assert chain(searched, *searched.longest([1, 2], 2, 16), 10) == [3]
-    assert searched.longest([3, 4], 2, 16) == (0, range(0))  # one document's end and the next one's beginning
-    assert chain(searched, *searched.longest([5, 6], 2, 16), 10) == []
-
-
 @pytest.mark.parametrize(("largest", "kind"), [(65_534, ">u2"), (65_535, ">u4"), (200_000, ">u4")])
 def test_ids_of_any_size_are_kept(tmp_path: Path, largest: int, kind: str) -> None:
     store = made(tmp_path / "store", [[largest, 7, 8, largest, 7, 9]])

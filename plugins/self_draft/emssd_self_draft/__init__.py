@@ -11,7 +11,7 @@ from enum import Enum
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["SelfConfig", "TreeKind", "emssd_drafters"]
+__all__ = ["SelfConfig", "TreeKind"]
 
 
 class TreeKind(str, Enum):

@@ -19,7 +19,7 @@ from emssd_suffix import SuffixConfig
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 from emssd_suffix.sources import Match, OutputCache
 
-__all__ = ["Speculation", "SuffixDrafter", "speculate"]
+__all__ = ["SuffixDrafter"]
 
 
 class Speculation(NamedTuple):

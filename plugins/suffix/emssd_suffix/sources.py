@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from emssd_suffix.automaton import ROOT, SEPARATOR, SuffixAutomaton
 
-__all__ = ["Match", "Matcher", "OutputCache"]
+__all__ = ["Match", "OutputCache"]
 
 
 class Match(NamedTuple):

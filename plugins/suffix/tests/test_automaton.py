@@ -238,14 +238,6 @@ def test_the_tree_is_the_likeliest_part_of_the_trie_behind_the_match_of_the_chai
         assert products == pytest.approx(sorted(everything.values(), reverse=True)[:budget])
 
 
-def test_an_end_of_the_text_is_no_continuation_and_counts_for_none() -> None:
-    # After 3 comes 4 twice and 5 once; the last 3 is the end itself.
-    config = SuffixConfig(max_spec_factor=2.0, branches=3)
-    draft = tree_of(SuffixDrafter(config), row_of([3, 4, 6, 3, 5, 7, 3, 4, 8, 3]), 99)
-    assert paths_of(draft) == [(4,), (4, 8), (4, 6), (5,), (5, 7)]
-    assert draft.confidence == (2 / 3, 0.5, 0.5, 1 / 3, 1.0)
-
-
 def test_the_end_of_a_remembered_output_is_no_token_of_a_tree() -> None:
     drafter = SuffixDrafter(SuffixConfig(max_spec_factor=4.0, branches=4, cache_tokens=200, min_token_prob=0.0))
     for number, output in enumerate(([9, 3, 4], [9, 3, 5], [9, 3, 4])):

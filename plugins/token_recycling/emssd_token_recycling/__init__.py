@@ -13,7 +13,7 @@ from emssd.errors import ConfigError
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
-__all__ = ["TokenRecyclingConfig", "TokenRecyclingDrafter", "Tree", "emssd_drafters", "grow"]
+__all__ = ["TokenRecyclingConfig"]
 
 
 @dataclass

@@ -16,7 +16,7 @@ from emssd.attention import Parents, to_host
 from emssd.drafting import CheckedDrafter, Draft, Drafter, Outcome
 from emssd.sequences import Batch
 
-__all__ = ["RowDraft", "UnionDrafter", "accepted_nodes", "children_of", "merge", "places"]
+__all__ = ["UnionDrafter"]
 
 
 class RowDraft(NamedTuple):

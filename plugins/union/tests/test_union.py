@@ -161,19 +161,6 @@ def test_a_chain_drafter_gets_no_budget_beyond_the_end_of_a_row_and_none_beyond_
     assert [row.draft.lengths for row in (whole._proposed)] == [[3], [5]]
 
 
-def test_what_all_agree_on_is_verified_once_and_what_one_only_has_beside_it() -> None:
-    first, second = Told(chains([3, 4, 5], [6])), Told(chains([3, 4, 6, 7], []))
-    whole, batch = union(first, second), Batch((row_of([1]), row_of([1], name="b")))
-    draft = whole.propose(batch, [5, 5])
-    assert paths_of(draft) == [(3,), (3, 4), (3, 4, 5), (3, 4, 6), (3, 4, 6, 7)]
-    assert paths_of(draft, 1) == [(6,)]
-    whole.observe(Outcome(batch, draft, ([0, 1, 3], []), ([3, 4, 6, 9, 8, 7], [1, 2])))
-    assert [list(nodes) for nodes in first.outcomes[0].accepted] == [[0, 1], []]
-    assert first.outcomes[0].target_ids == ([3, 4, 6, 9], [1, 2])
-    assert second.outcomes[0].accepted == (range(3), range(0))
-    assert second.outcomes[0].target_ids == ([3, 4, 6, 8, 7], [1])
-
-
 class Raising(Told):
     """Fails where it is told to."""
 

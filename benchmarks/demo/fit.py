@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["MAX_POSITIONS", "Shape", "build_model", "fit", "token_rows", "train_tokenizer"]
+__all__ = ["Shape", "build_model", "fit", "token_rows", "train_tokenizer"]
 
 MAX_POSITIONS = 512
 _PAD, _BOS, _EOS = "<pad>", "<s>", "</s>"

@@ -1,4 +1,4 @@
-"""Trains the embedded pair anew: ``python -m emssd_train.demo --out DIR``.
+"""Trains the embedded pair anew: ``python -m benchmarks.demo --out DIR``.
 
 The text is the documentation that the running Python carries, so the same weights come only from the same
 seed, Python version, library versions and number of threads; TRAINING.json says which they were.
@@ -19,10 +19,8 @@ from typing import Any
 import torch
 import transformers
 
+from benchmarks.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
 from emssd.data.demo.corpus import RESTATE_LENGTH, Document, digest, documents, passage_of, restate_prompt
-from emssd_train.demo.fit import Shape, build_model, fit, token_rows, train_tokenizer
-
-__all__ = ["main"]
 
 _VOCAB_SIZE = 2048
 # The target is deep rather than wide: at this size a pass costs what its number of kernels costs.
@@ -60,7 +58,7 @@ def main(argv: Seq[str] | None = None) -> None:
 
 def _arguments(argv: Seq[str] | None) -> Any:
     description = "Train the embedded pair from Python's own documentation."
-    parser = argparse.ArgumentParser(prog="python -m emssd_train.demo", description=description)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.demo", description=description)
     parser.add_argument("--out", type=Path, required=True, help="folder for the models and TRAINING.json")
     parser.add_argument("--seed", type=int, default=0, help="of weights and data (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1100, help="for the target (default: %(default)s)")

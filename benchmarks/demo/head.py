@@ -1,4 +1,4 @@
-"""Trains the demo's EAGLE-3 head anew: ``python -m emssd_train.demo.head --out DIR``.
+"""Trains the demo's EAGLE-3 head anew: ``python -m benchmarks.demo.head --out DIR``.
 
 Prompts are passages of the documentation that the running Python carries, as the demo's own are, but others. Acceptance
 is measured with the demo's own.
@@ -18,8 +18,6 @@ from emssd.data.demo.corpus import documents, make_prompts
 from emssd_train.job import RECORD, run
 from emssd_train.options import Eagle3Options
 
-__all__ = ["main", "prompts"]
-
 
 def prompts(variants: int) -> tuple[list[str], list[str]]:
     """So many times the demo's prompts with other passages, without any of its own; and its own."""
@@ -32,7 +30,7 @@ def prompts(variants: int) -> tuple[list[str], list[str]]:
 def main(argv: Seq[str] | None = None) -> None:
     """Train, and write the head to the folder ``eagle3`` in that of ``--out``."""
     parser = argparse.ArgumentParser(
-        prog="python -m emssd_train.demo.head", description="Train the demo's EAGLE-3 head."
+        prog="python -m benchmarks.demo.head", description="Train the demo's EAGLE-3 head."
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for the head")
     parser.add_argument("--variants", type=int, default=8, help="of each demo prompt (default: %(default)s)")
@@ -68,7 +66,7 @@ def main(argv: Seq[str] | None = None) -> None:
     for name in ("config.json", "model.safetensors", RECORD):
         shutil.copyfile(work / "head" / name, made / name)
     record = json.loads((made / RECORD).read_text(encoding="utf-8"))
-    record["options"]["data"] = "python -m emssd_train.demo.head"
+    record["options"]["data"] = "python -m benchmarks.demo.head"
     (made / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 

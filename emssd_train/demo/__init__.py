@@ -1,1 +1,0 @@
-"""Makes the weights of the demo anew."""
