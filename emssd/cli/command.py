@@ -10,6 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
 from math import prod
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import cast
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
@@ -27,11 +27,10 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.config import STDOUT, RunConfig, conf_dir, register_configs
+from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
-from emssd.data.model_folder import check_folder
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
@@ -62,7 +61,6 @@ def main() -> None:
     if "--version" in sys.argv[1:]:  # Hydra has its own
         print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
         return
-    _check_path(sys.argv[1:])
     registry = Registry()
     register_configs(registry, runnable=True)
     OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
@@ -118,36 +116,25 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
-        if options.output_dir == STDOUT:
+        if not any(folder.glob("**/generations.jsonl")):  # nothing is kept
             raise
-        again = f"resume=true output_dir={options.output_dir}"
-        said = f"the rows that were finished are in {folder}/, and {again} goes on from there"
-        print(f"emssd: interrupted; {said}", file=sys.stderr)
+        again = f"resume=true output_dir={options.output_dir} goes on from there"
+        print(f"emssd: interrupted; the rows that were finished are in {folder}/, and {again}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
-def _check_path(arguments: list[str]) -> None:
-    """Refuse a ``model.path`` that holds no model now: what follows imports torch and Transformers, for seconds."""
-    if any(argument.startswith(("-", "experiment=")) or "architecture" in argument for argument in arguments):
-        return  # it may be no run at all, or the path only a name
-    for argument in arguments:
-        name, _, path = argument.partition("=")
-        if name == "model.path" and not re.search(r"""[,'"$()\[\]{}\\]""", path):  # else it is Hydra's to read
-            check_folder(path)
-
-
 def _check_flags(arguments: list[str]) -> None:
-    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage."""
-    _, unknown = get_args_parser().parse_known_args(arguments)
-    for flag in (each for each in unknown if each.startswith("-")):
-        given, has_value, value = flag.partition("=")
-        if not has_value:
-            value = next(iter(arguments[arguments.index(flag) + 1 :]), "VALUE")
-        name = given.lstrip("-").replace("-", "_")
-        raise ConfigError(
-            f"there is no {given}; options are written NAME=VALUE, here perhaps {name}={value}; "
-            f"python -m emssd --help lists all"
-        )
+    """Refuse options that are written as flags, such as ``--drafter``, which Hydra would answer with its own usage."""
+    names = {field.name for field in fields(RunConfig)}
+    for number, argument in enumerate(arguments, 1):
+        flag, has_value, value = argument.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if flag.startswith("--") and name.partition(".")[0] in names:
+            value = value if has_value else next(iter(arguments[number:]), "VALUE")
+            raise ConfigError(
+                f"there is no {flag}; options are written NAME=VALUE, here perhaps {name}={value}; "
+                f"python -m emssd --help lists all"
+            )
 
 
 def _num_jobs(config: HydraConf) -> int:

@@ -10,9 +10,8 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from emssd.drafting.draft import Draft
-from emssd.errors import ConfigError
 
-__all__ = ["Tree", "check_branches", "grow_tree", "joined_trees"]
+__all__ = ["Tree", "grow_tree", "joined_trees"]
 
 _State = TypeVar("_State")
 
@@ -93,13 +92,3 @@ def joined_trees(trees: Iterable[Tree], *, chains: bool = False) -> Draft:
         indptr.append(len(token_ids))
     tokens = torch.tensor(token_ids, dtype=torch.int64)
     return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))
-
-
-def check_branches(branches: int) -> None:
-    """Refuse a number of branches that cannot be.
-
-    Raises:
-        ConfigError: it is below one.
-    """
-    if branches < 1:
-        raise ConfigError(f"drafter.branches is {branches}; it must be at least 1, which drafts chains")

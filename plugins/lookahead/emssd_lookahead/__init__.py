@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["LookaheadConfig", "emssd_drafters"]
@@ -24,9 +28,9 @@ class LookaheadConfig:
         prompt_pool: whether n-grams of the prompt are guesses, too.
     """
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window: AtLeastOne = 7
+    ngram: Annotated[int, Meta(ge=2)] = 5
+    guesses: AtLeastOne = 7
     prompt_pool: bool = True
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, PairedDrafter, TreeKind, TreeOptions, shape_of
+from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
+from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["MtpConfig", "emssd_drafters"]
@@ -29,7 +31,7 @@ class MtpConfig(TreeOptions):
     """
 
     tree: TreeKind = TreeKind.chain
-    depth: int = 3
+    depth: AtLeastOne | None = 3
 
 
 def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
