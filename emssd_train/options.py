@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import Meta
-
 from emssd.errors import ConfigError
-from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, check_options
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta, Positive, check_options
 
 __all__ = ["Eagle3Options", "MedusaOptions", "PardOptions", "TrainOptions"]
 

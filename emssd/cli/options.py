@@ -1,4 +1,4 @@
-"""From what Hydra composed to the options of a run; errors of Hydra and OmegaConf in one line, each with its fix."""
+"""From what Hydra composed to the options of a run; errors of Hydra and OmegaConf in one line."""
 
 from __future__ import annotations
 
@@ -7,19 +7,11 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
-from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import (
-    ConfigAttributeError,
-    ConfigKeyError,
-    InterpolationResolutionError,
-    MissingMandatoryValue,
-    OmegaConfBaseException,
-)
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
 from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size
 from emssd.data.openai_batch import OpenAIBatchConfig
@@ -41,7 +33,7 @@ _GONE = {
 """Options of earlier versions, and what stands in for them."""
 
 
-def to_options(config: DictConfig, overrides: Seq[str], registry: Registry, *, is_sweep: bool = False) -> RunConfig:
+def to_options(config: DictConfig, registry: Registry, *, is_sweep: bool = False) -> RunConfig:
     """The composed options as dataclasses. Raises ConfigError: a value that cannot be, or options that cannot go
     together.
     """
@@ -114,30 +106,25 @@ def explained(registry: Registry) -> Iterator[None]:
 
 
 def _as_config_error(error: Exception, registry: Registry) -> ConfigError:
-    """The error of ours for an `error` that Hydra or OmegaConf raised: its words, its option and a hint."""
+    """The error of ours for an `error` that Hydra or OmegaConf raised: in their words, with the name of the option."""
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__  # Hydra wraps some of OmegaConf's
     if isinstance(error, OverrideParseException):
         return ConfigError(_syntax_text(error))
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_missing_text(error, registry))
     if not isinstance(cause, OmegaConfBaseException):
-        if isinstance(error, (ValueError, HydraException)) and str(error):
-            return ConfigError(_line(error))
-        why = f"{type(error).__name__}: {_line(error)}"
-        return ConfigError(f"these options cannot be ({why}); {_FULL}=1 in the environment says why")
+        known = isinstance(error, (ValueError, HydraException)) and str(error)
+        return ConfigError(
+            _line(error) if known else f"these options cannot be: {type(error).__name__}: {_line(error)}"
+        )
     name, text, owner = cause.full_key or "", _line(cause), cause.object_type
-    if isinstance(cause, MissingMandatoryValue):
-        return ConfigError(f"{name} is not given and has no default; add {name}=VALUE")
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and dataclasses.is_dataclass(owner):
         return ConfigError(_no_option(name, owner, registry))
+    if isinstance(cause, MissingMandatoryValue):
+        return ConfigError(f"{name} is not given and has no default; add {name}=VALUE")
     if missing := re.search(r"`experiment\.sizes\.(\w+)` is not a container", text):
         return ConfigError(no_size(missing[1]))
-    hint = "python -m emssd --help says what it is"
-    if isinstance(cause, InterpolationResolutionError):
-        hint = "where a text has ${ as it stands, write \\${"
-    elif "ListConfig" in text:
-        hint = f"a list is written {name}=[a,b]"
-    return ConfigError(f"{name}: {text.rstrip('.')}; {hint}" if name else text)
+    return ConfigError(f"{name}: {text.rstrip('.')}; {_HELP}" if name else text)
 
 
 def _no_option(name: str, owner: type, registry: Registry) -> str:
@@ -157,15 +144,13 @@ def _no_option(name: str, owner: type, registry: Registry) -> str:
 
 
 def _syntax_text(error: OverrideParseException) -> str:
-    given, (name, is_assignment, value) = str(error.override), str(error.override).partition("=")
-    if is_assignment:
-        quoted = shlex.quote(f"{name}={QuotedString(value, Quote.double).with_quotes()}")
-        why = f"{_cut(repr(given))} is not in Hydra's syntax ({_line(error.__cause__ or error)})"
-        return f"{why}; a text with signs of its own wants quotes: {_cut(quoted)}"
-    data, word = "jsonl" if given.endswith(".jsonl") else "text", _cut(shlex.quote(given))
+    text = _cut(str(error.override))
+    if "=" in text:
+        return f"{text!r} is not in Hydra's syntax ({_line(error.__cause__ or error)}); put the value in quotes"
+    data = "jsonl" if text.endswith(".jsonl") else "text"
     return (
-        f"{_cut(repr(given))} is no option, as in NAME=VALUE; to decode this text write prompt={word}, "
-        f"to decode the prompts of this file data={data} data.path={word}. {_HELP}"
+        f"{text!r} is no option, as in NAME=VALUE; to decode this text write prompt={shlex.quote(text)}, "
+        f"to decode the prompts of this file data={data} data.path={shlex.quote(text)}. {_HELP}"
     )
 
 

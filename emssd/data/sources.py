@@ -9,13 +9,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from msgspec import Meta
 from omegaconf import MISSING
 
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
 from emssd.data.records import Record, RecordsConfig, content_of, records_in, text_in, to_prompts
 from emssd.errors import ConfigError, PromptError
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 
 __all__ = [
     "DatasetConfig",

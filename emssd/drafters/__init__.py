@@ -12,7 +12,7 @@ from emssd.drafters.heads.formats import Format
 from emssd.drafters.heads.head import LayerHead
 from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
 from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
-from emssd.drafters.heads.options import HeadTreeOptions, TreeOptions, shape_of
+from emssd.drafters.heads.options import HeadTreeOptions, LayerTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.drafters.heads.weights import keep_bytes
 from emssd.drafters.lanes import HeadLane, Lane, fed
@@ -47,6 +47,7 @@ __all__ = [
     "HeadTreeOptions",
     "Lane",
     "LayerHead",
+    "LayerTreeOptions",
     "Lent",
     "Level",
     "LevelDrafter",
@@ -65,6 +66,7 @@ __all__ = [
     "StatesDrafter",
     "StaticShape",
     "TargetSizes",
+    "TreeKind",
     "TreeOptions",
     "behind",
     "choose",

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -162,7 +163,9 @@ def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
 
     ignored = {"drafter", "speculate", "check", "output_dir"}
     for field in dataclasses.fields(RunConfig):
-        changed = dataclasses.replace(run, options=dataclasses.replace(run.options, **{field.name: object()}))
+        options = copy(run.options)
+        setattr(options, field.name, object())
+        changed = dataclasses.replace(run, options=options)
         assert (_others(changed) == _others(run)) == (field.name in ignored), field.name
 
 

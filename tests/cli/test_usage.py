@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from tests.support.tiers import looped
 from .conftest import assert_said, drafter
 
 HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
-    "stop=hello": ("stop: ", "str is not a ListConfig, list", "stop=[a,b]"),
-    "stop=3": ("stop: ", "int is not a ListConfig, list", "stop=[a,b]"),
+    "stop=hello": ("stop: ", "str is not a ListConfig, list"),
+    "stop=3": ("stop: ", "int is not a ListConfig, list"),
     "stop=[null]": ("stop[0]: ", "NoneType is not a subclass of str"),
     "batch_size=four": ("batch_size: ", "'four'", "Integer"),
     "batch_size=2.5": ("batch_size: ", "'2.5'", "Integer"),
@@ -27,16 +26,16 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
         "'batch_size=cast(3)'",
         "Hydra's syntax",
         "Unknown function 'cast' Available: bool,",
-        "quotes: '",
+        "put the value in quotes",
     ),
-    "batch_size=${nope}": ("batch_size: ", "'nope' not found", "write \\${"),
+    "batch_size=${nope}": ("batch_size: ", "'nope' not found"),
     "batch_size=${oc.env:HOME}": ("batch_size: ", "'/home/somebody'", "Integer"),
     "output_dir=${output_dir}": ("output_dir: ", "Recursive interpolation"),
     "num_threads=x": ("num_threads: ", "'x'", "Integer"),
     "progress=maybe": ("progress: ", "'maybe' is not a valid bool"),
     "model.compile=2.5": ("model.compile: ", "'2.5' of type 'float' is incompatible"),
     "check=twice": ("check: ", "'twice', expected one of [greedy, plain]"),
-    "task={a:1}": ("these options cannot be", "task", "HYDRA_FULL_ERROR=1"),
+    "task={a:1}": ("these options cannot be", "AttributeError"),
     "drafter=[llma,none]": ("drafter/none", "NoneConfig is not a subclass of LLMAConfig"),
     "model=org/name": ("unknown model 'org/name'", "choose one of demo, ", "write model.path=org/name"),
     "prompts.jsonl": ("'prompts.jsonl' is no option", "data=jsonl data.path=prompts.jsonl"),
@@ -50,7 +49,7 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
 
 SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
-    "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
+    "stop=[[1]]": "stop is [[1]]; each item must be a text",
     "stop=['']": "stop holds ''; every stop string is a text of at least one character",
     "resume=true overwrite=true output_dir=out":
         "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one",
@@ -64,7 +63,7 @@ SENTENCES = {
     "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper…",
     "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once…",
     "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and …",
-    "data.limit=0": "data.limit is 0; it must be at least 1, or null",
+    "data.limit=0": "data.limit is 0; it must be at least 1",
     "model.dtype=int8": "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16",
     "~drafter": "drafter is not given and has no default; add drafter=VALUE",
     "data=text": "data.path is not given and has no default; add data.path=VALUE",
@@ -146,14 +145,6 @@ def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(
     assert all(part in sentence for part in HYDRAS_OWN[given]), sentence
 
 
-def test_a_value_with_signs_of_its_own_is_given_back_in_quotes(emssd: Callable) -> None:
-    sentence = emssd("data=jsonl", "data.path=x", "data.template=a: {b}").sentence
-    assert sentence.startswith("'data.template=a: {b}' is not in Hydra's syntax (mismatched input '{' ")
-    assert "; a text with signs of its own wants quotes: " in sentence
-    (quoted,) = shlex.split(sentence.partition("quotes: ")[2])
-    assert emssd("data=jsonl", "data.path=x", quoted).sentence == f"data.path=x: no such file (looked in {Path.cwd()})"
-
-
 def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: Callable) -> None:
     sentence = emssd("-m", "drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "output_dir=out").sentence
     assert sentence.startswith(
@@ -169,7 +160,7 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
         (
             "names: list[str] = field(default_factory=list)",
             "drafter.names=[[a]]",
-            "drafter.names[0] is ['a']; it must be one value of type str",
+            "drafter.names is [['a']]; each item must be a text",
         ),
         (
             "sizes: dict[str, int] = field(default_factory=dict)",

@@ -37,8 +37,7 @@ from emssd_suffix import SuffixConfig
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
-from emssd.drafters.heads.options import TreeKind
-from emssd.drafters.options import OwnTreeKind
+from emssd.drafters.heads.options import LayerTreeKind, TreeKind
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.testing.models import tiny_model
 from tests.support import random_drafters as written
@@ -87,7 +86,7 @@ DRAFTERS: dict[str, Any] = {
     "eagle, static": _of_file(EagleConfig, written.random_eagle, "eagle", tree=TreeKind.static),
     "eagle3": _of_file(Eagle3Config, written.random_eagle, "eagle3", **_SHAPE),
     "eagle3, chain": _of_file(Eagle3Config, written.random_eagle, "eagle3", tree=TreeKind.chain, depth=4),
-    "early_exit": EarlyExitConfig(num_layers=1, tree=OwnTreeKind.chain, depth=3),
+    "early_exit": EarlyExitConfig(num_layers=1, tree=LayerTreeKind.chain, depth=3),
     "early_exit, dynamic": EarlyExitConfig(num_layers=1, **_SHAPE),
     "hydra": _of_file(HydraConfig, written.random_hydra, num_nodes=9, top_k=3),
     "kangaroo": _of_file(KangarooConfig, written.random_adapter, num_layers=1, min_confidence=0.0),
@@ -106,7 +105,7 @@ DRAFTERS: dict[str, Any] = {
     "rest": _rest(),
     "rest, tree": _rest(branches=6, num_nodes=9),
     "self": SelfConfig(depth=3),
-    "self, dynamic": SelfConfig(tree=OwnTreeKind.dynamic, **_SHAPE),
+    "self, dynamic": SelfConfig(tree=LayerTreeKind.dynamic, **_SHAPE),
     "suffix": SuffixConfig(),
     "suffix, tree": SuffixConfig(branches=3, min_token_prob=0.01, cache_tokens=200),
     "token_recycling": TokenRecyclingConfig(num_candidates=3, num_nodes=9, depth=4),

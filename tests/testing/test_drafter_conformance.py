@@ -21,8 +21,7 @@ from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_union.drafter import UnionDrafter
 
-from emssd.drafters.heads.options import TreeKind
-from emssd.drafters.options import OwnTreeKind
+from emssd.drafters.heads.options import LayerTreeKind, TreeKind
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.plugins.registry import Registry
@@ -82,7 +81,7 @@ SUITES: dict[str, dict[str, Any]] = {
     # Without an engine there is no KV cache to share, and nothing is drafted; plugins/self_draft/tests has engines.
     "Self": MODEL | {"plugin": "self"},
     "EarlyExit": built(lambda _: EarlyExitConfig(depth=3, min_confidence=0.3)),
-    "EarlyExitTree": built(lambda _: EarlyExitConfig(tree=OwnTreeKind.dynamic, **TREE)),
+    "EarlyExitTree": built(lambda _: EarlyExitConfig(tree=LayerTreeKind.dynamic, **TREE)),
     "Kangaroo": built(
         lambda context: KangarooConfig(
             path=written.random_adapter(context), num_layers=1, num_speculative_tokens=3, min_confidence=0.2

@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
-
 from emssd.drafting import BudgetPolicy
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import BudgetSpec, hookimpl
 
 __all__ = ["AdaptiveConfig", "emssd_budget_policies"]

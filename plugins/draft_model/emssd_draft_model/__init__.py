@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Annotated
 
-from msgspec import Meta
-
 from emssd.drafting import Drafter, DrafterContext
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["DraftModelConfig", "TreeKind", "Vocabulary", "emssd_drafters"]

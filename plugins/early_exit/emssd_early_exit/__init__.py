@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters.options import OwnTreeOptions
+from emssd.drafters import LayerTreeOptions, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["EarlyExitConfig", "emssd_drafters"]
+__all__ = ["EarlyExitConfig"]
 
 
 @dataclass
-class EarlyExitConfig(OwnTreeOptions):
+class EarlyExitConfig(LayerTreeOptions):
     """Options of `drafter=early_exit`.
 
     A drafted token, or a level of a tree, costs one pass of the first layers and of the LM head. That is meant for
@@ -30,8 +30,6 @@ class EarlyExitConfig(OwnTreeOptions):
 
 
 def _build(config: EarlyExitConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import ModelDrafter, shallow_runner
-
     shape = config.shape()
     runner = shallow_runner(context, config.num_layers, trees=shape.width > 1)
     return ModelDrafter(runner, context.vocab_size, shape)

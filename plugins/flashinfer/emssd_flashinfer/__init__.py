@@ -7,11 +7,9 @@ from enum import Enum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
 
-from msgspec import Meta
-
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
-from emssd.errors.ranges import AtLeastOne, AtLeastZero
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta
 from emssd.plugins import BackendSpec, hookimpl
 
 if TYPE_CHECKING:

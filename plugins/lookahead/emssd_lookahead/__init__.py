@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from msgspec import Meta
-
 from emssd.drafting import Drafter, DrafterContext
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["LookaheadConfig", "emssd_drafters"]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
-from emssd.drafters.heads.options import TreeKind
+from emssd.drafters import Lent, PairedDrafter, TreeKind, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne

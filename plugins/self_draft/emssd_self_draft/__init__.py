@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters.options import OwnTreeOptions
+from emssd.drafters import LayerTreeOptions, SharedDrafter
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["SelfConfig", "emssd_drafters"]
+__all__ = ["SelfConfig"]
 
 
 @dataclass
-class SelfConfig(OwnTreeOptions):
+class SelfConfig(LayerTreeOptions):
     """Options of `drafter=self`.
 
     A drafted token, or a level of a tree, costs one pass over the rounded weights: of 4 bits, a quarter of the bytes of
@@ -34,12 +35,9 @@ class SelfConfig(OwnTreeOptions):
 
 
 def _build(config: SelfConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import SharedDrafter
-    from emssd.errors import ConfigError
-
-    shape = config.shape()
     if context.target is None:
         raise ConfigError("drafter=self rounds the weights of the target, and there is no model to take them of")
+    shape = config.shape()
     return SharedDrafter(context.target.rounded(config.bits, config.layers), context.vocab_size, shape)
 
 
