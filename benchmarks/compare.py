@@ -64,7 +64,7 @@ def settings_of(words: Seq[str]) -> list[list[str]]:
 
 def options_of(words: list[str], registry: Registry) -> RunConfig:
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        return to_options(hydra.compose("config", words), words, registry)
+        return to_options(hydra.compose("config", words), registry)
 
 
 def measure(

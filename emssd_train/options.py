@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta, Positive, check_options
 
 __all__ = ["Eagle3Options", "MedusaOptions", "PardOptions", "TrainOptions"]
-
-_AT_LEAST_ONE = (
-    "limit", "max_new_tokens", "batch_size", "epochs", "rows", "depth", "save_every", "num_layers", "intermediate_size",
-    "num_heads", "num_kv_heads", "draft_vocab_size",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +49,18 @@ class TrainOptions:
     output: str
     field: str = "prompt"
     template: str | None = None
-    limit: int | None = None
-    held_out: int = 32
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    batch_size: int = 16
+    limit: AtLeastOne | None = None
+    held_out: AtLeastZero = 32
+    max_new_tokens: AtLeastOne = 128
+    temperature: Annotated[float, Meta(ge=0)] = 0.0
+    batch_size: AtLeastOne = 16
     learn_prompts: bool = False
-    epochs: int = 10
-    rows: int = 4
-    lr: float = 1e-3
+    epochs: AtLeastOne = 10
+    rows: AtLeastOne = 4
+    lr: Positive = 1e-3
     seed: int = 0
-    depth: int = 5
-    save_every: int = 200
+    depth: AtLeastOne = 5
+    save_every: AtLeastOne = 200
     bf16: bool = False
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     model_dtype: str = "auto"
@@ -72,15 +68,7 @@ class TrainOptions:
     resume: bool = False
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name, None)
-            if value is not None and value < 1:
-                raise ConfigError(f"{_option(name)} is {value}; it must be at least 1")
-        for name in ("held_out", "temperature"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{_option(name)} is {getattr(self, name)}; it must be at least 0")
-        if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"--lr is {self.lr}; it must be above 0")
+        check_options(self, spelled=_option)
 
     def decisive(self) -> dict[str, Any]:
         """The options that decide the weights, as JSON: they must stay the same when a training is resumed."""
@@ -100,7 +88,21 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class Eagle3Options(TrainOptions):
+class HeadOptions(TrainOptions):
+    """A training of heads on the target's hidden states.
+
+    Attributes:
+        num_layers: layers of a head.
+        draft_vocab_size: a head drafts so many tokens, those that are most frequent in the texts; by default all, up to
+            32768.
+    """
+
+    num_layers: AtLeastOne = 1
+    draft_vocab_size: AtLeastOne | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Options(HeadOptions):
     """A training of an EAGLE-3 head, saved in a container of speculators.
 
     Attributes:
@@ -111,37 +113,28 @@ class Eagle3Options(TrainOptions):
         intermediate_size: width of its MLP; by default the target's.
         num_heads: attention heads; by default as many as the target has.
         num_kv_heads: heads of keys and values; by default all.
-        draft_vocab_size: the head drafts so many tokens, those that are most frequent in the texts; by default all, up
-            to 32768.
         share_lm_head: use the target's vocabulary projection, which is not trained, in the place of an own one.
     """
 
-    kind: ClassVar[str] = "eagle3"
+    kind = "eagle3"
 
     hidden_layers: tuple[int, ...] | None = None
-    num_layers: int = 1
-    intermediate_size: int | None = None
-    num_heads: int | None = None
-    num_kv_heads: int | None = None
-    draft_vocab_size: int | None = None
+    intermediate_size: AtLeastOne | None = None
+    num_heads: AtLeastOne | None = None
+    num_kv_heads: AtLeastOne | None = None
     share_lm_head: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class MedusaOptions(TrainOptions):
+class MedusaOptions(HeadOptions):
     """A training of Medusa heads, saved in the format of vLLM.
 
     Attributes:
         depth: heads, one for each token of a draft.
         num_layers: residual layers of each head, which has a vocabulary projection of its own.
-        draft_vocab_size: the heads draft so many tokens, those that are most frequent in the texts; by default all, up
-            to 32768.
     """
 
-    kind: ClassVar[str] = "medusa"
-
-    num_layers: int = 1
-    draft_vocab_size: int | None = None
+    kind = "medusa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +146,9 @@ class PardOptions(TrainOptions):
         draft: the language model to begin with, by folder or hub id, or ``demo-draft``; it has the target's tokenizer.
     """
 
-    kind: ClassVar[str] = "pard"
+    kind = "pard"
 
-    lr: float = 3e-4
+    lr: Positive = 3e-4
     draft: str = field(kw_only=True)
 
 

@@ -12,7 +12,7 @@ from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsa
 from emssd.attention.packed import PackedInputs, on_device
 from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, PageShapes, fixed_num_pages, free_bytes, page_bytes
-from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.errors import OutOfMemoryError
 
 __all__ = ["PagedBackend", "PagedKernels"]
 
@@ -102,10 +102,6 @@ class PagedBackend(AttentionBackend):
     """
 
     def __init__(self, *kernels: PagedKernels, page_size: int = 16, memory_fraction: float | None = None) -> None:
-        if page_size < 1:
-            raise ConfigError(f"backend.page_size is {page_size}; it must be at least 1")
-        if memory_fraction is not None and not 0 < memory_fraction <= 1:
-            raise ConfigError(f"backend.memory_fraction is {memory_fraction}; it must be above 0 and at most 1")
         self._choice = kernels
         self.takes_trees = any(each.takes_trees for each in kernels)
         self.takes_sinks = any(each.takes_sinks for each in kernels)

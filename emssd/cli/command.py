@@ -10,30 +10,26 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from functools import partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import hydra
-from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.config import STDOUT, RunConfig, conf_dir, register_configs
+from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
-from emssd.data.model_folder import check_folder
 from emssd.decoding.options import EngineOptions
-from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
+from emssd.errors import ConfigError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
 from emssd.errors.version import __version__
 from emssd.plugins.registry import KINDS, Registry
@@ -48,8 +44,13 @@ _WIDEST = 120
 _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
-class _OwnFault(BaseException):
-    """Holds an exception that is no error of the user's: no `Exception`, which Hydra would comment on."""
+class _Composed(NamedTuple):
+    """What Hydra composed for one run: its options, their YAML, its overrides and its number in a sweep."""
+
+    options: RunConfig
+    text: str
+    overrides: list[str]
+    number: int | None
 
 
 def main() -> None:
@@ -62,14 +63,15 @@ def main() -> None:
     if "--version" in sys.argv[1:]:  # Hydra has its own
         print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
         return
-    _check_path(sys.argv[1:])
     registry = Registry()
     register_configs(registry, runnable=True)
     OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
     sys.argv[1:] = [_quoted_prompt(_with_folder(argument)) for argument in sys.argv[1:]]
     _check_flags(sys.argv[1:])
     with closing(Jobs(registry)) as jobs:
-        _compose_and_run(jobs, registry)
+        composed = _compose(jobs, registry)
+        for one in composed:
+            _run(one, jobs, 1 + (composed[-1].number or 0))
         error = jobs.finish()
         if jobs.found_difference:
             sys.exit(1)
@@ -77,39 +79,44 @@ def main() -> None:
             raise error
 
 
-def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
+def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
+    """The runs that this process has to do in order. A launcher that starts processes does them there, and now."""
+    composed = list[_Composed]()
+
     @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     def run(config: DictConfig) -> None:
+        hydra_config = HydraConfig.get()
+        target, is_sweep = hydra_config.launcher._target_, hydra_config.mode is RunMode.MULTIRUN
+        overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+        jobs.in_order = is_sweep and target.endswith(_IN_ORDER)
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
-            try:
-                _run(config, jobs, registry)
-            except EmssdError:
-                raise
-            except Exception as error:
-                raise _OwnFault(error) from error
+            options = jobs.attempt(overrides, partial(to_options, config, registry, is_sweep=is_sweep))
+            if options is None:
+                return
+            number = int(hydra_config.job.num) if is_sweep else None
+            one = _Composed(options, OmegaConf.to_yaml(config), overrides, number)
+            if options.experiment is not None and not target.endswith(_IN_ORDER):
+                raise ConfigError(
+                    "an experiment compares runs that follow one another in one process, and its launcher is "
+                    f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
+                )
+            if is_sweep and not jobs.in_order:
+                _run(one, jobs, 1)
+            else:
+                composed.append(one)
 
-    try:
-        with explained(registry):
-            run()
-    except _OwnFault as fault:
-        raise fault.args[0] from None
+    with explained(registry):
+        run()
+    return composed
 
 
-def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
-    hydra_config = HydraConfig.get()
-    is_sweep = hydra_config.mode is RunMode.MULTIRUN
-    overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
-    jobs.in_order = is_sweep and hydra_config.launcher._target_.endswith(_IN_ORDER)
-    options = jobs.attempt(overrides, partial(to_options, config, overrides, registry, is_sweep=is_sweep))
-    if options is None:
-        return
-    text, folder = OmegaConf.to_yaml(config), Path(options.output_dir)
-    number = int(hydra_config.job.num) if is_sweep else 0
+def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
+    options, text, overrides, number = one
+    folder = Path(options.output_dir)
     try:
         if options.experiment is not None:
-            _check_launcher(hydra_config.launcher._target_)
-            jobs.run_of_experiment(options, text, folder, number, overrides, _num_jobs(hydra_config))
-        elif is_sweep:
+            jobs.run_of_experiment(options, text, folder, number or 0, overrides, num_runs)
+        elif number is not None:
             jobs.attempt(overrides, partial(jobs.run, options, text, folder / str(number), overrides))
         else:
             jobs.run(options, text, folder)
@@ -118,54 +125,25 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
-        if options.output_dir == STDOUT:
+        if not any(folder.glob("**/generations.jsonl")):  # nothing is kept
             raise
-        again = f"resume=true output_dir={options.output_dir}"
-        said = f"the rows that were finished are in {folder}/, and {again} goes on from there"
-        print(f"emssd: interrupted; {said}", file=sys.stderr)
+        again = f"resume=true output_dir={options.output_dir} goes on from there"
+        print(f"emssd: interrupted; the rows that were finished are in {folder}/, and {again}", file=sys.stderr)
         sys.exit(INTERRUPTED)
 
 
-def _check_path(arguments: list[str]) -> None:
-    """Refuse a ``model.path`` that holds no model now: what follows imports torch and Transformers, for seconds."""
-    if any(argument.startswith(("-", "experiment=")) or "architecture" in argument for argument in arguments):
-        return  # it may be no run at all, or the path only a name
-    for argument in arguments:
-        name, _, path = argument.partition("=")
-        if name == "model.path" and not re.search(r"""[,'"$()\[\]{}\\]""", path):  # else it is Hydra's to read
-            check_folder(path)
-
-
 def _check_flags(arguments: list[str]) -> None:
-    """Refuse flags such as ``--drafter``, which Hydra would answer with its own usage."""
-    _, unknown = get_args_parser().parse_known_args(arguments)
-    for flag in (each for each in unknown if each.startswith("-")):
-        given, has_value, value = flag.partition("=")
-        if not has_value:
-            value = next(iter(arguments[arguments.index(flag) + 1 :]), "VALUE")
-        name = given.lstrip("-").replace("-", "_")
-        raise ConfigError(
-            f"there is no {given}; options are written NAME=VALUE, here perhaps {name}={value}; "
-            f"python -m emssd --help lists all"
-        )
-
-
-def _num_jobs(config: HydraConf) -> int:
-    """The number of jobs in the sweep of this command, from its experiment and its arguments."""
-    given = [f"{name}={value}" for name, value in (config.sweeper.get("params") or {}).items()]
-    given += [argument for argument in sys.argv[1:] if re.match("[^-=][^=]*=", argument)]
-    parser = OverridesParser.create(config_loader=GlobalHydra.instance().config_loader())
-    last = {override.get_key_element(): override for override in parser.parse_overrides(given)}.values()
-    return prod(len([*override.sweep_string_iterator()]) for override in last if override.is_sweep_override())
-
-
-def _check_launcher(target: str) -> None:
-    """The rows of an experiment go to one file, and its runs are compared, so they must follow one another."""
-    if not target.endswith(_IN_ORDER):
-        raise ConfigError(
-            "an experiment compares runs that follow one another in one process, and its launcher is "
-            f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
-        )
+    """Refuse options that are written as flags, such as ``--drafter``, which Hydra would answer with its own usage."""
+    names = {field.name for field in fields(RunConfig)}
+    for number, argument in enumerate(arguments, 1):
+        flag, has_value, value = argument.partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if flag.startswith("--") and name.partition(".")[0] in names:
+            value = value if has_value else next(iter(arguments[number:]), "VALUE")
+            raise ConfigError(
+                f"there is no {flag}; options are written NAME=VALUE, here perhaps {name}={value}; "
+                f"python -m emssd --help lists all"
+            )
 
 
 def _with_folder(argument: str) -> str:

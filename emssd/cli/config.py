@@ -16,6 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.errors.faults import told
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins.registry import KINDS, Registry
 from emssd.plugins.structured import structured
 from emssd.sampling import SamplingParams
@@ -191,7 +192,7 @@ class RunConfig(EngineOptions):
     model: ModelConfig = field(default_factory=ModelConfig)
     data: Any = MISSING
     sampling: Any = field(default_factory=SamplingConfig)
-    max_new_tokens: int = 128
+    max_new_tokens: AtLeastOne = 128
     stop: list[str] = field(default_factory=list)
     chat_template: str | None = None
     ignore_eos: bool = False
@@ -203,12 +204,12 @@ class RunConfig(EngineOptions):
     progress: bool = True
     figures: bool | None = None
     details: bool = False
-    num_threads: int | None = None
+    num_threads: AtLeastOne | None = None
     experiment: ExperimentConfig | None = None
     size: Size = Size.small
     method: str | None = None
     task: TaskConfig | None = None
-    repeat: int = 1
+    repeat: AtLeastOne = 1
 
     @property
     def drafts(self) -> bool:

@@ -73,10 +73,7 @@ class Failures:
 
 def check_options(config: RunConfig) -> None:
     """Refuse options that no prompt could run with, before anything is loaded."""
-    names = ("batch_size", "max_new_tokens", "max_step_tokens", "num_threads", "repeat")
-    numbers = {name: getattr(config, name) for name in names}
     if isinstance(config.data, SourceConfig):
-        numbers |= {"data.limit": config.data.limit, "data.max_prompt_tokens": config.data.max_prompt_tokens}
         if config.data.chat and config.data.truncate is not Truncate.none:
             raise ConfigError(
                 f"data.truncate={config.data.truncate.value} would cut the chat template of data.chat=true; leave it "
@@ -85,7 +82,6 @@ def check_options(config: RunConfig) -> None:
         if config.data.system is not None and not config.data.chat:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
     if isinstance(config.data, OpenAIBatchConfig):
-        numbers["data.limit"] = config.data.limit
         if config.sampling.temperature:
             raise ConfigError(
                 f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
@@ -95,9 +91,6 @@ def check_options(config: RunConfig) -> None:
             SamplingParams(temperature=config.data.temperature)
     if config.model.compile not in (True, False, "auto"):
         raise ConfigError(f"model.compile is {config.model.compile}; it must be true, false or auto")
-    for name, number in numbers.items():
-        if number is not None and number < 1:
-            raise ConfigError(f"{name} is {number}; it must be at least 1")
     sampling_of(config)
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")

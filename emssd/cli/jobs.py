@@ -162,7 +162,10 @@ class Jobs:
         if not failed:
             return None
         every = num_done + len(failed)
-        return ConfigError(f"{len(failed)} of {every} runs failed; the same command with resume=true tries them again")
+        return ConfigError(
+            f"{len(failed)} of {every} runs failed; once their causes are mended, the same command with resume=true "
+            f"makes them"
+        )
 
     def _print_experiment(self, console: Console, rows: RowsFile) -> None:
         from emssd.report.console import summary

@@ -16,6 +16,7 @@ from emssd.data.chat import check_messages
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import content_of, records_in
 from emssd.errors import PromptError, did_you_mean
+from emssd.errors.ranges import AtLeastOne
 
 __all__ = ["OpenAIBatchConfig", "openai_batch_prompts"]
 
@@ -59,7 +60,7 @@ class OpenAIBatchConfig:
     """
 
     path: str = MISSING
-    limit: int | None = None
+    limit: AtLeastOne | None = None
     temperature: float = 1.0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from emssd.data.typed import typed
 from emssd.errors import ConfigError, PromptError
+from emssd.errors.ranges import AtLeastOne
 
 __all__ = [
     "FailedPrompt",
@@ -97,9 +98,9 @@ class SourceConfig:
         system: system message of conversations that have none of their own.
     """
 
-    limit: int | None = None
+    limit: AtLeastOne | None = None
     truncate: Truncate = Truncate.none
-    max_prompt_tokens: int | None = None
+    max_prompt_tokens: AtLeastOne | None = None
     chat: bool = False
     system: str | None = None
 

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Annotated
 
 from omegaconf import MISSING
 
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
 from emssd.data.records import Record, RecordsConfig, content_of, records_in, text_in, to_prompts
 from emssd.errors import ConfigError, PromptError
+from emssd.errors.ranges import AtLeastOne, Meta
 
 __all__ = [
     "DatasetConfig",
@@ -36,7 +38,7 @@ class DemoConfig(SourceConfig):
         kind: only prompts that ask to ``restate`` a passage, or only those that ask to ``continue`` one.
     """
 
-    limit: int | None = 32
+    limit: AtLeastOne | None = 32
     kind: str | None = None
 
 
@@ -98,9 +100,9 @@ class RandomConfig(SourceConfig):
         seed: of the draw.
     """
 
-    limit: int | None = 32
-    num_tokens: int = 128
-    vocab_size: int = 1000
+    limit: AtLeastOne | None = 32
+    num_tokens: AtLeastOne = 128
+    vocab_size: Annotated[int, Meta(ge=5)] = 1000
     seed: int = 0
 
 
@@ -119,11 +121,6 @@ def demo_prompts(config: DemoConfig) -> list[Prompt]:
 
 def random_prompts(config: RandomConfig) -> list[Prompt]:
     """The prompts of `data=random`."""
-    if config.num_tokens < 1 or config.vocab_size < 5:
-        raise ConfigError(
-            f"data.num_tokens is {config.num_tokens} and data.vocab_size {config.vocab_size}; "
-            f"at least 1 and 5 are needed"
-        )
     if config.limit is None:
         raise ConfigError("data.limit says how many random prompts to make, and is null; give a number")
     draw = random.Random(config.seed)

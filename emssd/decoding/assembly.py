@@ -8,7 +8,6 @@ import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,7 +15,7 @@ import torch
 
 from emssd.data.model_folder import source_of
 from emssd.decoding.caches import Caches
-from emssd.decoding.options import DEFAULT_DRAFTER, Admission, Batching, EngineOptions
+from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.decoding.parallel import follow_unless_first, lent, make_runner
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
@@ -240,24 +239,13 @@ def _context(
 
 def _options(given: dict[str, Any], maker: Callable[..., Any]) -> EngineOptions:
     """Options `given` to `maker` beside those it names. Raises ConfigError: one is unknown, or has no such value."""
-    known = {field.name: field for field in dataclasses.fields(EngineOptions)}
+    known = [field.name for field in dataclasses.fields(EngineOptions)]
     if unknown := [name for name in given if name not in known]:
         parameters = inspect.signature(maker).parameters.values()
         names = [*known, *(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)]
         near = difflib.get_close_matches(unknown[0], names, 1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(f"unknown option {unknown[0]!r}{hint}; an engine takes {', '.join(names)}")
-    for name, value in given.items():
-        is_bool = isinstance(value, bool)
-        right = {"int": isinstance(value, Integral) and not is_bool, "bool": is_bool}
-        if not right.get(wanted := str(known[name].type), True):
-            raise ConfigError(f"{name} is {value!r}; give {'a whole number' if wanted == 'int' else 'True or False'}")
-    for name, kind in (("batching", Batching), ("admission", Admission)):
-        if name in given:
-            try:
-                given = given | {name: kind(given[name])}
-            except ValueError:
-                raise ConfigError(f"{name} is {given[name]!r}; choose {', '.join(kind)}") from None
     return EngineOptions(**given)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from emssd.errors.ranges import AtLeastOne, check_options
+
 __all__ = ["DEFAULT_DRAFTER", "Admission", "Batching", "EngineOptions", "OnDrafterError"]
 
 DEFAULT_DRAFTER = "suffix"  # conf/config.yaml, which cannot take it from here, says the same
@@ -51,11 +53,14 @@ class EngineOptions:
         force_tokens: draft the tokens to which a grammar leaves no choice, in front of the drafter.
     """
 
-    batch_size: int = 8
+    batch_size: AtLeastOne = 8
     batching: Batching = Batching.auto
-    max_step_tokens: int = 512
+    max_step_tokens: AtLeastOne = 512
     kv_memory: str | None = None
     admission: Admission = Admission.preempt
     prefix_caching: bool = True
     on_drafter_error: OnDrafterError = OnDrafterError.disable
     force_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        check_options(self)

@@ -11,7 +11,6 @@ from itertools import islice
 from typing import NamedTuple
 
 from emssd.decoding.prefixes import NONE_SHARED, Prefixes
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 
 __all__ = ["ContinuousScheduler", "Fits", "Prefill", "Schedule", "Scheduler", "StaticScheduler"]
@@ -65,8 +64,6 @@ class Scheduler(ABC):
     trees: bool = False
 
     def __init__(self, batch_size: int) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
         self.batch_size = batch_size
         self._waiting: deque[Row] = deque()
         self._running: list[Row] = []
@@ -170,10 +167,6 @@ class ContinuousScheduler(Scheduler):
         self, batch_size: int, max_step_tokens: int = 512, *, worst_case: bool = False, headroom: int = 64
     ) -> None:
         super().__init__(batch_size)
-        if max_step_tokens < 1:
-            raise ConfigError(f"max_step_tokens is {max_step_tokens}; it must be at least 1")
-        if headroom < 0:
-            raise ConfigError(f"headroom is {headroom}; it must be at least 0")
         self._max_step_tokens = max_step_tokens
         self._worst_case = worst_case
         self._headroom = headroom

@@ -12,7 +12,7 @@ from emssd.drafters.heads.formats import Format
 from emssd.drafters.heads.head import LayerHead
 from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
 from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
-from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.drafters.heads.options import HeadTreeOptions, LayerTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.drafters.heads.weights import keep_bytes
 from emssd.drafters.lanes import HeadLane, Lane, fed
@@ -23,7 +23,7 @@ from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, Sam
 from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape
 from emssd.sampling.choice import Node, choose, greedy_tokens
 
 __all__ = [
@@ -44,8 +44,10 @@ __all__ = [
     "HeadLane",
     "HeadLayer",
     "HeadNorm",
+    "HeadTreeOptions",
     "Lane",
     "LayerHead",
+    "LayerTreeOptions",
     "Lent",
     "Level",
     "LevelDrafter",
@@ -67,9 +69,7 @@ __all__ = [
     "TreeKind",
     "TreeOptions",
     "behind",
-    "check_at_least_one",
     "choose",
-    "chosen",
     "fed",
     "greedy_tokens",
     "keep_bytes",

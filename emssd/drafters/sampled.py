@@ -21,7 +21,6 @@ from emssd.drafters.models import ModelDrafter
 from emssd.drafting import Draft
 from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.drafting.shapes import Shape, StaticShape
-from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, probabilities, scores_of
 from emssd.sampling.noise import exponentials, stream_key
@@ -72,9 +71,6 @@ class BeamShape(SampledShape):
     """RSD-S: `depth` levels of `width` nodes each, drawn as sequences without replacement."""
 
     def __init__(self, width: int, depth: int) -> None:
-        for name, value in (("width", width), ("depth", depth)):
-            if value < 1:
-                raise ConfigError(f"drafter.{name} is {value}; it must be at least 1")
         self.width, self.depth, self.num_nodes = width, depth, width * depth
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:

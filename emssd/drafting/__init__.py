@@ -5,7 +5,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.context import DrafterContext
 from emssd.drafting.draft import Draft, HiddenStates, Outcome
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
+from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.drafting.lookup import LookupDrafter, Occurrence
 from emssd.drafting.ngrams import NGramDrafter
 from emssd.metrics.stats import StageStats, StepStats
@@ -27,7 +27,6 @@ __all__ = [
     "StageStats",
     "StepStats",
     "Tree",
-    "check_branches",
     "grow_tree",
     "joined_trees",
 ]

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from emssd.drafting.draft import Draft, Outcome
-from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch
 
@@ -106,9 +105,6 @@ class FixedBudget(BudgetPolicy):
     """
 
     def __init__(self, num_tokens: int | None = None, depth: int | None = None) -> None:
-        for name, value in (("num_tokens", num_tokens), ("depth", depth)):
-            if value is not None and value < 0:
-                raise ConfigError(f"budget.{name} is {value}; it must be at least 0, or null for no limit")
         self.num_tokens, self.max_depth = num_tokens, depth
 
     def allot(self, step: BudgetStep) -> Seq[int]:

@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from emssd.drafting.draft import Draft
-from emssd.errors import ConfigError
 
 _State = TypeVar("_State")
 
@@ -91,13 +90,3 @@ def joined_trees(trees: Iterable[Tree], *, chains: bool = False) -> Draft:
         indptr.append(len(token_ids))
     tokens = torch.tensor(token_ids, dtype=torch.int64)
     return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))
-
-
-def check_branches(branches: int) -> None:
-    """Refuse a number of branches that cannot be.
-
-    Raises:
-        ConfigError: it is below one.
-    """
-    if branches < 1:
-        raise ConfigError(f"drafter.branches is {branches}; it must be at least 1, which drafts chains")

@@ -8,8 +8,7 @@ from enum import Enum
 
 from emssd.drafting.draft import Draft
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
-from emssd.errors import ConfigError
+from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.sequences import Batch, Row
 
 
@@ -66,9 +65,6 @@ class LookupDrafter(Drafter):
         prompt_only: whether matches and copies come from the prompt alone, or from prompt and output.
         branches: from how many places to copy. Several copies make one tree, where tokens that more of them have come
             first; the confidence is their share.
-
-    Raises:
-        ConfigError: `branches` is below one, or there is no such `occurrence`.
     """
 
     def __init__(
@@ -79,9 +75,6 @@ class LookupDrafter(Drafter):
         prompt_only: bool = False,
         branches: int = 1,
     ) -> None:
-        check_branches(branches)
-        if occurrence not in set(Occurrence):
-            raise ConfigError(f"drafter.occurrence is {occurrence!r}; choose {' or '.join(Occurrence)}")
         self.num_speculative_tokens = branches * num_speculative_tokens
         self.drafts_trees = branches > 1
         self._copy_length, self._branches = num_speculative_tokens, branches

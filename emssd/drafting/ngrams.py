@@ -7,8 +7,7 @@ from collections.abc import Sequence as Seq
 
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
-from emssd.errors import ConfigError
+from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.sequences import Batch, Request, Row
 
 _NONE: Mapping[int, int] = {}
@@ -61,17 +60,11 @@ class NGramDrafter(Drafter):
         num_nodes, depth, branches: of a draft, at most; see `grow_tree`.
         group_tokens: of the outputs that are remembered; those of the prompts that were decoded longest ago are
             forgotten first. 0: none.
-
-    Raises:
-        ConfigError: an option out of its range.
     """
 
     def __init__(
         self, max_size: int, min_size: int, num_nodes: int, depth: int, branches: int, group_tokens: int = 0
     ) -> None:
-        check_branches(branches)
-        if group_tokens < 0:
-            raise ConfigError(f"drafter.group_tokens is {group_tokens}; it must be at least 0, for no memory")
         self.num_speculative_tokens, self.drafts_trees = num_nodes, branches > 1
         self._sizes, self._depth, self._branches = (max_size, min_size), depth, branches
         self._group_tokens = group_tokens

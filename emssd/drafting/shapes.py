@@ -5,17 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
-from enum import Enum
 from itertools import accumulate
 from operator import mul
-from typing import TypeVar
 
 from emssd.drafting.levels import Expansion, GrowingTree
-from emssd.errors import ConfigError, did_you_mean
+from emssd.errors import ConfigError
 
-__all__ = ["DynamicShape", "Expansion", "Shape", "StaticShape", "check_at_least_one", "chosen"]
-
-Chosen = TypeVar("Chosen", bound=Enum)
+__all__ = ["DynamicShape", "Expansion", "Shape", "StaticShape"]
 
 
 class Shape(ABC):
@@ -74,11 +70,6 @@ class DynamicShape(Shape):
     def __init__(
         self, num_nodes: int, depth: int, top_k: int, temperature: float = 1.0, min_confidence: float = 0.0
     ) -> None:
-        check_at_least_one(num_nodes=num_nodes, depth=depth, top_k=top_k)
-        if not 0 <= min_confidence <= 1:
-            raise ConfigError(f"drafter.min_confidence is {min_confidence}; it must be from 0 to 1")
-        if not 0.01 <= temperature <= 100:
-            raise ConfigError(f"drafter.temperature is {temperature}; it must be from 0.01 to 100")
         self.num_nodes, self.depth, self.width, self.temperature = num_nodes, depth, top_k, temperature
         self.least = math.log(min_confidence) if min_confidence else -math.inf
 
@@ -99,10 +90,10 @@ class StaticShape(Shape):
 
     def __init__(self, expansion: Seq[int]) -> None:
         self._expansion = tuple(expansion)
-        if not self._expansion or min(self._expansion) < 1:
+        if not self._expansion:
             raise ConfigError(
-                f"drafter.expansion is {list(expansion)}; give the number of children of a node for each level, at "
-                f"least one level, and at least 1 for each, as in drafter.expansion='[2,2,1]'"
+                "drafter.expansion is []; give the number of children of a node for each level, as in "
+                "drafter.expansion='[2,2,1]'"
             )
         self._levels = tuple(accumulate(self._expansion, mul))
         self.num_nodes, self.depth, self.width = sum(self._levels), len(self._levels), max(self._expansion)
@@ -112,29 +103,3 @@ class StaticShape(Shape):
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return sum(min(size, num_nodes) for size in self._levels[: max(0, depth - 1)])
-
-
-def check_at_least_one(**options: int) -> None:
-    """Refuse numbers that cannot be.
-
-    Raises:
-        ConfigError: one is below 1.
-    """
-    for name, value in options.items():
-        if value < 1:
-            raise ConfigError(f"drafter.{name} is {value}; it must be at least 1")
-
-
-def chosen(kinds: type[Chosen], option: str, value: object) -> Chosen:
-    """The one of `kinds` that has this value.
-
-    Raises:
-        ConfigError: none has.
-    """
-    try:
-        return kinds(value)
-    except ValueError:
-        names = [str(kind.value) for kind in kinds]
-        raise ConfigError(
-            f"drafter.{option} is {value!r}{did_you_mean(str(value), names) or ';'} choose one of {', '.join(names)}"
-        ) from None

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emssd.data import openai_batch, sources
+from emssd.errors.ranges import AtLeastZero
 from emssd.plugins.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
 
 if TYPE_CHECKING:
@@ -23,8 +24,8 @@ class FixedBudgetConfig:
         depth: the longest way through a row's tree; ``null`` for no limit.
     """
 
-    num_tokens: int | None = None
-    depth: int | None = None
+    num_tokens: AtLeastZero | None = None
+    depth: AtLeastZero | None = None
 
 
 @hookimpl

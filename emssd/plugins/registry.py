@@ -15,6 +15,7 @@ import pluggy
 
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.errors.faults import guarded, named_if_slow, process_kept, told
+from emssd.errors.ranges import check_options
 from emssd.plugins import hookspecs
 from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
 
@@ -108,7 +109,9 @@ class Registry:
                 raise ConfigError(
                     f"{kind} {name!r} has no option {option!r}{guess} It has {', '.join(known) or 'none'}"
                 )
-        return config(**options)
+        made = config(**options)
+        check_options(made, kind)
+        return made
 
     def withdraw(self, kind: str, name: str, reason: str) -> None:
         """Offer `name` no longer, because of a fault found after loading; reported as if loading had failed."""
@@ -124,6 +127,7 @@ class Registry:
                 return spec, spec.config()
         for spec in self.specs(kind):
             if isinstance(choice, spec.config):
+                check_options(choice, kind)
                 return self.find(kind, spec.name), choice
         raise ConfigError(
             f"{kind} is a {type(choice).__name__}; give a name ({', '.join(self.names(kind))}) or a plugin's config"

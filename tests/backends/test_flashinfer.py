@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool, fixed_num_pages
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.errors import OutOfMemoryError
 from emssd.sequences import Request, Row
 from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
@@ -193,15 +192,3 @@ class TestRefusals:
         assert str(dtype).removeprefix("torch.") in reasons[0]
         assert "model.dtype=bfloat16" in reasons[0]
         assert "model.device=cuda" in reasons[1]
-
-    @pytest.mark.parametrize(
-        ("make", "message"),
-        [
-            (lambda: PagedBackend(ReferenceKernels(), page_size=0), "backend.page_size is 0"),
-            (lambda: ReferenceKernels(max_graph_tokens=0), "backend.max_graph_tokens is 0"),
-            (lambda: PagedBackend(ReferenceKernels(), memory_fraction=1.5), "backend.memory_fraction is 1.5"),
-        ],
-    )
-    def test_options_that_cannot_work(self, make: Callable[[], object], message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            make()

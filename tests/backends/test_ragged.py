@@ -159,12 +159,6 @@ def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None
     assert [tuple(group.mask.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
 
 
-@pytest.mark.parametrize("page_size", [0, -1])
-def test_page_size_below_one_is_refused(page_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"page_size is {page_size}; it must be at least 1"):
-        ragged_backend(page_size)
-
-
 def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"backend\.kernels is 'fast'; choose auto, fused, torch"):
         ragged_backend(kernels="fast")

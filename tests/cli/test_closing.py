@@ -32,17 +32,6 @@ def test_results_go_to_stdout_and_what_is_said_on_the_way_to_stderr(decode: Call
         assert (shown in result.err, shown in result.out) == (False, True)
 
 
-def test_the_first_two_texts_are_shown(decode: Callable) -> None:
-    result = decode()
-    texts = {row["id"]: row["text"] for row in result.rows}
-    lines = result.out.splitlines()
-    for name, prompt in (("prompts.txt:1", "hello hello hello"), ("prompts.txt:2", "abc abcd abc")):
-        at = lines.index(name)
-        assert lines[at + 1] == f"  prompt: {prompt}"
-        assert lines[at + 2].rstrip() == f"  text: {short_start(texts[name])}".rstrip()
-    assert "prompts.txt:4" not in result.out
-
-
 def test_prompts_without_text_are_told_by_their_length(emssd: Callable, model: str) -> None:
     random = ("data=random", "data.limit=1", "data.num_tokens=7", "data.vocab_size=200")
     assert "  prompt: 7 token ids\n" in emssd(f"model.path={model}", *random, "max_new_tokens=2").out
@@ -136,11 +125,6 @@ def test_times_of_this_machine() -> None:
     assert (then.busy >= first.busy, then.own >= first.own > 0) == (True, True)
 
 
-def test_attention_without_kernels_is_said_at_the_end(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.report.console.fallback_reason", lambda: "attention in PyTorch: no C++ compiler")
-    assert "\nattention in PyTorch: no C++ compiler\n" in decode().out
-
-
 def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:
     expected = decode().tokens
     before = sorted(work.rglob("*"))
@@ -188,12 +172,6 @@ def test_the_text_of_a_prompt_comes_first_and_figures_if_asked(emssd: Callable, 
     assert asked.out.startswith(f"{text}\n{model} · ")
     assert FIGURE in asked.out
     assert "written to out/: " in asked.out
-
-
-def test_figures_can_be_left_out(decode: Callable) -> None:
-    result = decode("figures=false", "drafter=none")
-    assert FIGURE not in result.out
-    assert "  prompt: hello hello hello" in result.out
 
 
 def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:

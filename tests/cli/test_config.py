@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 import os
 import re
-import string
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +21,7 @@ from omegaconf import OmegaConf
 from emssd.cli import command as cli
 from emssd.cli.config import ModelConfig, RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
+from emssd.cli.options import _GONE
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
@@ -131,20 +130,17 @@ def test_presets_of_the_users_own(option: list[str], presets: str, emssd: Callab
 def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Callable) -> None:
     for arguments, said in (
         (("drafter=llma", "drafter.copy_lenght=3"), "drafter 'llma' has no option 'copy_lenght'; "),
-        (("drafter=draft_1m", "batchsize=4"), "there is no option 'batchsize'; did you mean "),
-        (("cluster=ray",), "there is no option 'cluster' any more. Ray Data spreads a job over workers; docs/how_to/"),
-        (("model.fallback=per_row",), "there is no option 'model.fallback' any more. A model that "),
-        (("model.frozen=true",), "there is no option 'model.frozen' any more. A run loads its model itself"),
-        (("model.checksums=true",), "there is no option 'model.checksums' any more. A run loads its model itself"),
-        (("chat_template=a.jinja",), "chat_template= makes prompts of conversations, and these are texts; "),
         (("drafter=draft_2m",), "unknown drafter 'draft_2m'; "),
-        (("experiment=fig1", "size=larg"), "size: Invalid value 'larg', expected one of [toy, small, "),
-        (("experiment=appendix", "size=shapes"), "this experiment has no size 'shapes'; choose one of "),
     ):
         assert emssd("--config-dir", presets, *arguments).sentence.startswith(said)
     assert emssd("--config-dir", "nowhere", "drafter=mine").sentence == (
         f"Additional config directory '{Path.cwd() / 'nowhere'}' not found"
     )
+
+
+@looped("option", _GONE)
+def test_an_option_of_an_earlier_version_is_told_with_what_stands_in_for_it(option: str, emssd: Callable) -> None:
+    assert emssd(f"{option}=x").sentence == f"there is no option {option!r} any more. {_GONE[option]}"
 
 
 def test_an_experiment_of_the_users_own_may_set_the_options_of_what_is_chosen(presets: str, emssd: Callable) -> None:
@@ -183,71 +179,6 @@ def composed(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> Composed:
 
 
 _ODD = "{}[]()'\"\\$~+=,:@#.;*?!&|<>^%` \n\té√😀"
-_ANY = st.characters(exclude_categories=["Cs"], exclude_characters="\0")  # a command line holds no other
-_ATOMS = st.one_of(
-    st.integers(), st.integers(-(10**40), 10**40), st.floats().map(str), st.booleans(), st.text(_ODD, max_size=6),
-    st.text(string.ascii_letters, max_size=4), st.text(_ODD).map(lambda text: f"'{text}'"),
-    st.sampled_from(["null", "", "???", "nan", "-inf", "1e400", "0x10", "1_000", "on", "llma", "none", "toy"]),
-    st.sampled_from(["${nope}", "${batch_size}", "${oc.env:NOPE}", "${drafter}", "${model.path}", "${now:%Y}", "${..}",
-                     "${oc.decode:[}", "${oc.create:{a:1}}", "${oc.dict.keys:model}", "${hydra:runtime.cwd}", "\\${a}",
-                     "${emssd_help:}", "${${size}}", "choice(1,2)", "range(3)", "int(x)", "glob(*)", "sort(2,1)"]),
-).map(str)  # fmt: skip
-_PLAIN = st.sampled_from(["1", "3", "true", "false", "null", "0.5", "auto", "greedy", "toy", "'a b'", "[a,b]", "1,2"])
-_VALUES = st.recursive(
-    _ATOMS,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]"),
-        st.lists(inner, min_size=1, max_size=3).map(",".join),
-        st.dictionaries(_ATOMS, inner, max_size=2).map(
-            lambda items: "{" + ",".join(f"{key}:{value}" for key, value in items.items()) + "}"
-        ),
-    ),
-    max_leaves=5,
-)
-
-
-@st.composite
-def overrides(draw: st.DrawFn) -> str:
-    """Like ``+GROUP.OPTION@PACKAGE=VALUE``, or anything at all."""
-    options = [field.name for field in dataclasses.fields(RunConfig) if field.name != "output_dir"]
-    inside = ["drafter.copy_length", "drafter.name", "model.compile", "model.architecture", "model.architecture.a.b",
-              "data.limit", "data.where.x", "budget.memory", "budget", "stop[0]", "hydra.verbose", "hydra.job.num",
-              "hydra/launcher", "hydra.sweeper.params", "hydra.overrides.task", "hydra", "defaults", ""]  # fmt: skip
-    kind = draw(st.sampled_from(["plain"] * 3 + ["odd"] * 3 + ["anything"]))
-    if kind == "plain":
-        return f"{draw(st.sampled_from(options))}={draw(_PLAIN)}"
-    if kind == "anything":
-        return draw(st.text(_ODD + "az09", max_size=12)).lstrip("-")  # those are flags
-    name = draw(st.sampled_from(options + inside) | st.text(string.ascii_lowercase + "._@/", max_size=8))
-    prefix, between = (
-        draw(st.sampled_from(["", "", "", "+", "++", "~"])),
-        draw(st.sampled_from(["="] * 8 + ["", "@x="])),
-    )
-    return f"{prefix}{name}{between}{draw(_VALUES)}".lstrip("-")
-
-
-@pytest.mark.nightly
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # each run begins with an empty output
-@given(st.lists(overrides(), min_size=1, max_size=2), st.booleans())
-@example(["={}"], False)
-@example(["++experiment={True:-828}"], False)
-@example(["~batch_size"], False)
-def test_any_overrides_give_options_that_can_be_or_a_sentence(
-    composed: Composed, arguments: list[str], is_sweep: bool
-) -> None:
-    result, runs = composed(*["-m"] * is_sweep, *arguments)
-    if result.status:
-        assert len(result.sentence) > 10
-    for options in runs:
-        assert isinstance(options, RunConfig)
-        _assert_valid(dataclasses.asdict(options))
-
-
-def _assert_valid(value: Any) -> None:
-    """No number in `value` is one with which nothing can be computed."""
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        _assert_valid(item)
-    assert not isinstance(value, (int, float)) or (math.isfinite(value) and abs(value) < 2**63)
 
 
 @pytest.mark.nightly

@@ -77,14 +77,6 @@ def test_records(source: str, options: dict[str, Any], expected: dict[str, str],
     assert {prompt.prompt_id: prompt.text for prompt in prompts} == expected
 
 
-def test_gsm8k_from_its_real_file(read: Callable, shared: Path) -> None:
-    path = shared / "data" / "gsm8k_test_first600.jsonl"
-    first = json.loads(path.read_text().splitlines()[0])["question"]
-    result = read("data=gsm8k", f"data.path={path}", "data.limit=2", "data.truncate=left")
-    assert taken(result)["gsm8k_test_first600.jsonl:1"] == f"Question: {first}\nAnswer:"
-    assert len(result.rows) == 2
-
-
 def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
     path = shared / "data" / "spec_bench_half.jsonl"
     wanted = [record for record in map(json.loads, path.read_text().splitlines()) if record["category"] == "math"][:3]
@@ -92,15 +84,6 @@ def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
         "data=spec_bench", f"data.path={path}", "data.where.category=math", "data.limit=3", "data.truncate=right"
     )
     assert taken(result) == {str(record["question_id"]): record["turns"][0] for record in wanted}
-
-
-def test_speed_bench_from_a_local_copy(read: Callable, work: Path) -> None:
-    record = {"sub_category": "", "source": "s", "src_id": "1", "difficulty": "", "multiturn": True}
-    records = [("a", "qa", ["a", "more"]), ("b", "qa", ["b", "more"]), ("c", "coding", ["for i"])]
-    lines = [record | {"question_id": name, "category": kind, "turns": turns} for name, kind, turns in records]
-    (work / "speed.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    assert taken(read("data=speed_bench", "data.path=speed.jsonl")) == {"a": "a", "b": "b", "c": "for i"}
-    assert taken(read("data=speed_bench", "data.path=speed.jsonl", "data.where.category=coding")) == {"c": "for i"}
 
 
 def test_presets_of_articles_and_turns(read: Callable, work: Path) -> None:
@@ -133,7 +116,6 @@ def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work
 
 BAD = {  # what is wrong with single records, test_long_jobs.py has
     ("", "data=text"): "no/file holds no prompts: it is empty",
-    ("\n \n", "data=text"): "no/file holds no prompts: it is empty",
     (b"caf\xe9", "data=text"): "no/file is not UTF-8 text (unexpected end of data at byte 3); convert it",
     ("x" * 300, "data=text"): "prompt file:1 has 300 tokens, and the model takes 96 with at least one new one; shorten "
         "it or truncate prompts to 95 tokens or fewer (data.max_prompt_tokens)",
@@ -141,7 +123,6 @@ BAD = {  # what is wrong with single records, test_long_jobs.py has
         "raise it, or cut prompts with data.truncate=left or data.truncate=right",
     ("abc", "data=text data.truncate=left max_new_tokens=100"):
         "max_new_tokens leaves -4 tokens for prompts; lower it by 5 or more",
-    ("\n", "data=jsonl"): "no/file holds no prompts",
     ("{oops", "data=jsonl"): "file:1 is not JSON: Expecting property name enclosed in double quotes at column 2; "
         "each line must be one JSON object, and data=text reads plain text",
     ('{"prompt": 7}', "data=jsonl"): "file:1: field 'prompt' holds a value of type int, not text; choose another with "
@@ -214,16 +195,6 @@ def test_prompts_from_standard_input(read: Callable, type_in: Callable[[bytes], 
     assert taken(read("data=jsonl", "data.path=-", "data.id_field=id")) == {"x": "one", "y": "two"}
     type_in(b'{"prompt": "one"}')
     assert taken(read("data=jsonl", "data.path=-")) == {"stdin:1": "one"}
-
-
-def test_bad_standard_input_is_named(read: Callable, type_in: Callable[[bytes], None]) -> None:
-    for source, content, sentence in (
-        ("text", b"", "stdin holds no prompts: it is empty"),
-        ("jsonl", b"", "stdin holds no prompts"),
-        ("jsonl", b"[1]", "stdin:1 is a list; each line must be one JSON object"),
-    ):
-        type_in(content)
-        assert read(f"data={source}", "data.path=-").sentence == sentence
 
 
 def test_a_prompt_of_the_command_line_is_decoded_and_its_text_printed(read: Callable, prompts: Path) -> None:

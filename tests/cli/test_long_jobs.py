@@ -202,19 +202,6 @@ def test_a_line_that_is_no_row(line: str, wrong: str, work: Path) -> None:
         assert output.finished == {("x", 0): "y", ("2", 0): "y"}
 
 
-def test_a_row_that_is_there_twice(decode: Callable) -> None:
-    folder = decode("batch_size=1").folder
-    cut_down(folder, 2)
-    path = folder / "generations.jsonl"
-    path.write_text(path.read_text() + path.read_text().splitlines(keepends=True)[0])
-    before = path.read_text()
-    assert decode(*RESUME).sentence == (
-        "resume=true: out/generations.jsonl:3 is a second row with the id 'prompts.txt:1', after line 1; take one of "
-        "the two out, or start again with overwrite=true"
-    )
-    assert path.read_text() == before
-
-
 @looped(
     "config, why",
     [
@@ -258,19 +245,6 @@ def test_rows_are_not_overwritten_unless_asked(decode: Callable) -> None:
     assert decode("overwrite=false").sentence == sentence
     assert (folder / "generations.jsonl").read_text() == before
     assert len(decode("data.limit=2").rows) == 2
-
-
-@pytest.mark.nightly
-def test_a_sweep_is_resumed_job_by_job(decode: Callable) -> None:
-    sweep = ["-m", "drafter=none,llma", "overwrite=false"]
-    folder = decode(*sweep).folder
-    cut_down(folder / "1", 3)
-    assert decode(*sweep).status == 2
-    assert decode(*sweep, "resume=true").status == 0
-    texts = [{row["id"]: row["token_ids"] for row in jsonl(folder / job / "generations.jsonl")} for job in "01"]
-    assert texts[0] == texts[1]
-    assert len(jsonl(folder / "1" / "generations.jsonl")) == len(texts[0]) == 5
-    assert json.loads((folder / "1" / "metrics.json").read_text())["num_resumed_prompts"] == 3
 
 
 def test_two_runs_do_not_write_to_one_folder(decode: Callable, work: Path) -> None:

@@ -222,7 +222,6 @@ def test_harmless_fields_change_nothing(batch: Callable) -> None:
         ([GOOD], ["sampling.temperature=0.5"], "sampling.temperature is 0.5; with data=openai_batch each request "
          "names its own, and data.temperature is that of the others"),
         ([GOOD], ["data.temperature=-1"], "data.temperature is -1.0; it must be 0 or at least 1e-06"),
-        ([GOOD], ["data.limit=0"], "data.limit is 0; it must be at least 1"),
         ([], [], "f.jsonl holds no requests: it is empty"),
     ],
 )  # fmt: skip

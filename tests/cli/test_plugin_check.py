@@ -75,25 +75,6 @@ DRAWS = "import random; return Draft.from_chains([[random.randrange(2)][:limit] 
 EXITS = r"__import__('os').write(1, b'\xff\0\x1b[2J'); raise SystemExit(0)"
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("source", "examples", "broken", "said"),
-    [
-        (LEARNS, "5", "isolation", "learns_across_requests = True in its test class, or --learns-across-requests to "),
-        (DRAWS, "5", "deterministic", ""),
-        (EXITS, "1", "raises", " 1 broken, 15 not tested\n"),
-    ],
-)
-def test_check_finds_a_drafter_that_does_not_say_what_it_does(
-    source: str, examples: str, broken: str, said: str, install: Callable, plugins: Callable
-) -> None:
-    install("odd", drafter(source))
-    result = plugins("check", "third", "--examples", examples)
-    assert result.status == 1
-    assert f"\nBROKEN   drafter.{broken} " in result.out
-    assert said in result.out
-
-
 ALIKE = ["isolation", "release", "preemption"]
 
 

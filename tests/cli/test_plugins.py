@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from emssd.decoding.check import CheckReport, Difference
 from emssd.errors import PluginError, PluginWarning
-from emssd.errors.terminal import plain_console
 from emssd.plugins.registry import KINDS, Registry
-from emssd.report.console import print_check, print_report
 from tests.support.tiers import looped
 
 from .conftest import drafter
@@ -258,16 +253,6 @@ def emssd_prompt_sources():
     )
     result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
-
-
-def test_the_tables_of_a_run_show_names_as_they_stand(capsys: pytest.CaptureFixture[str]) -> None:
-    name = "models/[bold] [/opt/x] :smile:"
-    odd = Difference(f"request [/{name}", 3, 1, 2, 0.5, 0.1)
-    print_check(plain_console(width=250), CheckReport(0, (odd,)))
-    assert f" in request [/{name} at new token 3" in capsys.readouterr().out
-    metrics: defaultdict[str, Any] = defaultdict(int, title=name, seconds={})
-    print_report(plain_console(width=250), metrics)
-    assert capsys.readouterr().out.startswith(f"{name}\n")
 
 
 def test_a_plugin_without_metadata_is_listed(install: Callable, plugins: Callable, tmp_path: Path) -> None:

@@ -87,14 +87,6 @@ def test_every_way_to_decode_gives_the_tokens_of_plain_greedy(choice: list[str],
         assert metrics["num_accepted_tokens"] > 0  # else the comparison would say little
 
 
-def test_plugin_options_are_set_by_name(decode: Callable) -> None:
-    options = (*RETRIEVE, "budget=fixed", "backend=unpad_kv")
-    short, long = (decode(*options, f"drafter.match_length={length}").metrics for length in (1, 6))
-    assert short["num_drafted_tokens"] > long["num_drafted_tokens"]
-    drafter = "llma(match_length=6, copy_length=3, search=prompt_and_output)"
-    assert f"drafter={drafter} · backend=padded(pad_kv=False) · " in long["title"]
-
-
 def test_a_model_without_eos_runs_to_the_limit_with_a_note(decode: Callable, model_without_eos: str) -> None:
     result = decode(f"model.path={model_without_eos}")
     assert {row["finish_reason"] for row in result.rows} == {"length"}
@@ -112,12 +104,6 @@ def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypa
     assert [each["hardware"]["threads"] for each in written] == [1, 2]
 
 
-def test_a_sweep_over_all_of_a_group_is_left_to_hydra(decode: Callable) -> None:
-    result = decode("-m", "drafter=glob(n*)", "backend=choice(ragged,padded)", "max_new_tokens=2")
-    assert result.status == 0
-    assert [OmegaConf.load(result.folder / f"{job}/config.yaml").backend.name for job in (0, 1)] == ["ragged", "padded"]
-
-
 def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, fail_at: Callable) -> None:
     assert decode().metrics
     fail_at(35, OutOfMemoryError("out of memory"))
@@ -127,15 +113,6 @@ def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, f
     assert 0 < len(result.rows) < 5
 
 
-def test_a_run_that_fails_before_its_first_row_leaves_the_earlier_one(decode: Callable, fail_at: Callable) -> None:
-    before = decode().files
-    assert decode("data.path=missing.txt").status == 2
-    fail_at(3, OutOfMemoryError("out of memory"))
-    result = decode("max_new_tokens=20")
-    assert result.sentence == "out of memory"
-    assert result.files == before
-
-
 @pytest.mark.parametrize("there", [[], ["deep"], ["deep", "deep/er"]], ids=len)
 def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     there: list[str], decode: Callable, work: Path, fail_at: Callable
@@ -143,8 +120,6 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
     for folder in there:
         (work / folder).mkdir()
     before = sorted(work.rglob("*"))
-    assert decode("data.path=missing.txt", "output_dir=deep/er").status == 2
-    assert sorted(work.rglob("*")) == before
     fail_at(3, OutOfMemoryError("out of memory"))
     assert decode("output_dir=deep/er").sentence == "out of memory"
     assert sorted(work.rglob("*")) == before
@@ -200,19 +175,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     provenance._measured_rates.cache_clear()
     yield happened
     provenance._measured_rates.cache_clear()
-
-
-def test_rates_are_measured_once_for_each_number_of_threads(
-    measured: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def rates(threads: int) -> tuple[float, float]:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-        return provenance.machine_rates(torch.device("cpu"), torch.float32)
-
-    one, two = rates(1), rates(2)
-    assert two == (one[0] / 2, one[1] / 2)
-    assert rates(1) == one
-    assert len(measured) == 4  # a bandwidth and a rate of arithmetic for each
 
 
 def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], emssd: Callable) -> None:
@@ -273,14 +235,6 @@ def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
     modules = json.loads((tmp_path / "modules.json").read_text())
     assert "emssd.decoding.engine" in modules
     assert [name for name in HEAVY if name in modules] == []
-
-
-def test_a_path_without_a_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
-    command = [sys.executable, "-c", f"{program}from emssd.__main__ import main; main()", f"model.path={tmp_path}"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stdout) == (2, "False\n")
-    assert f"cannot load the model '{tmp_path}': there is no config.json in it" in done.stderr
 
 
 @pytest.mark.parametrize(

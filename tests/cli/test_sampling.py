@@ -76,14 +76,6 @@ def test_each_sample_is_a_row_with_its_seed_and_number(decode: Callable) -> None
     assert alone == {place: text for place, text in texts(first.rows).items() if place[1] == 0}
 
 
-def test_a_prompt_on_the_command_line_gives_all_of_its_texts(emssd: Callable, model: str) -> None:
-    result = emssd(f"model.path={model}", "prompt=abc", *SAMPLED, "sampling.n=2", "output_dir=out")
-    assert result.status == 0
-    words = [set(re.findall(r"[A-Za-z0-9]{2,}", row["text"])) for row in result.rows]  # other bytes may not be shown
-    assert words[0] != words[1]
-    assert all(word in result.out for word in words[0] | words[1])
-
-
 def test_a_difference_says_which_sample_it_is_in(decode: Callable, draft_wrongly: Callable) -> None:
     draft_wrongly()
     cold = ("sampling.temperature=0.05", "max_new_tokens=24", "budget=fixed", "data.limit=1")  # it repeats itself

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from copy import copy
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -89,7 +90,10 @@ def test_a_run_that_fails_is_a_line_and_resume_tries_it_again(emssd: Callable, m
     few = ("prompt=abc", "max_new_tokens=2", "progress=false", "output_dir=out")
     sweep = ("-m", f"model.path=later,{model}", "drafter=none,rest", *few)
     first = emssd(*sweep)
-    assert first.sentence == "3 of 4 runs failed; the same command with resume=true tries them again"
+    assert (
+        first.sentence
+        == "3 of 4 runs failed; once their causes are mended, the same command with resume=true makes them"
+    )
     assert [line[-1].partition(":")[0] for line in table(first.out)] == [
         "folder",
         "failed",
@@ -124,16 +128,6 @@ def test_a_sweep_over_drafters_ends_with_a_line_for_each(names: list[str], emssd
     assert result.sentence.startswith(f"{len(failed)} of {len(names)} runs failed;")
 
 
-def test_a_single_run_ends_without_such_a_table(decode: Callable) -> None:
-    assert "the runs of this sweep" not in decode("max_new_tokens=4").out
-    assert "the runs of this sweep" not in decode("-m", "max_new_tokens=4").out
-
-
-def test_what_all_runs_have_in_common_is_no_column() -> None:
-    head, *_ = swept((f"{SAME} {PLAIN}", figures(1)), (f"{SAME} drafter=llma", figures(2)))
-    assert head == ["drafter", "tokens/s", "× no drafts", "τ", "folder"]
-
-
 def test_a_run_is_compared_with_the_plain_one_of_its_own_options() -> None:
     _, *lines = swept(
         ("batch_size=1 drafter=none", figures(10)),
@@ -162,11 +156,6 @@ def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_tol
     ]
 
 
-def test_a_run_that_was_finished_without_metrics_has_no_figures() -> None:
-    _, *lines = swept((PLAIN, {}), ("drafter=llma", figures(3)))
-    assert [line[1:-1] for line in lines] == [["–", "–", "–"], ["3.0", "–", "1.00"]]
-
-
 def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
     """A field that is added to the options is compared, unless it is put among the exceptions on purpose."""
     run = SweptRun(RunConfig(), [], {}, Path())
@@ -174,7 +163,9 @@ def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
 
     ignored = {"drafter", "speculate", "check", "output_dir"}
     for field in dataclasses.fields(RunConfig):
-        changed = dataclasses.replace(run, options=dataclasses.replace(run.options, **{field.name: object()}))
+        options = copy(run.options)
+        setattr(options, field.name, object())
+        changed = dataclasses.replace(run, options=options)
         assert (_others(changed) == _others(run)) == (field.name in ignored), field.name
 
 
@@ -198,8 +189,3 @@ def test_an_experiment_with_another_launcher_ends_before_anything_runs(launcher:
     (said,) = re.findall(r"With another launcher nothing runs: `([^`]*)`", page.read_text(encoding="utf-8"))
     assert result.sentence == " ".join(said.split())
     assert not (result.folder / "rows.jsonl").exists()
-
-
-def test_a_sweep_takes_any_launcher(launcher: str, emssd: Callable) -> None:
-    few = ("data.limit=1", "max_new_tokens=2", "output_dir=out", "progress=false")
-    assert emssd("-m", "drafter=none,llma", *few, launcher).status == 0

@@ -105,11 +105,6 @@ def test_results_are_written_though_stdout_takes_nothing(
         assert (result.folder / job / "metrics.json").is_file()
 
 
-def test_a_run_goes_on_without_stderr(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", Failing(FULL))
-    assert decode("progress=true").metrics
-
-
 def status_of(command: Callable[[], object]) -> object:
     """The status that a program of this command ends with."""
     with pytest.raises(SystemExit) as stop:

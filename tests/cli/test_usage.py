@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from tests.support.tiers import looped
 from .conftest import assert_said, drafter
 
 HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
-    "stop=hello": ("stop: ", "str is not a ListConfig, list", "stop=[a,b]"),
-    "stop=3": ("stop: ", "int is not a ListConfig, list", "stop=[a,b]"),
+    "stop=hello": ("stop: ", "str is not a ListConfig, list"),
+    "stop=3": ("stop: ", "int is not a ListConfig, list"),
     "stop=[null]": ("stop[0]: ", "NoneType is not a subclass of str"),
     "batch_size=four": ("batch_size: ", "'four'", "Integer"),
     "batch_size=2.5": ("batch_size: ", "'2.5'", "Integer"),
@@ -27,16 +26,16 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
         "'batch_size=cast(3)'",
         "Hydra's syntax",
         "Unknown function 'cast' Available: bool,",
-        "quotes: '",
+        "put the value in quotes",
     ),
-    "batch_size=${nope}": ("batch_size: ", "'nope' not found", "write \\${"),
+    "batch_size=${nope}": ("batch_size: ", "'nope' not found"),
     "batch_size=${oc.env:HOME}": ("batch_size: ", "'/home/somebody'", "Integer"),
     "output_dir=${output_dir}": ("output_dir: ", "Recursive interpolation"),
     "num_threads=x": ("num_threads: ", "'x'", "Integer"),
     "progress=maybe": ("progress: ", "'maybe' is not a valid bool"),
     "model.compile=2.5": ("model.compile: ", "'2.5' of type 'float' is incompatible"),
     "check=twice": ("check: ", "'twice', expected one of [greedy, plain]"),
-    "task={a:1}": ("these options cannot be", "task", "HYDRA_FULL_ERROR=1"),
+    "task={a:1}": ("these options cannot be", "AttributeError"),
     "drafter=[llma,none]": ("drafter/none", "NoneConfig is not a subclass of LLMAConfig"),
     "model=org/name": ("unknown model 'org/name'", "choose one of demo, ", "write model.path=org/name"),
     "prompts.jsonl": ("'prompts.jsonl' is no option", "data=jsonl data.path=prompts.jsonl"),
@@ -50,20 +49,13 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
 
 SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
-    "stop=[[1]]": "stop[0] is [1]; it must be one value of type str",
+    "stop=[[1]]": "stop is [[1]]; each item must be a text",
     "stop=['']": "stop holds ''; every stop string is a text of at least one character",
     "resume=true overwrite=true output_dir=out":
         "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one",
     "resume=true": "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
-    "repeat=0": "repeat is 0; it must be at least 1",
-    "max_step_tokens=-1": "max_step_tokens is -1; it must be at least 1",
-    "data.max_prompt_tokens=-1": "data.max_prompt_tokens is -1; it must be at least 1",
-    "drafter=replay drafter.seed=-1 model=toy_shape data=random": "drafter.seed is -1; it must be at least 0",
     "model.compile=maybe": "model.compile is maybe; it must be true, false or auto",
-    "progress=-5": "progress is -5; it must be true or false",
-    "budget.memory=nan": "budget.memory is nan; it must be a finite number",
-    "budget.memory=-inf": "budget.memory is -inf; it must be a finite number",
     "model.architecture={a:[1,{b:nan}]}": "model.architecture.a[1].b is nan; it must be a finite number",
     "++data.name=jsonl": "data.name cannot be set by itself; choose with data=NAME, one of demo, hf, jsonl, …",
     "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= and data.limit= out, …",
@@ -71,25 +63,16 @@ SENTENCES = {
     "prompt=hi experiment=fig1 size=toy": "an experiment decodes the data of its task; leave prompt= or exper…",
     "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once…",
     "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and …",
-    "batch_size=0": "batch_size is 0; it must be at least 1",
-    "max_new_tokens=0": "max_new_tokens is 0; it must be at least 1",
-    "num_threads=0": "num_threads is 0; it must be at least 1",
     "data.limit=0": "data.limit is 0; it must be at least 1",
     "model.dtype=int8": "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16",
     "~drafter": "drafter is not given and has no default; add drafter=VALUE",
     "data=text": "data.path is not given and has no default; add data.path=VALUE",
-    "drafter.min_match_length=0": "drafter.min_match_length is 0; it must be from 1 to 49, drafter.max_tree_depth less "
-                                  "drafter.num_speculative_tokens",
+    "drafter.min_match_length=0": "drafter.min_match_length is 0; it must be at least 1",
     "data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
-    "+data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
     "drafter.lenght=3": "drafter 'suffix' has no option 'lenght'. It has num_speculative_tokens, …",
     "model.dtpe=float32": "model has no option 'dtpe'; did you mean 'dtype'? It has path, dtype, device, …",
     "batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'? python -m emssd --help lists all",
     "zzz.like=it": "there is no option 'zzz'. python -m emssd --help lists all",
-    "+batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'?…",
-    "drafter=draft_opt_125m drafter.copy_length=2":
-        "drafter 'draft_model' has no option 'copy_length', which belongs to drafter=llma. It has path, "
-        "num_speculative_tokens, tree, expansion, width, num_nodes, depth, top_k, temperature, acceptance, vocabulary",
     "drafter.search=prompt":
         "drafter 'suffix' has no option 'search', which belongs to drafter=llma. It has num_speculative_tokens, …",
     "backend.kernels=fast": "backend.kernels: Invalid value 'fast', expected one of [auto, fused, torch]; …",
@@ -116,11 +99,8 @@ SENTENCES = {
     "--batch-size 4": "there is no --batch-size; options are written NAME=VALUE, here perhaps batch_size=4;…",
     "--batch_size=4 -m": "there is no --batch_size; options are written NAME=VALUE, here perhaps batch_size=4;…",
     "progress=false --ignore-eos": "there is no --ignore-eos; options are written NAME=VALUE, here perhaps ign…",
-    "-x": "there is no -x; options are written NAME=VALUE, here perhaps x=VALUE; python -m emssd --help lists…",
     "output_dir=s3://b/x": "output_dir is the address s3://b/x, and rows go to a folder of this machine; give its path",
-    "-m batch_size=1,2 output_dir=file:///x": "output_dir is the address file:///x, and rows go to a folder of this …",
     f"output_dir={'x' * 256}": "cannot write to output_dir=xxx…: File name too long; set output_dir to …",
-    f"-m batch_size=1,2 output_dir={'x' * 256}": "…File name too long…",
     f"output_dir={'d/' * 2000}": "cannot write to output_dir=d/d/d… too many folders in folders; set output_dir to …",
     **{
         f"output_dir=- {given}":
@@ -135,13 +115,11 @@ TOY_EXPERIMENTS = {
     "experiment=figure1": "unknown experiment 'figure1'; did you mean 'fig1'? choose one of ablation, acceptance,…",
     "experiment=fig1 size=huge": "size: Invalid value 'huge', expected one of [toy, small, paper, shapes]…",
     "experiment=datasets size=shapes": "this experiment has no size 'shapes'; choose one of toy, small, paper",
-    "experiment=fig1 method=vanila": "unknown method 'vanila'; did you mean 'vanilla'? choose one of adaptive, …",
     "experiment=fig1 backend=padded": "experiment=fig1 compares methods, and a method sets backend itself; leave…",
     "experiment=crossover budget=fixed": "experiment=crossover compares methods, and a method sets budget itself;…",
     "experiment=fig1 data=jsonl data.path=nowhere.jsonl": "data.path=nowhere.jsonl: no such file (looked in …",
-    "experiment=fig1 task=cnn_dailymail data.path=articles.jsonl": "data.path=articles.jsonl: no such file…",
     "experiment=fig1 data=demo data.kind=sing": "data.kind is 'sing'; the demo has prompts of the kinds continue,…",
-    "experiment=step_time data.num_tokens=0": "data.num_tokens is 0 and data.vocab_size 1000; at least 1 and 5…",
+    "experiment=step_time data.num_tokens=0": "data.num_tokens is 0; it must be at least 1",
 }
 
 
@@ -167,14 +145,6 @@ def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(
     assert all(part in sentence for part in HYDRAS_OWN[given]), sentence
 
 
-def test_a_value_with_signs_of_its_own_is_given_back_in_quotes(emssd: Callable) -> None:
-    sentence = emssd("data=jsonl", "data.path=x", "data.template=a: {b}").sentence
-    assert sentence.startswith("'data.template=a: {b}' is not in Hydra's syntax (mismatched input '{' ")
-    assert "; a text with signs of its own wants quotes: " in sentence
-    (quoted,) = shlex.split(sentence.partition("quotes: ")[2])
-    assert emssd("data=jsonl", "data.path=x", quoted).sentence == f"data.path=x: no such file (looked in {Path.cwd()})"
-
-
 def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: Callable) -> None:
     sentence = emssd("-m", "drafter=llma_original,pld", "drafter.num_speculative_tokens=2", "output_dir=out").sentence
     assert sentence.startswith(
@@ -186,13 +156,11 @@ def test_an_option_that_one_of_the_swept_choices_lacks_names_the_choice(emssd: C
 @looped(
     "options, set_to, wrong",
     [
-        ("scale: float = float('nan')", "drafter=third", "drafter.scale is nan; it must be a finite number"),
         ("scale: float = 1.0", "drafter.scale=inf", "drafter.scale is inf; it must be a finite number"),
-        ("flag: bool = False", "drafter.flag=7", "drafter.flag is 7; it must be true or false"),
         (
             "names: list[str] = field(default_factory=list)",
             "drafter.names=[[a]]",
-            "drafter.names[0] is ['a']; it must be one value of type str",
+            "drafter.names is [['a']]; each item must be a text",
         ),
         (
             "sizes: dict[str, int] = field(default_factory=dict)",
@@ -218,21 +186,6 @@ def test_a_strangers_preset_is_held_to_the_same(emssd: Callable, work: Path) -> 
     assert emssd(*options).sentence.startswith(
         "In 'budget/mine': ValidationError raised while composing config: Value 'lo"
     )
-
-
-OFFERED = {
-    "drafter": ["draft_model", "llma", "llma_original", "none"],
-    "backend": ["flashinfer", "padded", "ragged", "unpad_both", "unpad_inputs", "unpad_kv"],
-    "data": ["cnn_dailymail", "demo", "gsm8k", "hf", "jsonl", "mt_bench", "spec_bench", "text"],
-}
-
-
-@looped("kind", OFFERED)
-def test_an_unknown_name_is_answered_with_the_known_ones(kind: str, decode: Callable) -> None:
-    sentence = decode(f"{kind}=lama").sentence
-    guess = " did you mean 'llma'?" if kind == "drafter" else ""
-    assert sentence.startswith(f"unknown {kind} 'lama';{guess} choose one of ")
-    assert set(OFFERED[kind]) <= set(sentence.partition("choose one of ")[2].split(", "))
 
 
 @looped("arguments", ["drafter=none,lama", "drafter=lama,none"])

@@ -14,7 +14,7 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import PluginError
 from emssd.metrics.stats import StepStats
 from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.sequences import Batch, Request, Row
@@ -32,12 +32,6 @@ BATCH = Batch(tuple(Row(Request(name, (1,), 9)) for name in "abc"))
 )
 def test_a_fixed_budget_is_the_same_for_all_within_their_limits(num_tokens: int | None, expected: list[int]) -> None:
     assert list(FixedBudget(num_tokens).allot(BudgetStep(BATCH, (7, 0, 3), 5))) == expected
-
-
-@pytest.mark.parametrize("name", ["num_tokens", "depth"])
-def test_a_negative_budget_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"budget.{name} is -1; it must be at least 0, or null"):
-        FixedBudget(**{name: -1})
 
 
 class Tree(Drafter):

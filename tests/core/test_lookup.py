@@ -17,9 +17,8 @@ from emssd_pld import Occurrence, PLDConfig, PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
+from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.drafting.lookup import NGramIndex
-from emssd.errors import ConfigError
 from emssd.sequences import Row
 from tests.support.trees import paths, paths_of, row_of, tree_of
 
@@ -114,13 +113,6 @@ def test_one_tree_of_a_text_that_went_on_in_three_ways() -> None:
     assert paths_of(tree_of(PLDDrafter(latest_two), row_of(text), 99)) == [(20,), (20, 21), (10,), (10, 12)]
     first_two = PLDConfig(max_ngram_size=2, num_speculative_tokens=2, branches=2)
     assert paths_of(tree_of(PLDDrafter(first_two), row_of(text), 99)) == [(10,), (10, 11), (10, 12)]
-
-
-@pytest.mark.parametrize("branches", [0, -1])
-def test_no_branch_is_a_config_error(branches: int) -> None:
-    for config in (LLMAConfig(branches=branches), PLDConfig(branches=branches)):
-        with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1"):
-            make(config)
 
 
 class Watched(list[int]):
@@ -245,9 +237,3 @@ def test_trees_of_several_rows_lie_one_after_another(rows: Seq[Texts]) -> None:
         start, stop = draft.indptr[row], draft.indptr[row + 1]
         assert paths_of(draft, row) == paths(tree.token_ids, tree.parents)
         assert list(draft.confidence[start:stop]) == tree.confidence
-
-
-@pytest.mark.parametrize("branches", [0, -3])
-def test_no_branch_to_grow_is_a_config_error(branches: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1, which drafts ch"):
-        check_branches(branches)

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Protocol
 
 from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one, chosen
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape
 from emssd.errors import ConfigError, did_you_mean
+from emssd.errors.ranges import AtLeastOne, Share
 
-__all__ = ["PublishedShape", "TreeKind", "TreeOptions", "read_trees", "shape_of", "static_tree", "tree_of"]
+__all__ = [
+    "HeadTreeOptions",
+    "PublishedShape",
+    "TreeKind",
+    "TreeOptions",
+    "read_trees",
+    "shape_of",
+    "static_tree",
+    "tree_of",
+]
 
 Way = tuple[int, ...]
 """The way to a node: at each level, which choice of its parent is taken, counted from 0."""
@@ -34,44 +42,77 @@ class TreeKind(str, Enum):
 
 
 @dataclass
-class TreeOptions:
-    """Options of drafters with an EAGLE head.
-
-    A level of a tree costs one pass of the head, and a node one token of the target. The defaults are for batches, and
-    for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
+class HeadTreeOptions:
+    """Options of drafters with trained heads that draft trees. A depth of ``None`` is one level for each head.
 
     Attributes:
         path: folder, file of weights or hub id of the head, which must be trained for this target.
-        tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
+        tree: dynamic follows the most probable paths, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
             static drafts the same tree in every step (EAGLE-1, arXiv 2401.15077). chain follows the head's first
             choices.
         num_nodes: of dynamic, the most nodes of a row's tree.
-        depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
-        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+        depth: the most levels of a tree, or tokens of a chain; null for one for each head.
         static_tree: of static, ``mc_sim_7b_63``, the 25 nodes on 5 levels of EAGLE-1's authors, or a JSON file with a
             list of paths: ``[a, b]`` is the b-th likeliest token after the a-th likeliest, counted from 0.
     """
 
     path: str | None = None
     tree: TreeKind = TreeKind.dynamic
-    num_nodes: int = 16
-    depth: int = 5
-    top_k: int = 4
+    num_nodes: AtLeastOne = 16
+    depth: AtLeastOne | None = None
     static_tree: str = "mc_sim_7b_63"
 
 
-class Options(Protocol):
-    """Options of trees for `shape_of`, see `TreeOptions`. A depth of ``None`` is one level for each head."""
+@dataclass
+class TreeOptions(HeadTreeOptions):
+    """Options of drafters with an EAGLE head.
 
-    tree: TreeKind
-    num_nodes: int
-    static_tree: str
+    A level of a tree costs one pass of the head, and a node one token of the target. The defaults are for batches, and
+    for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
 
-    @property
-    def depth(self) -> int | None: ...
+    Attributes:
+        depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+    """
+
+    depth: AtLeastOne | None = 5
+    top_k: AtLeastOne = 4
 
 
-def shape_of(options: Options, package: str, num_heads: int | None = None, *, top_k: int) -> Shape:
+class LayerTreeKind(str, Enum):
+    """The shape of a row's draft, without static trees."""
+
+    chain = "chain"
+    dynamic = "dynamic"
+
+
+@dataclass
+class LayerTreeOptions:
+    """Options of drafters that run layers of the target.
+
+    Attributes:
+        tree: chain follows the first choices. dynamic follows the most probable paths, and keeps the most probable
+            nodes (EAGLE-2, arXiv 2406.16858).
+        depth: the most tokens of a chain, or levels of a tree.
+        num_nodes: of dynamic, the most nodes of a row's tree.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+        min_confidence: after a drafted token that is less probable, as the drafter sees it, nothing is drafted; 0 never
+            ends a draft early.
+    """
+
+    tree: LayerTreeKind = LayerTreeKind.chain
+    depth: AtLeastOne = 4
+    num_nodes: AtLeastOne = 16
+    top_k: AtLeastOne = 4
+    min_confidence: Share = 0.0
+
+    def shape(self) -> DynamicShape:
+        """The shape that they ask for."""
+        num_nodes, top_k = (self.depth, 1) if self.tree == LayerTreeKind.chain else (self.num_nodes, self.top_k)
+        return DynamicShape(num_nodes, self.depth, top_k, min_confidence=self.min_confidence)
+
+
+def shape_of(options: HeadTreeOptions, package: str, num_heads: int | None = None, *, top_k: int) -> Shape:
     """The shape that `options` ask for: a chain is a tree of one child for each node.
 
     Args:
@@ -83,9 +124,10 @@ def shape_of(options: Options, package: str, num_heads: int | None = None, *, to
     Raises:
         ConfigError: an option cannot work.
     """
-    check_at_least_one(num_nodes=options.num_nodes, depth=1 if options.depth is None else options.depth, top_k=top_k)
-    kind, static = chosen(TreeKind, "tree", options.tree), static_tree(options.static_tree, read_trees(package))
-    depth = min(each for each in (options.depth, num_heads, sys.maxsize) if each is not None)
+    if options.depth is None and num_heads is None:
+        raise ConfigError("drafter.depth is null, and one head drafts all levels; give the number of levels")
+    kind, static = TreeKind(options.tree), static_tree(options.static_tree, read_trees(package))
+    depth = min(most for most in (options.depth, num_heads) if most is not None)
     if kind is TreeKind.static:
         return PublishedShape(static if num_heads is None else tuple(way for way in static if len(way) <= depth))
     return DynamicShape(depth, depth, 1) if kind is TreeKind.chain else DynamicShape(options.num_nodes, depth, top_k)

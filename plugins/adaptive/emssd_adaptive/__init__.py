@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from emssd.drafting import BudgetPolicy
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import BudgetSpec, hookimpl
 
 __all__ = ["AdaptiveConfig"]
@@ -21,8 +23,8 @@ class AdaptiveConfig:
             without, to compare; that is doubled, too, as long as drafting pays.
     """
 
-    memory: float = 16.0
-    probe_interval: int = 32
+    memory: Annotated[float, Meta(ge=1)] = 16.0
+    probe_interval: AtLeastOne = 32
 
 
 def _build(config: AdaptiveConfig) -> BudgetPolicy:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from math import inf
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd.errors import ConfigError
 from emssd_adaptive.choice import best_lengths, best_limits
 from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
 from emssd_adaptive.step_time import Pace, StepTime
@@ -36,11 +34,6 @@ class AdaptiveBudget(BudgetPolicy):
     """
 
     def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:
-        if not (1 <= memory < inf and probe_interval >= 1):
-            raise ConfigError(
-                f"budget.memory is {memory} and budget.probe_interval is {probe_interval}; both must be numbers, "
-                f"at least 1"
-            )
         self._memory, self._probe_interval = memory, probe_interval
         self._time, self._pace = StepTime(), Pace()
         self._stages: list[StageRecord] = []

@@ -9,7 +9,6 @@ from itertools import accumulate, pairwise, product
 
 import numpy as np
 import pytest
-from emssd_adaptive import AdaptiveConfig, emssd_budget_policies
 from emssd_adaptive.acceptance import Acceptance
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_adaptive.regression import FadingRegression
@@ -19,10 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import BudgetStep, Draft
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from tests.support.budget_world import Curve, World
-from tests.support.tiers import looped
 
 COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
 
@@ -322,13 +319,3 @@ def test_no_choice_is_beyond_its_limit(data: st.DataObject) -> None:
     )
     for _ in range(30):
         world.step([int(limit) for limit in random.integers(0, 8, 5)])
-
-
-@looped(
-    "config",
-    [*(AdaptiveConfig(memory=value) for value in (0.5, float("nan"), float("inf"))), AdaptiveConfig(probe_interval=0)],
-)
-def test_impossible_options_are_refused(config: AdaptiveConfig) -> None:
-    (spec,) = emssd_budget_policies()
-    with pytest.raises(ConfigError, match=r"budget.memory is .* and budget.probe_interval is .*at least 1"):
-        spec.build(config)

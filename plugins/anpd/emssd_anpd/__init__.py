@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import NGramDrafter
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne, AtLeastZero
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["ANPDConfig"]
@@ -27,10 +28,10 @@ class ANPDConfig:
             in earlier ones (DAS, arXiv 2511.13841). A token takes about 0.4 kB.
     """
 
-    max_ngram_size: int = 4
-    min_ngram_size: int = 1
-    num_speculative_tokens: int = 8
-    group_tokens: int = 0
+    max_ngram_size: AtLeastOne = 4
+    min_ngram_size: AtLeastOne = 1
+    num_speculative_tokens: AtLeastOne = 8
+    group_tokens: AtLeastZero = 0
 
 
 class ANPDDrafter(NGramDrafter):
@@ -38,10 +39,9 @@ class ANPDDrafter(NGramDrafter):
 
     def __init__(self, config: ANPDConfig) -> None:
         longest, shortest, length = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens
-        if not 1 <= shortest <= longest or length < 1:
+        if shortest > longest:
             raise ConfigError(
-                f"drafter.min_ngram_size is {shortest}, drafter.max_ngram_size is {longest} and "
-                f"drafter.num_speculative_tokens is {length}; all must be at least 1, and the second at least the first"
+                f"drafter.min_ngram_size is {shortest}; it must be at most drafter.max_ngram_size={longest}"
             )
         super().__init__(longest, shortest, length, length, 1, config.group_tokens)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["DFlashConfig"]
@@ -26,7 +27,7 @@ class DFlashConfig:
     """
 
     path: str | None = None
-    num_speculative_tokens: int | None = None
+    num_speculative_tokens: AtLeastOne | None = None
 
 
 def _build(config: DFlashConfig, context: DrafterContext) -> Drafter:

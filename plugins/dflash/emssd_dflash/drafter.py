@@ -25,7 +25,6 @@ from emssd.drafters import (
     SlotDrafter,
     StatesDrafter,
     TargetSizes,
-    check_at_least_one,
     nodes_of,
 )
 from emssd.drafting import DrafterContext
@@ -64,7 +63,6 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
         most = loaded.head.variant.num_drafts
         wanted = most if config.num_speculative_tokens is None else config.num_speculative_tokens
-        check_at_least_one(num_speculative_tokens=wanted)
         if wanted > most:
             raise ConfigError(f"drafter.num_speculative_tokens is {wanted}; a block of this head drafts {most} at most")
         return cls(BlockLane(loaded.head, lent.make_cache(loaded.head.kv_cache_spec(lent.spec))), lent.target, wanted)

@@ -469,7 +469,6 @@ def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
     ("options", "words"),
     [
         ({"path": None}, "give drafter.path=FOLDER"),
-        ({"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0; it must be at least 1"),
         ({"num_speculative_tokens": 5}, "drafter.num_speculative_tokens is 5; a block of this head drafts 4 at most"),
         ({"path": "./nowhere"}, "there is no such folder"),
     ],

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Annotated
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["DraftModelConfig", "TreeKind", "Vocabulary"]
@@ -73,14 +75,14 @@ class DraftModelConfig:
     """
 
     path: str | None = None
-    num_speculative_tokens: int = 4
+    num_speculative_tokens: AtLeastOne = 4
     tree: TreeKind = TreeKind.chain
-    expansion: list[int] = field(default_factory=lambda: [2, 2, 1, 1])
-    width: int = 4
-    num_nodes: int = 16
-    depth: int = 5
-    top_k: int = 4
-    temperature: float = 0.6
+    expansion: list[AtLeastOne] = field(default_factory=lambda: [2, 2, 1, 1])
+    width: AtLeastOne = 4
+    num_nodes: AtLeastOne = 16
+    depth: AtLeastOne = 5
+    top_k: AtLeastOne = 4
+    temperature: Annotated[float, Meta(ge=0.01, le=100)] = 0.6
     acceptance: str | None = None
     vocabulary: Vocabulary = Vocabulary.same
 

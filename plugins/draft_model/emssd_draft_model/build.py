@@ -11,8 +11,6 @@ from emssd.drafters import (
     SampledShape,
     Shape,
     StaticShape,
-    check_at_least_one,
-    chosen,
     load_draft_model,
 )
 from emssd.drafting import Drafter, DrafterContext
@@ -30,7 +28,7 @@ _NEARLY_ALL = 0.9  # of the target's tokens: where so many are shared, the other
 
 def build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     """The drafter of `config`. Raises ConfigError: its model cannot draft for this target."""
-    shape, kind = shape_of(config), chosen(Vocabulary, "vocabulary", config.vocabulary)
+    shape, kind = shape_of(config), Vocabulary(config.vocabulary)
     if shape is None and kind is not Vocabulary.same and context.tokenizer is not None:
         return _of_any_vocabulary(config, kind, context)
     if kind is not Vocabulary.same:
@@ -72,7 +70,7 @@ def _path_of(config: DraftModelConfig, context: DrafterContext) -> str:
 
 def shape_of(config: DraftModelConfig) -> Shape | None:
     """The shape that `config` asks for; ``None`` for chains. Raises ConfigError: an option cannot work."""
-    kind = chosen(TreeKind, "tree", config.tree)
+    kind = TreeKind(config.tree)
     if config.acceptance is not None and kind is not TreeKind.sequoia:
         raise ConfigError(f"drafter.acceptance is set, but drafter.tree is {kind.value}; only sequoia plans for it")
     if kind is TreeKind.static:
@@ -80,7 +78,6 @@ def shape_of(config: DraftModelConfig) -> Shape | None:
     if kind is TreeKind.dynamic:
         return DynamicShape(config.num_nodes, config.depth, config.top_k, config.temperature)
     if kind is TreeKind.sequoia:
-        check_at_least_one(num_nodes=config.num_nodes, depth=config.depth, top_k=config.top_k)
         table = None if config.acceptance is None else read_acceptance(config.acceptance)
         return SequoiaShape(config.num_nodes, config.depth, config.top_k, table)
     if kind is TreeKind.rsd_c:

@@ -24,7 +24,6 @@ from emssd.drafters import (
     pack_nodes,
 )
 from emssd.drafting import Draft, Outcome
-from emssd.errors import ConfigError
 from emssd.model import Growth, ModelRunner
 from emssd.sequences import Batch
 
@@ -40,8 +39,6 @@ class DraftModelDrafter(ModelDrafter):
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
-        if num_speculative_tokens < 1:
-            raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
         super().__init__(runner, vocab_size, DynamicShape(num_speculative_tokens, num_speculative_tokens, 1))
         self._num_drafted: dict[str, int] = {}  # since the last rollback
 

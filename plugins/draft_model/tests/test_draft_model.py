@@ -224,12 +224,6 @@ def test_with_the_same_tokenizer_a_vocabulary_padded_to_another_size_is_served()
     assert int(draft.token_ids.max()) < VOCAB_SIZE
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [0, -1])
-def test_a_draft_of_nothing_is_a_config_error(num_speculative_tokens: int) -> None:
-    with pytest.raises(ConfigError, match=r"drafter\.num_speculative_tokens is .*at least 1"):
-        make_drafter(draft_model(), num_speculative_tokens)
-
-
 def test_a_draft_model_that_is_not_there_is_told_with_its_path() -> None:
     with pytest.raises(ConfigError, match="/nowhere"):
         Engine.from_model(tiny_model(), drafter=DraftModelConfig("/nowhere"))

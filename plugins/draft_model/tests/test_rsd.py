@@ -10,14 +10,11 @@ from functools import cache
 
 import pytest
 import torch
-from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.build import shape_of
 
 from emssd.decoding.engine import Engine
 from emssd.drafters import BeamShape, ChildrenShape, SampledShape
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sequences import Batch, Request, Row
@@ -154,16 +151,3 @@ def test_the_text_is_the_same_at_every_batch_size(shape: str, batch_size: int) -
         engine = make_engine(draft_model_drafter(model(), SHAPES[shape], VOCAB), size)
         texts.append({done.request_id: done.token_ids for done in engine.run(requests)})
     assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tree": "rsd_s", "width": 0}, r"drafter\.width is 0; it must be at least 1"),
-        ({"tree": "rsd_s", "depth": 0}, r"drafter\.depth is 0; it must be at least 1"),
-        ({"tree": "rsd_c", "expansion": [2, 0]}, r"drafter\.expansion is \[2, 0\]; give the number of children"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        shape_of(DraftModelConfig(**options))  # type: ignore[arg-type]

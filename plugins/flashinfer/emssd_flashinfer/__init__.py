@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta
 from emssd.plugins import BackendSpec, hookimpl
 
 if TYPE_CHECKING:
@@ -47,15 +48,15 @@ class FlashInferConfig:
             this fraction of the free GPU memory, and at most ``kv_memory``. If the batch does not fit, rows wait.
     """
 
-    page_size: int = 16
-    workspace_mib: int | None = None
+    page_size: AtLeastOne = 16
+    workspace_mib: AtLeastOne | None = None
     prefill_kernel: PrefillKernel = PrefillKernel.fa2
     cuda_graphs: bool = True
-    max_graph_tokens: int = 512
+    max_graph_tokens: AtLeastOne = 512
     fused_kernels: bool = True
-    joined_mib: int = 2048
+    joined_mib: AtLeastZero = 2048
     query_tile: int = 64
-    memory_fraction: float = 0.8
+    memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
 
 def unavailable() -> str | None:

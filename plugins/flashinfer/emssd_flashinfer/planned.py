@@ -26,7 +26,7 @@ from emssd.attention import (
     StepPlan,
     on_device,
 )
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import PluginError
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
@@ -98,8 +98,6 @@ class PlannedKernels(PagedKernels):
         max_graph_tokens: int = 512,
         fusing: Fusing | None = None,
     ) -> None:
-        if max_graph_tokens < 1:
-            raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
         self._head_dims = head_dims
         self._capture, self._fusing = capture, fusing
         self.plans_passes = capture is not None

@@ -8,43 +8,35 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from emssd.drafters import HeadLane, Lent, TreeKind, keep_bytes, shape_of
+from emssd.drafters import HeadLane, Lent, TreeOptions, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["HydraConfig"]
 
 
 @dataclass
-class HydraConfig:
+class HydraConfig(TreeOptions):
     """Options of `drafter=hydra`.
 
     A level of a tree costs one run of a head for its nodes that are expanded, and a node one token of the target.
 
     Attributes:
-        path: folder, file of weights or hub id of the heads, which must be trained for this target.
-        tree: dynamic follows the most probable ways, and keeps the most probable nodes (EAGLE-2, arXiv 2406.16858).
-            static drafts a published tree, which is the same in every step. chain follows the heads' first choices.
         static_tree: of static, its name: mc_sim_7b_63; or a JSON file with a list of paths. Levels without a head are
             left out.
         num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
         depth: the most levels of a tree, or tokens of a chain; null for one for each head.
-        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
     """
 
-    path: str | None = None
-    tree: TreeKind = TreeKind.dynamic
-    static_tree: str = "mc_sim_7b_63"
-    num_nodes: int = 16
-    depth: int | None = None
-    top_k: int = 4
+    depth: AtLeastOne | None = None
 
 
 def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     from emssd_hydra.drafter import HydraDrafter
     from emssd_hydra.heads import load_hydra
 
-    shape_of(config, "emssd_hydra", top_k=config.top_k)  # what cannot work is said before heads are loaded
+    shape_of(config, "emssd_hydra", 1, top_k=config.top_k)  # what cannot work is said before heads are loaded
     lent = Lent.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
     if lent.compile:

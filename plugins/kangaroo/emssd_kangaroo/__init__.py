@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from emssd.drafters import DynamicShape, HeadLane, Lent, ModelDrafter, check_at_least_one, shallow_runner
+from emssd.drafters import DynamicShape, HeadLane, Lent, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne, Share
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["KangarooConfig"]
@@ -29,16 +30,15 @@ class KangarooConfig:
     """
 
     path: str | None = None
-    num_layers: int = 2
-    num_speculative_tokens: int = 6
-    min_confidence: float = 0.6
+    num_layers: AtLeastOne = 2
+    num_speculative_tokens: AtLeastOne = 6
+    min_confidence: Share = 0.6
 
 
 def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     from emssd_kangaroo.runner import KangarooRunner, load_adapter
 
     length = config.num_speculative_tokens
-    check_at_least_one(num_speculative_tokens=length)
     shape = DynamicShape(length, length, 1, min_confidence=config.min_confidence)
     lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
     loaded = lent.loaded(config.path, partial(load_adapter, num_layers=config.num_layers))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.drafting import LookupDrafter, Occurrence
-from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search"]
@@ -33,12 +33,12 @@ class LLMAConfig:
             (1: a chain). Tokens that more copies share come first.
     """
 
-    match_length: int = 2
-    copy_length: int = 7
+    match_length: AtLeastOne = 2
+    copy_length: AtLeastOne = 7
     search: Search = Search.prompt
     occurrence: Occurrence = Occurrence.last
     require_full_copy: bool = True
-    branches: int = 1
+    branches: AtLeastOne = 1
 
 
 class LLMADrafter(LookupDrafter):
@@ -49,13 +49,6 @@ class LLMADrafter(LookupDrafter):
     """
 
     def __init__(self, config: LLMAConfig) -> None:
-        if config.match_length < 1 or config.copy_length < 1:
-            raise ConfigError(
-                f"drafter.match_length is {config.match_length} and drafter.copy_length is {config.copy_length}; "
-                f"both must be at least 1"
-            )
-        if config.search not in set(Search):
-            raise ConfigError(f"drafter.search is {config.search!r}; choose {' or '.join(Search)}")
         num_behind = {config.match_length: config.copy_length if config.require_full_copy else 1}
         prompt_only = config.search == Search.prompt
         super().__init__(num_behind, config.copy_length, config.occurrence, prompt_only, config.branches)

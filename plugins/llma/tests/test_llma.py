@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 from emssd_llma import LLMAConfig, LLMADrafter, Occurrence
 
 from emssd import Engine
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
@@ -60,19 +58,8 @@ def test_after_a_run_no_index_is_left() -> None:
     assert drafter._indexes == {}
 
 
-@pytest.mark.parametrize("options", [{"match_length": 0}, {"match_length": -2}, {"copy_length": 0}], ids=str)
-def test_lengths_below_one_are_config_errors_that_name_the_options(options: dict[str, int]) -> None:
-    (name, value), *_ = options.items()
-    with pytest.raises(ConfigError, match=rf"drafter\.{name} is {value}.*at least 1"):
-        LLMADrafter(LLMAConfig(**options))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="at least 1"):
-        Engine.from_model(tiny_model(), drafter=LLMAConfig(**options))  # type: ignore[arg-type]
-
-
-def test_choices_may_be_given_as_text_and_a_wrong_one_is_refused() -> None:
+def test_choices_may_be_given_as_text() -> None:
     row = Row(Request("a", (1, 2, 3), 9))
     row.extend([8, 9, 7, 8, 9])
     drafter = LLMADrafter(LLMAConfig(copy_length=1, search="prompt_and_output", occurrence="first"))  # type: ignore[arg-type]
     assert drafter.propose(Batch((row,)), [1]).token_ids.tolist() == [7]
-    with pytest.raises(ConfigError, match="choose prompt or prompt_and_output"):
-        LLMADrafter(LLMAConfig(search="output"))  # type: ignore[arg-type]

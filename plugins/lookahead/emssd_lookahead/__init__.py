@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["LookaheadConfig"]
@@ -24,9 +26,9 @@ class LookaheadConfig:
         prompt_pool: whether n-grams of the prompt are guesses, too.
     """
 
-    window: int = 7
-    ngram: int = 5
-    guesses: int = 7
+    window: AtLeastOne = 7
+    ngram: Annotated[int, Meta(ge=2)] = 5
+    guesses: AtLeastOne = 7
     prompt_pool: bool = True
 
 

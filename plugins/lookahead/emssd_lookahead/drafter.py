@@ -13,7 +13,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_lookahead import LookaheadConfig
 
@@ -109,9 +108,6 @@ class LookaheadDrafter(Drafter):
     drafts_trees = True
 
     def __init__(self, config: LookaheadConfig) -> None:
-        for name, least in (("window", 1), ("ngram", 2), ("guesses", 1)):
-            if getattr(config, name) < least:
-                raise ConfigError(f"drafter.{name} is {getattr(config, name)}; it must be at least {least}")
         self.num_speculative_tokens = (config.ngram - 1) * (config.window + config.guesses) - 1
         self._config = config
         self._rows: dict[str, _Row] = {}

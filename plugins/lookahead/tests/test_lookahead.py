@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import Outcome
-from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
@@ -129,9 +128,3 @@ def test_a_window_that_was_cut_stands_still(verified: int) -> None:
 def test_without_the_prompt_the_pool_begins_empty() -> None:
     drafter = LookaheadDrafter(LookaheadConfig(3, 3, 2, prompt_pool=False))
     assert drafter.propose(Batch((sequence(1, 2, 3, 1, 4, 5, 1),)), [4]).lengths == [0]
-
-
-@pytest.mark.parametrize(("option", "least"), [("window", 1), ("ngram", 2), ("guesses", 1)])
-def test_options_that_are_too_small_are_refused(option: str, least: int) -> None:
-    with pytest.raises(ConfigError, match=f"drafter.{option} is 0; it must be at least {least}"):
-        LookaheadDrafter(LookaheadConfig(**{option: 0}))

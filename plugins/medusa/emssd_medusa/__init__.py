@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, TreeKind, keep_bytes, shape_of
+from emssd.drafters import HeadTreeOptions, Lent, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -15,13 +15,12 @@ __all__ = ["MedusaConfig"]
 
 
 @dataclass
-class MedusaConfig:
+class MedusaConfig(HeadTreeOptions):
     """Options of `drafter=medusa`.
 
     All heads run once a step, whatever the tree. So a tree costs the tokens that the target verifies, and no more.
 
     Attributes:
-        path: folder, file of weights or hub id of the heads, which must be trained for this target.
         tree: dynamic drafts the most probable combinations of the heads' choices, by the product of their
             probabilities. static drafts a published tree, which is the same in every step. chain follows the heads'
             first choices.
@@ -29,21 +28,14 @@ class MedusaConfig:
             vicuna_7b_stage1_ablation, zephyr_stage2; or a JSON file with a list of paths. Levels without a head are
             left out.
         num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
-        depth: the most levels of a tree, or tokens of a chain; null for one for each head.
     """
-
-    path: str | None = None
-    tree: TreeKind = TreeKind.dynamic
-    static_tree: str = "mc_sim_7b_63"
-    num_nodes: int = 16
-    depth: int | None = None
 
 
 def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_medusa.drafter import MedusaDrafter
     from emssd_medusa.heads import load_medusa
 
-    shape_of(config, "emssd_medusa", top_k=config.num_nodes)  # what cannot work is said before heads are loaded
+    shape_of(config, "emssd_medusa", 1, top_k=config.num_nodes)  # what cannot work is said before heads are loaded
     lent = Lent.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:

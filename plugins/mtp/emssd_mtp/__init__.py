@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from emssd.drafters import Lent, PairedDrafter, TreeKind, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["MtpConfig"]
@@ -29,7 +30,7 @@ class MtpConfig(TreeOptions):
     """
 
     tree: TreeKind = TreeKind.chain
-    depth: int = 3
+    depth: AtLeastOne | None = 3
 
 
 def _build(config: MtpConfig, context: DrafterContext) -> Drafter:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from emssd.drafting import Draft, NGramDrafter, Outcome
-from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne, Share
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
@@ -30,11 +30,11 @@ class NGrammysConfig:
             say; all of it where the text has nothing.
     """
 
-    max_ngram_size: int = 4
-    num_candidates: int = 4
-    num_nodes: int = 16
-    depth: int = 8
-    bigram_share: float = 0.3
+    max_ngram_size: AtLeastOne = 4
+    num_candidates: AtLeastOne = 4
+    num_nodes: AtLeastOne = 16
+    depth: AtLeastOne = 8
+    bigram_share: Share = 0.3
 
 
 class NGrammysDrafter(NGramDrafter):
@@ -44,11 +44,6 @@ class NGrammysDrafter(NGramDrafter):
     """
 
     def __init__(self, config: NGrammysConfig) -> None:
-        for name in ("max_ngram_size", "num_candidates", "num_nodes", "depth"):
-            if getattr(config, name) < 1:
-                raise ConfigError(f"drafter.{name} is {getattr(config, name)}; it must be at least 1")
-        if not 0 <= config.bigram_share <= 1:
-            raise ConfigError(f"drafter.bigram_share is {config.bigram_share}; it must be from 0 to 1")
         super().__init__(config.max_ngram_size, 1, config.num_nodes, config.depth, config.num_nodes)
         self.drafts_trees, self.num_candidates, self._share = True, config.num_candidates, config.bigram_share
         self._ranks = [0.5 ** (rank + 1) for rank in range(config.num_candidates)]

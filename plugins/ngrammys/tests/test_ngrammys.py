@@ -9,7 +9,6 @@ from emssd_ngrammys import NGrammysConfig, NGrammysDrafter
 
 from emssd.drafting import Draft, Outcome
 from emssd.drafting.growth import Tree
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 
 
@@ -80,11 +79,3 @@ def test_it_forgets_what_it_should() -> None:
     assert tree_of(drafter, (3, 4, 1), "b").token_ids == [5]
     drafter.reset()
     assert tree_of(drafter, (3, 4, 1), "c").token_ids == []
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_nodes": 0}, {"depth": 0}, {"num_candidates": 0}, {"max_ngram_size": 0}, {"bigram_share": 1.5}]
-)
-def test_options_that_cannot_be_are_refused(options: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        NGrammysDrafter(NGrammysConfig(**options))  # type: ignore[arg-type]

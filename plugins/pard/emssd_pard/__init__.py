@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne, AtLeastZero
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["PardConfig"]
@@ -28,8 +29,8 @@ class PardConfig:
     """
 
     path: str | None = None
-    num_speculative_tokens: int = 8
-    mask_token_id: int | None = None
+    num_speculative_tokens: AtLeastOne = 8
+    mask_token_id: AtLeastZero | None = None
 
 
 def _build(config: PardConfig, context: DrafterContext) -> Drafter:

@@ -17,7 +17,6 @@ from emssd.drafters import (
     GrowingRow,
     ModelDrafter,
     SlotDrafter,
-    check_at_least_one,
     load_draft_model,
     pack,
 )
@@ -41,7 +40,6 @@ class PardDrafter(SlotDrafter, ModelDrafter):
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, mask_token_id: int, num_speculative_tokens: int) -> None:
-        check_at_least_one(num_speculative_tokens=num_speculative_tokens)
         shape = DynamicShape(num_speculative_tokens, num_speculative_tokens, 1)
         super().__init__(runner, vocab_size, shape)
         self._mask = mask_token_id

@@ -162,7 +162,6 @@ def test_the_mask_is_that_of_the_config(config: Any, options: Any, mask: int, tm
     ("config", "options", "words"),
     [
         (None, {"path": None}, "give drafter.path=FOLDER"),
-        ({"pard_token": 3}, {"num_speculative_tokens": 0}, "drafter.num_speculative_tokens is 0"),
         ({}, {}, "its config.json has no pard_token, so nothing says"),
         ({"pard_token": VOCAB}, {}, f"pard_token in its config.json is {VOCAB}, and its vocabulary has the ids 0 to"),
         ({"pard_token": [3, 4]}, {}, "pard_token in its config.json is [3, 4], and"),

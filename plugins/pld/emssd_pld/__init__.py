@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["Occurrence", "PLDConfig"]
@@ -29,12 +30,12 @@ class PLDConfig:
             and draft the tree of these copies (1: a chain). Tokens that more copies share come first.
     """
 
-    max_ngram_size: int = 3
-    min_ngram_size: int = 1
-    num_speculative_tokens: int = 10
+    max_ngram_size: AtLeastOne = 3
+    min_ngram_size: AtLeastOne = 1
+    num_speculative_tokens: AtLeastOne = 10
     occurrence: Occurrence = Occurrence.first
     require_full_copy: bool = True
-    branches: int = 1
+    branches: AtLeastOne = 1
 
 
 class PLDDrafter(LookupDrafter):
@@ -42,10 +43,9 @@ class PLDDrafter(LookupDrafter):
 
     def __init__(self, config: PLDConfig) -> None:
         longest, shortest, copied = config.max_ngram_size, config.min_ngram_size, config.num_speculative_tokens
-        if not 1 <= shortest <= longest or copied < 1:
+        if shortest > longest:
             raise ConfigError(
-                f"drafter.min_ngram_size is {shortest}, drafter.max_ngram_size is {longest} and "
-                f"drafter.num_speculative_tokens is {copied}; all must be at least 1, and the second at least the first"
+                f"drafter.min_ngram_size is {shortest}; it must be at most drafter.max_ngram_size={longest}"
             )
         sizes = range(longest, shortest - 1, -1)
         num_behind = {size: max(copied, size + 1) if config.require_full_copy else 1 for size in sizes}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from emssd.attention import AttentionBackend
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import BackendSpec, hookimpl
 
 __all__ = ["Kernels", "RaggedConfig"]
@@ -29,7 +30,7 @@ class RaggedConfig:
             built on first use. torch runs anywhere. auto is fused if possible, else torch.
     """
 
-    page_size: int = 16
+    page_size: AtLeastOne = 16
     kernels: Kernels = Kernels.auto
 
 

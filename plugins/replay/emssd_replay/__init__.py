@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, Share
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["ReplayConfig"]
@@ -37,15 +38,15 @@ class ReplayConfig:
         seed: of the draw.
     """
 
-    p: float = 0.75
-    concentration: float | None = None
-    coverage: float = 1.0
-    num_speculative_tokens: int = 7
-    branches: list[int] = field(default_factory=list)
-    chances: list[list[float]] = field(default_factory=list)
+    p: Share = 0.75
+    concentration: Positive | None = None
+    coverage: Share = 1.0
+    num_speculative_tokens: AtLeastZero = 7
+    branches: list[AtLeastOne] = field(default_factory=list)
+    chances: list[list[Share]] = field(default_factory=list)
     trace: str | None = None
     known: str | None = None
-    seed: int = 0
+    seed: AtLeastZero = 0
 
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:

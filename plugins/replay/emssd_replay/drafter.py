@@ -128,10 +128,6 @@ class ReplayTrees(ReplayDrafter):
 
 def _drawn(config: ReplayConfig) -> Trace:
     """The trace of the config's chances; with a `coverage`, drafts stand at that share of its positions only."""
-    if not 0 <= config.coverage <= 1:
-        raise ConfigError(f"drafter.coverage is {config.coverage}; it is a share, between 0 and 1")
-    if config.seed < 0:
-        raise ConfigError(f"drafter.seed is {config.seed}; it must be at least 0")
     trace = geometric_trace(
         config.p,
         _NUM_DRAWN,

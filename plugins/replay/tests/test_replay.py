@@ -149,7 +149,6 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
     ("config", "message"),
     [
         (ReplayConfig(p=1.5), "p is 1.5"),
-        (ReplayConfig(coverage=2), "drafter.coverage is 2; it is a share"),
         (ReplayConfig(trace="nowhere.jsonl"), "trace nowhere.jsonl cannot be read"),
         (ReplayConfig(known="nowhere.jsonl"), "drafter.known=nowhere.jsonl cannot be read: No such file"),
         (ReplayConfig(branches=[2, 0]), r"branches are \[2, 0\]; give the number of children for each level"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["RestConfig"]
@@ -27,12 +28,12 @@ class RestConfig:
     """
 
     store: str | None = None
-    num_speculative_tokens: int = 10
-    min_match: int = 2
-    max_match: int = 16
-    max_matches: int = 5000
-    branches: int = 1
-    num_nodes: int | None = None
+    num_speculative_tokens: AtLeastOne = 10
+    min_match: AtLeastOne = 2
+    max_match: AtLeastOne = 16
+    max_matches: AtLeastOne = 5000
+    branches: AtLeastOne = 1
+    num_nodes: AtLeastOne | None = None
 
 
 def _build(config: RestConfig, context: DrafterContext) -> Drafter:

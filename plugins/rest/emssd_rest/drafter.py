@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 
-from emssd.drafting import Draft, Drafter, DrafterContext, Tree, check_branches, joined_trees
+from emssd.drafting import Draft, Drafter, DrafterContext, Tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_rest import RestConfig
@@ -18,21 +18,16 @@ class RestDrafter(Drafter):
     """Drafts for every row from one store, anew in each step, so that there is nothing to roll back or to forget."""
 
     def __init__(self, config: RestConfig, store: Store) -> None:
-        for name in ("num_speculative_tokens", "min_match", "max_match", "max_matches"):
-            if getattr(config, name) < 1:
-                raise ConfigError(f"drafter.{name} is {getattr(config, name)}; it must be at least 1")
         if config.min_match > config.max_match:
             raise ConfigError(
                 f"drafter.min_match is {config.min_match} and drafter.max_match {config.max_match}; "
                 f"no match is that long and that short"
             )
-        check_branches(config.branches)
         self._most_nodes = config.branches * config.num_speculative_tokens
         if config.num_nodes is not None:
-            if config.num_nodes < 1 or config.branches == 1:
+            if config.branches == 1:
                 raise ConfigError(
-                    f"drafter.num_nodes is {config.num_nodes} and drafter.branches {config.branches}; the tokens of a "
-                    f"tree must be at least 1, and its branches at least 2"
+                    f"drafter.num_nodes is {config.num_nodes} and drafter.branches 1; a tree has at least 2 branches"
                 )
             self._most_nodes = min(self._most_nodes, config.num_nodes)
         self._config = config

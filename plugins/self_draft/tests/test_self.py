@@ -230,8 +230,6 @@ def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
     [
         ({"bits": 3}, "drafter.bits is 3; choose 4 or 8"),
         ({"layers": 4}, "drafter.layers is 4; choose 1 to 3, as the target has"),
-        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
-        ({"tree": "static"}, "drafter.tree is 'static'; choose one of chain, dynamic"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, Share
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["SuffixConfig"]
@@ -37,14 +38,14 @@ class SuffixConfig:
             product of frequencies, with up to this many ends (1: a chain).
     """
 
-    num_speculative_tokens: int = 15
-    max_tree_depth: int = 64
-    max_spec_factor: float = 1.0
-    min_token_prob: float = 0.1
-    min_match_length: int = 1
-    cache_tokens: int = 0
-    cache_bias: int = 5
-    branches: int = 1
+    num_speculative_tokens: AtLeastOne = 15
+    max_tree_depth: AtLeastOne = 64
+    max_spec_factor: Positive = 1.0
+    min_token_prob: Share = 0.1
+    min_match_length: AtLeastOne = 1
+    cache_tokens: AtLeastZero = 0
+    cache_bias: AtLeastZero = 5
+    branches: AtLeastOne = 1
 
 
 def _build(config: SuffixConfig, context: DrafterContext) -> Drafter:

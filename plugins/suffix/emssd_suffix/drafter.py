@@ -12,7 +12,7 @@ from collections.abc import Sequence as Seq
 from heapq import nsmallest
 from typing import NamedTuple
 
-from emssd.drafting import Draft, Drafter, Outcome, Tree, check_branches, grow_tree, joined_trees
+from emssd.drafting import Draft, Drafter, Outcome, Tree, grow_tree, joined_trees
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
 from emssd_suffix import SuffixConfig
@@ -165,23 +165,18 @@ def _longest_first(matches: Iterable[Match]) -> list[Match]:
 
 
 def _check(config: SuffixConfig) -> None:
-    """Refuse options out of their ranges."""
-    check_branches(config.branches)
+    """Refuse options that do not go together."""
     depth, longest = config.max_tree_depth, config.max_tree_depth - config.num_speculative_tokens
     allowed = {
-        "num_speculative_tokens": (config.num_speculative_tokens >= 1, "at least 1"),
         "max_tree_depth": (longest >= 1, f"above drafter.num_speculative_tokens={config.num_speculative_tokens}"),
-        "max_spec_factor": (config.max_spec_factor > 0, "above 0"),
-        "min_token_prob": (0 <= config.min_token_prob <= 1, "from 0 to 1"),
         "min_match_length": (
-            1 <= config.min_match_length <= longest,
+            config.min_match_length <= longest,
             f"from 1 to {longest}, drafter.max_tree_depth less drafter.num_speculative_tokens",
         ),
         "cache_tokens": (
             config.cache_tokens == 0 or config.cache_tokens >= 2 * depth,
             f"0 for no cache, or at least {2 * depth}, twice drafter.max_tree_depth",
         ),
-        "cache_bias": (config.cache_bias >= 0, "at least 0"),
     }
     for name, (is_allowed, range_) in allowed.items():
         if not is_allowed:

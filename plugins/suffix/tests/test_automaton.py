@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Outcome
-from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason
 from tests.support.trees import paths_of, row_of, tree_of
 
@@ -247,9 +246,3 @@ def test_the_end_of_a_remembered_output_is_no_token_of_a_tree() -> None:
     draft = tree_of(drafter, row_of([8, 9], name="b"), 99)
     assert paths_of(draft) == [(3,), (3, 4), (3, 5)]
     assert draft.confidence == (1.0, 2 / 3, 1 / 3)
-
-
-@pytest.mark.parametrize("branches", [0, -1])
-def test_no_branch_is_a_config_error(branches: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1"):
-        SuffixDrafter(SuffixConfig(branches=branches))

@@ -159,16 +159,9 @@ def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_
 @looped(
     ("options", "sentence"),
     [
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0; it must be at least 1"),
         ({"max_tree_depth": 15}, "max_tree_depth is 15; it must be above drafter.num_speculative_tokens=15"),
-        ({"max_spec_factor": 0.0}, "max_spec_factor is 0.0; it must be above 0"),
-        ({"max_spec_factor": float("nan")}, "max_spec_factor is nan; it must be above 0"),
-        ({"min_token_prob": 1.5}, "min_token_prob is 1.5; it must be from 0 to 1"),
-        ({"min_match_length": 0}, "min_match_length is 0; it must be from 1 to 49"),
         ({"min_match_length": 50}, "min_match_length is 50; it must be from 1 to 49"),
-        ({"cache_tokens": -1}, "cache_tokens is -1; it must be 0 for no cache, or at least 128"),
         ({"cache_tokens": 127}, "cache_tokens is 127; it must be 0 for no cache, or at least 128"),
-        ({"cache_bias": -1}, "cache_bias is -1; it must be at least 0"),
     ],
 )
 def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(options: Any, sentence: str) -> None:

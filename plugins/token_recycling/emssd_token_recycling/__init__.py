@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from emssd.drafting import Draft, Drafter, Outcome
-from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
@@ -26,9 +26,9 @@ class TokenRecyclingConfig:
         depth: the longest way through a draft (6, as published).
     """
 
-    num_candidates: int = 8
-    num_nodes: int = 32
-    depth: int = 6
+    num_candidates: AtLeastOne = 8
+    num_nodes: AtLeastOne = 32
+    depth: AtLeastOne = 6
 
 
 Tree = list[tuple[int, int, int]]
@@ -70,9 +70,6 @@ class TokenRecyclingDrafter(Drafter):
     drafts_trees = True
 
     def __init__(self, config: TokenRecyclingConfig) -> None:
-        for name in ("num_candidates", "num_nodes", "depth"):
-            if getattr(config, name) < 1:
-                raise ConfigError(f"drafter.{name} is {getattr(config, name)}; it must be at least 1")
         self.num_speculative_tokens = config.num_nodes
         self.num_candidates = config.num_candidates
         self._depth = config.depth

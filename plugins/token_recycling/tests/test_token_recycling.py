@@ -12,7 +12,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Outcome
-from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
@@ -99,9 +98,3 @@ def test_ranks_count_by_how_often_the_target_takes_them() -> None:
     drafter.reset()
     assert drafter._shares() == before
     assert not drafter.propose(Batch((row,)), [2]).token_ids.numel()
-
-
-@pytest.mark.parametrize("option", ["num_candidates", "num_nodes", "depth"])
-def test_options_below_one_are_refused(option: str) -> None:
-    with pytest.raises(ConfigError, match=f"drafter.{option} is 0; it must be at least 1"):
-        TokenRecyclingDrafter(TokenRecyclingConfig(**{option: 0}))
