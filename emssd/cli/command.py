@@ -84,6 +84,8 @@ def _compose_and_run(jobs: Jobs, registry: Registry) -> None:
             try:
                 _run(config, jobs, registry)
             except EmssdError:
+                if jobs.is_silent and jobs.group.is_broken:  # else rank 0 has the same error, and prints it
+                    sys.stderr = sys.__stderr__
                 raise
             except Exception as error:
                 raise _OwnFault(error) from error
@@ -118,7 +120,7 @@ def _run(config: DictConfig, jobs: Jobs, registry: Registry) -> None:
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
-        if options.output_dir == STDOUT:
+        if options.output_dir == STDOUT and not jobs.is_silent:
             raise
         again = f"resume=true output_dir={options.output_dir}"
         said = f"the rows that were finished are in {folder}/, and {again} goes on from there"
