@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -198,6 +198,6 @@ def _looked_up(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 
     if isinstance(table, DTensor):
         ids = DTensor.from_local(token_ids, table.device_mesh, [Replicate()])
-        rows: torch.Tensor = F.embedding(ids, table).full_tensor()
-        return rows
+        rows: Any = F.embedding(ids, table)
+        return cast("torch.Tensor", rows.full_tensor())
     return F.embedding(token_ids, table)

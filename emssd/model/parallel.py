@@ -52,7 +52,8 @@ class Group:
 
     def __init__(self, ranks: Any = None) -> None:
         self._ranks = ranks
-        self.rank, self.size = (0, 1) if ranks is None else (ranks.rank(), ranks.size())
+        self.rank: int = 0 if ranks is None else ranks.rank()
+        self.size: int = 1 if ranks is None else ranks.size()
         self.is_broken = False
 
     @contextmanager
