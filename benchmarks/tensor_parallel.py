@@ -65,7 +65,8 @@ def decode(folder: str, batch_sizes: list[int], new_tokens: int, threads: int, *
         rows = engine.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True)
         seconds = batch_size / engine.report.metrics()["decode_tokens_per_second"]
         found[str(batch_size)] = {"ms": 1000 * seconds, "tokens": [list(row.token_ids) for row in rows]}
-    print("found: " + json.dumps(found))
+    if not parallel or torch.distributed.get_rank() == 0:
+        print("found: " + json.dumps(found))
 
 
 def started(way: str, arguments: list[str]) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 import sys
 
+import torch
+
 from emssd import Engine
 
-engine = Engine.from_pretrained(sys.argv[1], drafter="suffix", tensor_parallel=True)  # returns in process 0 only
+engine = Engine.from_pretrained(sys.argv[1], drafter="suffix", tensor_parallel=True)
 for generation in engine.generate(["One, two, three, one, two,"], max_new_tokens=24):
-    print(generation.text)
+    if torch.distributed.get_rank() == 0:  # every process has the same text
+        print(generation.text)

@@ -29,7 +29,7 @@ from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
 from emssd.decoding.options import EngineOptions
-from emssd.errors import ConfigError, GroupError, exit_on_error
+from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
 from emssd.errors.version import __version__
 from emssd.plugins.registry import KINDS, Registry
@@ -120,12 +120,14 @@ def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
             jobs.attempt(overrides, partial(jobs.run, options, text, folder / str(number), overrides))
         else:
             jobs.run(options, text, folder)
-    except GroupError as error:
-        if not folder.is_dir():  # only process 0 writes to it
+    except EmssdError as error:
+        if jobs.is_silent and jobs.group.is_broken:  # else rank 0 has the same error, and prints it
+            sys.stderr = sys.__stderr__
+        if not isinstance(error, GroupError) or not folder.is_dir():  # only rank 0 writes to it
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:
-        if not any(folder.glob("**/generations.jsonl")):  # nothing is kept
+        if not jobs.is_silent and not any(folder.glob("**/generations.jsonl")):  # nothing is kept
             raise
         again = f"resume=true output_dir={options.output_dir} goes on from there"
         print(f"emssd: interrupted; the rows that were finished are in {folder}/, and {again}", file=sys.stderr)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.config import RunConfig
+from emssd.cli.config import STDOUT, RunConfig
 from emssd.cli.experiment import label_of, setting_of
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
@@ -29,13 +29,14 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
-from emssd.decoding.parallel import make_runner
 from emssd.decoding.turns import Turns, ratio_interval
 from emssd.errors import ConfigError, PromptError
 from emssd.errors.terminal import plain_console
 from emssd.metrics.busy import OtherProcesses, cpu_times
+from emssd.model import CausalLMRunner
 from emssd.model.checkpoint import load_tokenizer
 from emssd.model.loading import ModelCache
+from emssd.model.parallel import Group
 from emssd.model.target import TargetModel
 from emssd.plugins.registry import Registry
 from emssd.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
@@ -64,12 +65,14 @@ def run_job(
     models: ModelCache,
     brief: bool = False,
     alone: bool = True,
+    group: Group | None = None,
 ) -> JobResult:
     """Run `config`. After an error, rows that were finished by then are in the output folder.
 
     Args:
         brief: show progress only, and leave the tables to the caller.
         alone: no other runs are compared with it. Of those that are, none compiles where another would not.
+        group: the processes that run it together; rank 0 reads the prompts and writes the rows.
     """
     check_options(config)
     import transformers
@@ -79,9 +82,15 @@ def run_job(
     own_threads = _own_threads()  # read before it is changed
     torch.set_num_threads(config.num_threads or own_threads)
     show_messages(plain_console(stderr=True), bars=config.progress)
-    with OutputFolder(output_dir, resume=config.resume, overwrite=config.overwrite) as output:
+    group = group or Group()
+    with group.agreed():
+        path = output_dir if group.rank == 0 else Path(STDOUT)  # which leads nowhere in other processes
+        output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite)
+    with output:
         run = _Run(config, config_text, registry, models, output, brief)
-        return run.decode(alone=alone) if run.read_prompts() else run.end_without_rows()
+        has_rows, *read = group.made_by_first(run.read_prompts)
+        run.prompts, run.left, run.failures.prompts, output.finished, output.made_with = read
+        return run.decode(alone=alone) if has_rows else run.end_without_rows()
 
 
 @dataclass
@@ -100,8 +109,10 @@ class _Run:
         self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
         self.failures = Failures(self.config.on_error, self.config.data)
 
-    def read_prompts(self) -> bool:
-        """Read and check all prompts before anything is loaded; false if a resumed job has nothing left to do."""
+    def read_prompts(self) -> tuple[Any, ...]:
+        """Read and check all prompts before anything is loaded. Returns whether a row is left to do; and the prompts,
+        those with such rows, those that failed, and the `finished` and `made_with` of the output.
+        """
         config, output = self.config, self.output
         self.prompts = self.failures.passed(prompts_of(config, self.registry))
         self.registry.find("backend", config.backend.name)
@@ -110,14 +121,12 @@ class _Run:
             num_done, num_rows = len(output.finished), sum(num_samples(config, prompt) for prompt in self.prompts)
             there = f"{num_done} of {num_rows} rows" if num_done else "no rows, so this is a fresh start"
             self.quiet.print(f"resume=true: {output.path}/ holds {there}")
-        if self.left:
-            return True
-        if output.finished and config.check is not None and "check" not in output.read_metrics():
+        if not self.left and output.finished and config.check is not None and "check" not in output.read_metrics():
             raise ConfigError(
                 f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
                 f"leave check= out, or decode them again with overwrite=true"
             )
-        return False
+        return bool(self.left), self.prompts, self.left, self.failures.prompts, output.finished, output.made_with
 
     def decode(self, *, alone: bool) -> JobResult:
         config, output = self.config, self.output
@@ -192,7 +201,7 @@ class _Run:
 
     def _write_answers(self) -> None:
         """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
-        if isinstance(self.config.data, OpenAIBatchConfig):
+        if isinstance(self.config.data, OpenAIBatchConfig) and not self.output.is_stdout:
             model = self.config.model
             tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
             write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
@@ -213,7 +222,7 @@ class _Run:
         live = self._live("decoding" if len(engines) == 1 else "decoding both ways", len(requests) * len(engines))
         with (
             live if stream is None else nullcontext(),
-            OtherProcesses(partial(cpu_times, siblings=engine.target.shard is not None)) as others,
+            OtherProcesses(partial(cpu_times, siblings=engine.target.group.size > 1)) as others,
         ):
             for finished_by, generation in turns.run():
                 if finished_by is engine:
@@ -248,9 +257,8 @@ class _Run:
     def _compare(self, engine: Engine, requests: Seq[Request], done: _Done, expected: _Done) -> CheckReport:
         """Compare what `engine` has done with plain decoding by the same target."""
         config, target = self.config, engine.target
-        spec = target.kv_cache_spec(1)
-        backend = make_backend(spec, config.backend, self.registry)
-        judge = make_runner(target, backend, spec, config.backend, self.registry)
+        backend = make_backend(target.kv_cache_spec(1), config.backend, self.registry)
+        judge = CausalLMRunner(target, backend)
         rows = {request.prompt_id: engine.row(request) for request in requests}
         same, tested = list[tuple[str, int]](), list[Generation]()
         for request in requests:
@@ -320,7 +328,7 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
     machine = hardware(target.device)
     made_up = " (random weights)" if config.model.architecture else ""
     setting = setting_of(config)
-    where = machine["device"] + (f", {target.shard.group.size} processes" if target.shard else "")
+    where = machine["device"] + (f", {target.group.size} processes" if target.group.size > 1 else "")
     dtype = str(target.dtype).removeprefix("torch.")
     return {
         "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
@@ -25,6 +26,7 @@ from emssd.plugins.registry import Registry
 if TYPE_CHECKING:
     from emssd.cli.experiment import RowsFile
     from emssd.model.loading import ModelCache
+    from emssd.model.parallel import Group
 
 __all__ = ["Jobs", "SweptRun", "print_sweep"]
 
@@ -62,12 +64,18 @@ class Jobs:
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
         self._start, self._num_done = time.monotonic(), 0  # of the jobs of an experiment
+        self.group: Any = None  # of processes that run the jobs together, once they have joined
 
     @cached_property
     def _models(self) -> ModelCache:
         from emssd.model.loading import ModelCache  # here, because it brings torch, which --help does not need
 
         return ModelCache()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether rank 0 prints and writes for this process."""
+        return self.group is not None and self.group.rank > 0
 
     def attempt(self, overrides: Seq[str], run: Callable[[], _Result]) -> _Result | None:
         """The result of `run`, or ``None``: an error of ours ends one run of a sweep, and the others go on."""
@@ -82,10 +90,12 @@ class Jobs:
 
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: Seq[str] | None = None) -> None:
         """One run with its own tables; `swept` are the overrides of one in a sweep."""
-        self._follow(config)
+        group = self._join(config)
         from emssd.cli.job import run_job
 
-        result = run_job(config, output_dir, config_text, self._registry, models=self._models, alone=swept is None)
+        result = run_job(
+            config, output_dir, config_text, self._registry, models=self._models, alone=swept is None, group=group
+        )
         self.found_difference |= _differs(result.metrics)
         if swept is not None:
             self._swept.append(SweptRun(config, swept, result.metrics, output_dir))
@@ -94,31 +104,28 @@ class Jobs:
         self, config: RunConfig, config_text: str, folder: Path, number: int, overrides: Seq[str], total: int
     ) -> None:
         """Job `number` of the experiment's sweep: a line on the console, and a row."""
-        from emssd.cli.experiment import RowsFile, row_of, simulated_row
+        from emssd.cli.experiment import row_of, simulated_row
         from emssd.cli.intake import check_options
         from emssd.cli.job import run_job
 
         assert config.experiment is not None
-        self._follow(config)
+        group = self._join(config)
         console = plain_console(stderr=True)
         check_options(config)
         _check_overrides(config, overrides)
-        if self._rows is None:
-            self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
-            _check_kept(self._rows)
-            console.print(f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}")
-        if self._rows.has(number, overrides):
+        if group.made_by_first(partial(self._has_row, config, folder, number, overrides)):
             return
         if config.experiment.simulated:
-            self._rows.append(simulated_row(config, number, overrides))
+            if self._rows is not None:
+                self._rows.append(simulated_row(config, number, overrides))
             return
         # Half a run has no figures of its own, and one whose drafter was switched off has those of no drafter.
         afresh = dataclasses.replace(config, resume=False, overwrite=True, on_drafter_error=OnDrafterError.fail)
         run = partial(
             run_job, afresh, folder / str(number), config_text, self._registry, models=self._models, brief=True,
-            alone=False,
+            alone=False, group=group,
         )  # fmt: skip
-        if (result := self.attempt(overrides, run)) is None:
+        if (result := self.attempt(overrides, run)) is None or self._rows is None:
             return
         assert result.engine is not None
         self.found_difference |= _differs(result.metrics)
@@ -128,21 +135,31 @@ class Jobs:
         left = time_left(time.monotonic() - self._start, self._num_done, total - number - 1)
         console.print(f"{number:4d}  {number + 1} of {total}: {_said(row)}, {left}", soft_wrap=True)
 
-    def _follow(self, config: RunConfig) -> None:
-        """With tensor parallel, only process 0 comes back from here."""
+    def _has_row(self, config: RunConfig, folder: Path, number: int, overrides: Seq[str]) -> bool:
+        """Open the file of rows before the first job. Returns whether it has the row of this one."""
+        from emssd.cli.experiment import RowsFile
+
+        if self._rows is None and config.experiment is not None:
+            self._rows = RowsFile(folder, resume=config.resume, overwrite=config.overwrite)
+            _check_kept(self._rows)
+            title = f"experiment={config.experiment.name} size={config.size.value}: {config.experiment.title}"
+            plain_console(stderr=True).print(title)
+        return self._rows is not None and self._rows.has(number, overrides)
+
+    def _join(self, config: RunConfig) -> Group:
+        """The processes that run this job together, of which only rank 0 is heard."""
+        from emssd.model.parallel import Group, join
+
         if config.model.tensor_parallel:
-            import torch
-
-            from emssd.decoding.parallel import follow_unless_first
-
-            if config.num_threads:
-                torch.set_num_threads(config.num_threads)
-            follow_unless_first(self._registry)
+            self.group = join()
+            if self.is_silent:
+                sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # until this process ends
         elif "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
             raise ConfigError(
                 f"torchrun started {os.environ['WORLD_SIZE']} processes, and each would decode everything; add "
                 f"model.tensor_parallel=true to spread the model over them"
             )
+        return self.group or Group()
 
     def close(self) -> None:
         """Let others write to the folder of the experiment."""

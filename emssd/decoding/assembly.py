@@ -16,11 +16,11 @@ import torch
 from emssd.data.model_folder import source_of
 from emssd.decoding.caches import Caches
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
-from emssd.decoding.parallel import follow_unless_first, lent, make_runner
+from emssd.decoding.outcome import SharedTimer, StepTimer
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
 from emssd.model.spread import DeviceMap
 from emssd.model.target import Compile
@@ -68,8 +68,8 @@ class Assembled:
             dtype, device, max_model_len, device_map, weights, batch_invariant: see `emssd.model.load_model`.
             compile: see there; with ``"auto"``, `generate` and `stream` also compile where a call is long enough.
             trust_remote_code: see there; it holds for draft models too.
-            tensor_parallel: spread the model over the processes that torchrun started. In all but process 0, this call
-                does not return: it does its part until process 0 ends, and ends then.
+            tensor_parallel: spread the model over the processes that torchrun started. Each of them must make the same
+                calls of the engine, with the same prompts; each gets the same tokens.
             options: fields of `emssd.decoding.options.EngineOptions`, such as ``batch_size=16``.
         """
         chosen, registry = _options(options, cls.from_pretrained), Registry()
@@ -78,8 +78,6 @@ class Assembled:
             if not isinstance(choice, ready):
                 registry.resolve(kind, choice)
         registry.resolve("backend", backend)
-        if tensor_parallel:
-            follow_unless_first(registry)
         load = partial(load_model, trust_remote_code=trust_remote_code)
         target, tokenizer = load(
             path,
@@ -184,8 +182,8 @@ class Assembled:
             for each in ([drafter] if isinstance(drafter, Drafter) else drafter)
         ]
         own = caches.make(trees=any(each.drafts_trees for each in drafters))
-        *_, spec = caches.allocate()
-        runner = make_runner(target, own, spec, backend, registry)
+        caches.allocate(target.group.least)
+        runner = CausalLMRunner(target, own)
         if context is not None and context.target is not None:
             context.target.attach(runner)
         return cls(
@@ -197,6 +195,7 @@ class Assembled:
             eos_token_ids=eos_token_ids(target, tokenizer) if eos is None else frozenset(eos),
             budget_name=budget_name,
             force_tokens=options.force_tokens,
+            make_timer=StepTimer if target.group.size == 1 else partial(SharedTimer, target.group),
         )
 
 
@@ -230,7 +229,7 @@ def _context(
         load_runner=load_runner,
         make_drafter=make_drafter,
         on_drafter_error=options.on_drafter_error,
-        target=lent(target),
+        target=BorrowedTarget(target),
         cache_spec=dataclasses.replace(caches.target, devices=()),  # layers of its own are where the logits are
         make_cache=lambda spec: caches.make(spec, trees=spec.trees),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,11 +53,11 @@ class Caches:
         self._made.append((owner, backend, spec))
         return backend
 
-    def allocate(self) -> list[KVCacheSpec]:
-        """Divide the memory among all that were made. Returns what each is allocated for, in the order of `make`.
+    def allocate(self, least: Callable[[int], int] = int) -> None:
+        """Divide the memory among all that were made; `least` says of this process's limit what all can keep to.
         Raises ConfigError: the user's limit is none.
         """
-        limit = kv_bytes(self._limit(), self.target.device, lambda: free_for(self.target))
+        limit = kv_bytes(self._limit(), self.target.device, lambda: least(free_for(self.target)))
         states = sum(spec.bytes_per_row * spec.max_batch_size for _, _, spec in self._made)
         costs = []
         for owner, backend, spec in self._made:
@@ -71,12 +72,9 @@ class Caches:
                     f"{states / 2**20:,.3g} MiB, and KV beside them; raise kv_memory, or lower batch_size"
                 )
         max_tokens = [None] * len(costs) if limit is None or not has_kv else shares(limit, costs)
-        made = zip(self._made, max_tokens, strict=True)
-        specs = [dataclasses.replace(spec, max_tokens=most) for (_, _, spec), most in made]
-        for (owner, backend, _), spec in zip(self._made, specs, strict=True):
+        for (owner, backend, spec), most in zip(self._made, max_tokens, strict=True):
             with guarded(owner, "allocate"):
-                backend.allocate(spec)
-        return specs
+                backend.allocate(dataclasses.replace(spec, max_tokens=most))
 
     def scheduler(self) -> Scheduler:
         """The scheduler, as far as the backend can."""

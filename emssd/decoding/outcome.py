@@ -16,9 +16,10 @@ from emssd.decoding.verify import Verified
 from emssd.drafting import Draft, HiddenStates, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.model import ModelOutput
+from emssd.model.parallel import Group
 from emssd.sequences import Batch
 
-__all__ = ["StepTimer", "outcome_of", "step_stats"]
+__all__ = ["SharedTimer", "StepTimer", "outcome_of", "step_stats"]
 
 
 def outcome_of(
@@ -138,3 +139,21 @@ class StepTimer:
         """`stats` with the seconds of each phase up to now; those since the latest lap are ``other``."""
         self.lap("other")
         return dataclasses.replace(stats, seconds=dict(self.seconds))
+
+
+class SharedTimer(StepTimer):
+    """Gives all ranks of `group` the seconds of rank 0, so that whoever learns from them decides the same in each."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__()
+        self._group = group
+
+    def timed(self, stats: StepStats) -> StepStats:
+        stats = super().timed(stats)
+        seconds = self._group.first([*stats.seconds.values(), *(stage.seconds for stage in stats.stages)])
+        stages = zip(stats.stages, seconds[len(PHASES) :], strict=True)
+        return dataclasses.replace(
+            stats,
+            seconds=dict(zip(PHASES, seconds, strict=False)),
+            stages=tuple(dataclasses.replace(stage, seconds=each) for stage, each in stages),
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,18 +18,9 @@ from emssd.model.runner import CausalLMRunner, ModelRunner
 from emssd.model.streams import Streams, replaced_forward
 from emssd.model.target import TargetModel
 
-__all__ = ["BorrowedTarget", "runs_no_layers"]
+__all__ = ["BorrowedTarget"]
 
-
-_PROPORTIONAL = 1e-2  # of a norm: what is left of embeddings that are a multiple of others, in bfloat16
-
-
-def runs_no_layers(option: str) -> UnsupportedModelError:
-    """The error for a drafter that would run or take layers of a target that is spread by `option`."""
-    return UnsupportedModelError(
-        f"with {option}, no drafter runs layers of the target or takes them; choose one that has a model or a head of "
-        f"its own, or reads tokens, such as drafter=suffix"
-    )
+_PROPORTIONAL = 1e-2  # the largest relative residual for which embeddings count as a scaled copy, in bfloat16
 
 
 class BorrowedTarget:
@@ -51,6 +42,11 @@ class BorrowedTarget:
         It is of use from `Drafter.propose` on, in an engine that was made with the drafter's context.
         """
         self._check_together()
+        if self._target.group.size > 1:
+            raise UnsupportedModelError(
+                "with model.tensor_parallel=true, no drafter rounds the weights of the target, of which this process "
+                "has a part; choose another, such as drafter=suffix"
+            )
         self._sharing.append(made := RoundedRunner(self._target, bits, num_layers))
         if (runner := self._runner()) is not None:
             made.attach(runner)
@@ -59,8 +55,8 @@ class BorrowedTarget:
     def attach(self, runner: CausalLMRunner) -> None:
         """The target runs in `runner`, whose KV cache is to be shared by those that `rounded` gives."""
         self._runner = weakref.ref(runner)
-        for each in self._sharing:
-            each.attach(runner)
+        for sharing in self._sharing:
+            sharing.attach(runner)
 
     @property
     def num_layers(self) -> int:
@@ -110,7 +106,7 @@ class BorrowedTarget:
                 raise UnsupportedModelError(
                     "model.device_map keeps the embeddings in the host's memory, and the drafter reads them"
                 )
-            return F.embedding(token_ids.to(table.weight.device), table.weight).to(self.device)
+            return _looked_up(token_ids.to(table.weight.device), table.weight).to(self.device)
         embedded: torch.Tensor = table(token_ids).to(self.device)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
@@ -119,7 +115,8 @@ class BorrowedTarget:
         """``[vocab, width]`` what `embed` looks rows up in, if it does nothing else; it is the model's own."""
         table = self._model.get_input_embeddings()
         looks_up = type(table) is torch.nn.Embedding and table.max_norm is None and not table._forward_hooks
-        return table.weight if looks_up and self._scale == 1.0 and not self._target.is_spread else None
+        is_whole = not self._target.is_spread and self._target.group.size == 1
+        return table.weight if looks_up and self._scale == 1.0 and is_whole else None
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` after its last layer.
@@ -173,7 +170,10 @@ class BorrowedTarget:
     def _check_together(self) -> None:
         """Refuse to lend what Accelerate's hooks would move from device to device."""
         if self._target.is_spread:
-            raise runs_no_layers("model.device_map")
+            raise UnsupportedModelError(
+                "with model.device_map, no drafter runs layers of the target or takes them; choose one that has a "
+                "model or a head of its own, or reads tokens, such as drafter=suffix"
+            )
 
     @cached_property
     def _streams(self) -> Streams:
@@ -183,10 +183,21 @@ class BorrowedTarget:
     def _scale(self) -> float:
         """By what the model multiplies its embeddings, if they go to the first layer as multiples of themselves."""
         with torch.inference_mode():
-            given = self._model.get_input_embeddings()(self._streams.ids).double()
+            embedded = self._model.get_input_embeddings()(self._streams.ids).double()
             first = self._streams.first[0].double()
-            if given.shape != first.shape or torch.equal(given, first):
+            if embedded.shape != first.shape or torch.equal(embedded, first):
                 return 1.0
-            scale = float((given * first).sum() / (given * given).sum())
-            left = float((first - scale * given).norm() / first.norm())
-        return scale if left < _PROPORTIONAL else 1.0
+            scale = float((embedded * first).sum() / (embedded * embedded).sum())
+            residual = float((first - scale * embedded).norm() / first.norm())
+        return scale if residual < _PROPORTIONAL else 1.0
+
+
+def _looked_up(token_ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """``[n, width]`` rows of a table, which may be in shards."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(table, DTensor):
+        ids = DTensor.from_local(token_ids, table.device_mesh, [Replicate()])
+        rows: Any = F.embedding(ids, table)
+        return cast("torch.Tensor", rows.full_tensor())
+    return F.embedding(token_ids, table)

@@ -61,8 +61,7 @@ def load_checkpoint(
         if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
             support.check_config(config, None)
         support.resolve_max_model_len(config, max_model_len)
-        if num_shards > 1:
-            support.check_shards(config, num_shards)
+        shards = {"distributed_config": support.shards_of(config, num_shards)} if num_shards > 1 else {}
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     if accept is not None:
         accept(tokenizer)
@@ -75,7 +74,7 @@ def load_checkpoint(
             ignore_mismatched_sizes=True,  # judged below, by name
             output_loading_info=True,
             **({} if device_map is None else {"device_map": device_map}),
-            **({"distributed_config": support.distributed_options(config)} if num_shards > 1 else {}),
+            **shards,
         )
     model, info = loaded
     _check_whole(path, info)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -41,9 +41,9 @@ def find_streams(target: HookedModel) -> Streams:
     rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)
 
     def note(what: str, index: int) -> Callable[[Any], None]:
-        def keep(given: Any) -> None:
-            states = stream_of(given)
-            notes.append(_Noted(what, index, type(given), states, states.clone()))
+        def keep(value: Any) -> None:
+            states = stream_of(value)
+            notes.append(_Noted(what, index, type(value), states, states.clone()))
 
         return keep
 
@@ -51,7 +51,7 @@ def find_streams(target: HookedModel) -> Streams:
         if arguments and isinstance(output, torch.Tensor):
             outside.append((module, arguments[0], output))
 
-    inside = {decoder, *(each for layer in layers for each in layer.modules())}
+    inside = {decoder, *(module for layer in layers for module in layer.modules())}
     with ExitStack() as hooks, target.lock, running(target):
         for index, layer in enumerate(layers):
             hooks.enter_context(hear_input(layer, note("given to", index)))
@@ -66,21 +66,21 @@ def find_streams(target: HookedModel) -> Streams:
         return UnsupportedModelError(f"{name} gives drafters no hidden states: {reason}")
 
     expected = [(what, index) for index in range(last) for what in ("given to", "given by")]
-    if [each[:2] for each in notes] != [*expected, ("given by", last)]:
+    if [note[:2] for note in notes] != [*expected, ("given by", last)]:
         raise refused("its layers do not run once each, one after another")
     for one, other in pairwise(notes[1:-1]):
         if one.what == "given by" and not torch.equal(one.before, other.before):
             raise refused(f"layer {other.layer} is not given what layer {one.layer} gave")
-    if any(each.states.ndim != 3 or each.states.shape[:2] != (1, rows.num_tokens) for each in notes):
+    if any(noted.states.ndim != 3 or noted.states.shape[:2] != (1, rows.num_tokens) for noted in notes):
         raise refused("its layers hand on more than one residual stream")
-    given, end = [notes[0], *notes[1:-1:2]], notes[-1]
+    stream, end = [notes[0], *notes[1:-1:2]], notes[-1]
     return Streams(
         name=name,
         decoder=decoder,
         layers=layers,
-        gives_more=not all(issubclass(each.kind, torch.Tensor) for each in given[1:]),
-        changed=frozenset(k for k, each in enumerate(given) if not torch.equal(each.states, each.before)),
-        tail=_tail(outside, given[-1].states, end.states),
+        gives_more=not all(issubclass(noted.kind, torch.Tensor) for noted in stream[1:]),
+        changed=frozenset(k for k, noted in enumerate(stream) if not torch.equal(noted.states, noted.before)),
+        tail=_tail(outside, stream[-1].states, end.states),
         output_type=end.kind,
         ids=rows.tokens,
         first=notes[0].before,
@@ -90,31 +90,32 @@ def find_streams(target: HookedModel) -> Streams:
 def _decoder(model: torch.nn.Module) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
     """The module that owns the decoder layers, and these: the ``k``-th of a list holds the attention of layer ``k``."""
     config: Any = model.config
-    expected, found = config.get_text_config().num_hidden_layers, list[tuple[torch.nn.Module, list[torch.nn.Module]]]()
-    for owner in model.modules():
-        for each in owner.children():
-            layers = list(each.children()) if isinstance(each, torch.nn.ModuleList) else []
-            if len(layers) == expected and all(map(_holds_layer, layers, range(expected))):
-                found.append((owner, layers))
-    if len(found) != 1:
+    expected = config.get_text_config().num_hidden_layers
+    lists = [
+        (owner, [*child.children()])
+        for owner in model.modules()
+        for child in owner.children()
+        if isinstance(child, torch.nn.ModuleList) and len(child) == expected and all(map(_holds_layer, child, count()))
+    ]
+    if len(lists) != 1:
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives drafters no hidden states: it has {len(found)} lists of {expected} modules "
+            f"{type(model).__name__} gives drafters no hidden states: it has {len(lists)} lists of {expected} modules "
             f"that could be its decoder layers"
         )
-    return found[0]
+    return lists[0]
 
 
 def _holds_layer(module: torch.nn.Module, index: int) -> bool:
-    return any(getattr(each, "layer_idx", None) == index for each in module.modules())
+    return any(getattr(part, "layer_idx", None) == index for part in module.modules())
 
 
 def _tail(calls: Seq[_Call], start: torch.Tensor, end: torch.Tensor) -> list[torch.nn.Module] | None:
     """The modules that lead from `start` to `end`, each given what the one before it gave."""
     tail, now = list[torch.nn.Module](), start
-    for module, given, gave in calls:
-        if not _same(now, end) and _same(given, now):
+    for module, source, output in calls:
+        if not _same(now, end) and _same(source, now):
             tail.append(module)
-            now = gave
+            now = output
     return tail if _same(now, end) else None
 
 

@@ -25,6 +25,7 @@ from emssd.model.interface import (
 )
 from emssd.model.invariant import BatchInvariant, why_not_invariant
 from emssd.model.mixing import install
+from emssd.model.parallel import Group
 from emssd.model.spread import is_spread, output_device
 from emssd.model.streams import lock_of
 from emssd.model.support import check_config, check_whole, resolve_max_model_len
@@ -32,7 +33,6 @@ from emssd.model.support import check_config, check_whole, resolve_max_model_len
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emssd.model.parallel.group import Shard
     from emssd.model.streams import Hidden, Streams
 
 __all__ = ["HookedModel"]
@@ -53,6 +53,7 @@ class HookedModel:
         keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`.
         counts_calls: whether `layers` are the calls of attention in a pass, in their order: where not every layer
             attends once.
+        group: the processes that have a shard of it; this one alone, if it is whole.
         lock: held for a pass, by all that call this model through emssd.
     """
 
@@ -61,17 +62,17 @@ class HookedModel:
         model: PreTrainedModel,
         *,
         max_model_len: int | None = None,
-        shard: Shard | None = None,
+        group: Group | None = None,
         batch_invariant: bool = False,
     ) -> None:
         self._sinks: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
         self.model: Any = model  # Transformers' own annotations do not describe how its models are called
         model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
-        self.shard = shard
+        self.group = group or Group()
         check_config(model.config, type(model))
-        if shard is None:
+        if self.group.size == 1:
             check_whole(model)
-        register(model.config)
+        register(model)
         self.keeps_states = self.counts_calls = install(model)
         known = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
         self._names = {"kwargs" if each.kind is each.VAR_KEYWORD else each.name for each in known}

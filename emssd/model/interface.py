@@ -32,7 +32,7 @@ ATTENTION_NAME = "emssd"
 MASKED_NAME = "emssd_masked"  # the same, and the model makes its masks too; only to learn what they ask
 
 Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer's index and rules, queries, keys and values ``[t, heads, dim]``, what attention gives."""
+"""Computes the attention of a layer from its index and rules, queries, keys and values ``[t, heads, dim]``."""
 
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A mask function of Transformers: whether, by indices of batch, head, query and key, the query sees the key."""
@@ -46,20 +46,23 @@ _HARMLESS = frozenset(
 )  # fmt: skip
 
 
-def register(config: Any) -> None:
-    """Make both names known to Transformers, and `implementation` to the classes of `config` and of those within it."""
+def register(model: torch.nn.Module) -> None:
+    """Make both names known to Transformers, and `implementation` to the classes of the configs that `model` reads.
+
+    Nothing else tells threads apart: a value of the config would be that of a user's own call, too, and `torch.compile`
+    does not trace a `ContextVar`.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(ATTENTION_NAME, _attention)
     AttentionInterface.register(MASKED_NAME, _attention)
     AttentionMaskInterface.register(MASKED_NAME, _mask)
-    for each in (config, *(getattr(config, key, None) for key in config.sub_configs)):
-        for base in type(each).__mro__:
-            for field in ("_attn_implementation", "_experts_implementation"):
-                own = vars(base).get(field)
-                if isinstance(own, property) and not isinstance(own, _OfThisPass):
-                    setattr(base, field, _OfThisPass(_getter(own, field), own.fset))
+    for kind in {type(getattr(module, "config", None)) for module in model.modules()}:
+        for field in ("_attn_implementation", "_experts_implementation"):
+            original = getattr(kind, field, None)
+            if isinstance(original, property) and not isinstance(original, _OfThisPass):
+                setattr(kind, field, _OfThisPass(_getter(original, field), original.fset))
 
 
 _PASSES: dict[int, tuple[str | None, bool]] = {}
@@ -74,8 +77,8 @@ def implementation(attention: str | None = None, *, experts_in_loops: bool = Fal
     """
     thread = get_ident()
     before = _PASSES.get(thread)
-    own_attention, own_experts = before or (None, False)
-    _PASSES[thread] = attention or own_attention, experts_in_loops or own_experts
+    outer_attention, outer_experts = before or (None, False)
+    _PASSES[thread] = attention or outer_attention, experts_in_loops or outer_experts
     try:
         yield
     finally:
@@ -94,9 +97,9 @@ class _OfThisPass(property):
     """A property of configs that `implementation` replaces."""
 
 
-def _getter(own: property, field: str) -> Callable[[Any], Any]:
+def _getter(original: property, field: str) -> Callable[[Any], Any]:
     def get(config: Any) -> Any:
-        value = own.fget(config)  # type: ignore[misc]  # every property of a config can be read
+        value = original.fget(config)  # type: ignore[misc]  # every property of a config can be read
         if not _PASSES or (chosen := _PASSES.get(get_ident())) is None:
             return value
         if field == "_attn_implementation":
@@ -149,10 +152,10 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out.
 
-    Of a mask by `_mask`, the function behind it is noted. Any other mask is refused.
+    It notes the function behind a mask of `_mask`, and refuses any other mask.
     """
-    known = _KEYWORDS.get() or {}
-    name, emssd_attend = type(module).__name__, emssd_attend or known.get("emssd_attend")
+    keywords = _KEYWORDS.get() or {}
+    name, emssd_attend = type(module).__name__, emssd_attend or keywords.get("emssd_attend")
     if emssd_attend is None:
         raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
     visible = getattr(attention_mask, "emssd_visible", None)
@@ -172,12 +175,12 @@ def _attention(
         scale=float(scaling) if scaling is not None else key_dim**-0.5,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=None if s_aux is None else known["emssd_numbers"](s_aux),
+        sinks=None if s_aux is None else keywords["emssd_numbers"](s_aux),
     )
-    calls = known.get("emssd_calls")
+    calls = keywords.get("emssd_calls")
     layer = int(module.layer_idx) if calls is None else next(calls)  # type: ignore[arg-type]  # an integer then
     if visible is not None:
-        known["emssd_masks"][layer] = visible
+        keywords["emssd_masks"][layer] = visible
     out = emssd_attend(
         layer,
         spec,

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
-from emssd.model.parallel.group import Message, Shard, join
+from emssd.model.parallel import join
 from emssd.model.spread import DeviceMap, check_device_map
 from emssd.model.support import check_heads
 from emssd.model.target import Compile, TargetModel
 
-__all__ = ["LoadModel", "ModelCache", "Wanted", "load_model", "load_shard"]
+__all__ = ["LoadModel", "ModelCache", "load_model"]
 
 LoadModel = Callable[..., tuple[TargetModel, Any]]
 """`load_model`, or what stands in for it."""
@@ -54,8 +53,8 @@ def load_model(
         weights: ``auto`` (as they are), or ``int8``: rounded, see `emssd.model.int8.round_weights`. That is another
             model, and on CPUs alone. ``compile="auto"`` compiles it, as only a program is faster.
         for_drafts: it is only to draft, so that a compiled program of it may round its weights in the same way.
-        tensor_parallel: load a shard of it in each process that torchrun started. This is process 0; the others are in
-            `emssd.model.parallel.follower.follow`.
+        tensor_parallel: load a shard of it in each process that torchrun started; all of them call this. If it fails in
+            one, it fails in all.
         accept: called with the tokenizer before weights are read; it may raise.
 
     Raises:
@@ -78,7 +77,7 @@ def load_model(
             raise ConfigError(f"model.device_map puts one model on several devices by itself; leave it or {name} out")
     if tensor_parallel:
         _check_parallel(device, _given(whole))
-        return _load_first_shard(Wanted(path, dtype, max_model_len, trust_remote_code))
+        return _load_shard(path, _resolve_dtype(dtype), max_model_len, trust_remote_code)
     if architecture:
         from emssd.model.random_weights import counting_model
 
@@ -159,40 +158,22 @@ def _key(path: str, options: dict[str, Any]) -> tuple[Any, ...]:
     return path, *sorted((name, repr(value)) for name, value in options.items())
 
 
-class Wanted(NamedTuple):
-    """The model that all processes load a shard of; see `load_model`."""
-
-    path: str
-    dtype: str | torch.dtype
-    max_model_len: int | None
-    trust_remote_code: bool
-
-
-def load_shard(wanted: Wanted, shard: Shard) -> tuple[TargetModel, Any]:
-    """Load a model in every process of a group. If it fails in one, it fails in all."""
-    with shard.group.agreed():
-        model, tokenizer = load_checkpoint(
-            wanted.path,
-            dtype=_resolve_dtype(wanted.dtype),
-            max_model_len=wanted.max_model_len,
-            trust_remote_code=wanted.trust_remote_code,
-            num_shards=shard.group.size,
-        )
-    with shard.group.agreed():
-        target = TargetModel(model, max_model_len=wanted.max_model_len, shard=shard, frozen=True)
-        check_heads(target, shard.group.size)
-    return target, tokenizer
-
-
-def _load_first_shard(wanted: Wanted) -> tuple[TargetModel, Any]:
-    """Load a model in process 0, and have the others do so."""
+def _load_shard(
+    path: str, dtype: torch.dtype | str, max_model_len: int | None, trust_remote_code: bool
+) -> tuple[TargetModel, Any]:
     group = join()
-    assert group.rank == 0, "the other processes load what they are told to, see emssd.model.parallel.follower"
-    shard = Shard(group, group.number())
-    group.say(Message("load", shard.number, (wanted,)))
-    target, tokenizer = load_shard(wanted, shard)
+    with group.agreed():
+        model, tokenizer = load_checkpoint(
+            path,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            trust_remote_code=trust_remote_code,
+            num_shards=group.size,
+        )
+    with group.agreed():
+        target = TargetModel(model, max_model_len=max_model_len, group=group, frozen=True)
+        check_heads(target, group.size)
     target.why_compiled = "not compiled: the model is spread over several processes"
-    weakref.finalize(target, group.note, Message("drop", shard.number)).atexit = False
     return target, tokenizer
 
 

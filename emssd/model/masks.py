@@ -16,7 +16,7 @@ from emssd.model.probe import look_at_layers, running
 if TYPE_CHECKING:
     from emssd.model.hooked import HookedModel
 
-__all__ = ["learn_windows", "window_of"]
+__all__ = ["learn_windows"]
 
 _ALL_KEYS = 1 << 17
 
@@ -36,17 +36,17 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
 
     look_at_layers(target, note, masks)
     with running(target):
-        known = {
+        by_mask = {
             id(visible): window_of(visible, target.max_model_len, name, target.device) for visible in masks.values()
         }
     windows: dict[int, int] = {}
     for layer, visible in masks.items():
-        masked, given = known[id(visible)], passed[layer]
-        if given is None and masked is not None:
+        masked, window = by_mask[id(visible)], passed[layer]
+        if window is None and masked is not None:
             windows[layer] = masked
-        elif masked != given and not (masked is None and given is not None and given >= target.max_model_len):
+        elif masked != window and not (masked is None and window is not None and window >= target.max_model_len):
             raise UnsupportedModelError(
-                f"{name} gives layer {layer} a sliding window of {given}, and a mask "
+                f"{name} gives layer {layer} a sliding window of {window}, and a mask "
                 + (f"with a window of {masked}" if masked else "without one")
             )
     return windows

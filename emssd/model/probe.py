@@ -122,8 +122,8 @@ class _OneRow:
         old = self._cache.get(layer, (key[:0], value[:0]))
         key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
         self._cache[layer] = key, value
-        places = torch.arange(len(key), device=query.device)
-        bias = StepMask(places[None, self.num_cached :], places).additive(seen.sliding_window, query)
+        indices = torch.arange(len(key), device=query.device)
+        bias = StepMask(indices[None, self.num_cached :], indices).additive(seen.sliding_window, query)
         return masked_attention(query[None], key[None], value[None], bias, seen)[0]
 
 
@@ -132,7 +132,7 @@ def _probe_states(target: HookedModel) -> None:
 
     That two sequences can be packed proves nothing about tokens that follow a state.
     """
-    tokens = [(7 * place + 2) % target.vocab_size for place in range(13)]
+    tokens = [(7 * index + 2) % target.vocab_size for index in range(13)]
     states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
     with running(target):
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
@@ -163,7 +163,7 @@ def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
         if torch.equal(moved, packed):
             return
         again = rows.run_packed(target, rows.attend)  # some kernels of GPUs add up in another order each time
-    noise, change = ((each - packed).abs().max() for each in (again, moved))
+    noise, change = ((logits - packed).abs().max() for logits in (again, moved))
     if not change <= 4 * noise:
         raise UnsupportedModelError(
             f"{type(target.model).__name__} counts the tokens of a call where it needs their positions, which matters "
@@ -228,14 +228,14 @@ class ProbeRows:
 
     def run_one_alone(self, target: HookedModel, row: int) -> torch.Tensor:
         """The same of one row from the model itself: as anybody would call it, or the second with its positions."""
-        ids, given = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
+        ids, keywords = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
         if row == 1 and target.takes_positions:
             # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
-            given = {
+            keywords = {
                 "position_ids": self.positions[self.owner == 1].unsqueeze(0),
                 "attention_mask": torch.ones_like(ids),
             }
-        logits: torch.Tensor = target.call(input_ids=ids, use_cache=False, **given).logits[0]
+        logits: torch.Tensor = target.call(input_ids=ids, use_cache=False, **keywords).logits[0]
         return logits
 
 
@@ -267,7 +267,7 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
     if torch.is_autocast_enabled(target.device.type):
         reason = "cannot be served under torch.autocast, which rounds in other places for other shapes; leave its block"
     elif not alone.isfinite().all():
-        where = next((key for key, each in target.model.named_parameters() if not each.isfinite().all()), None)
+        where = next((key for key, weight in target.model.named_parameters() if not weight.isfinite().all()), None)
         reason = f"gives logits that are not finite: {where or 'a layer'} has NaN or infinite values"
     else:
         reason = (

@@ -161,7 +161,6 @@ class CausalLMRunner(ModelRunner):
 
     _hidden: tuple[int, ...] = ()  # indices of hidden states that are wanted
     _peak = 0  # bytes of KV and states that rows held
-    _in_one_process = True
 
     def __init__(self, model: TargetModel, backend: AttentionBackend, num_layers: int | None = None) -> None:
         if num_layers is not None:
@@ -191,8 +190,8 @@ class CausalLMRunner(ModelRunner):
         plan_seconds = time.perf_counter() - start
         if self._states is not None:
             plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
-        self._announce(packed)
-        with nullcontext() if self._states is None else self._states.step(packed, plan.token_index):
+        in_states = nullcontext() if self._states is None else self._states.step(packed, plan.token_index)
+        with self.model.group.step(packed), in_states:
             logits, computed = self._compute(plan)
         num_tokens, hidden = packed.num_tokens, dict[int, torch.Tensor]()
         for index in self._hidden:
@@ -211,11 +210,11 @@ class CausalLMRunner(ModelRunner):
 
     def _growing_program(self) -> Any:
         """The compiled program that makes drafts, or ``None``."""
-        return self.model.compiled if self._in_one_process and self.num_layers is None else None
+        return self.model.compiled if self.num_layers is None else None
 
     @property
     def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
-        return self._in_one_process and self._states is None and self.backend.plans_passes
+        return self._states is None and self.backend.plans_passes
 
     def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
         def one_pass(plan: StepPlan, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -224,9 +223,6 @@ class CausalLMRunner(ModelRunner):
             return both, both[0].long()
 
         return in_passes(self.backend, packed, growth, None, one_pass) if self.plans_passes else None
-
-    def _announce(self, packed: PackedInputs) -> None:
-        """Called between a plan that succeeded and its pass."""
 
     def _compute(self, plan: StepPlan) -> Computed:
         return self.model(plan, self.backend, self._hidden, self.num_layers)

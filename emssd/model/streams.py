@@ -15,7 +15,6 @@ import torch
 from emssd.errors import UnsupportedModelError
 
 __all__ = [
-    "NORMED",
     "Hidden",
     "Streams",
     "hear_input",
@@ -48,15 +47,15 @@ def replaced_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> It
 
     The caller holds the lock of its model.
     """
-    own = vars(module).get("forward")
+    before = vars(module).get("forward")
     module.forward = only_here(forward, module.forward)
     try:
         yield
     finally:
-        if own is None:
+        if before is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = before
 
 
 NORMED = -1
@@ -109,8 +108,8 @@ class Streams:
         """A pass of the model within this fills `into`, ``[b, n, width]``; its keys are the indices that are wanted."""
 
         def take(index: int) -> Callable[[Any], None]:
-            def keep(given: Any) -> None:
-                states = stream_of(given)
+            def keep(output: Any) -> None:
+                states = stream_of(output)
                 into[index] = states.clone() if index in self.changed else states
 
             return keep

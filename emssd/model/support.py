@@ -12,12 +12,11 @@ from emssd.model.spread import check_offloaded, is_spread
 __all__ = [
     "check_config",
     "check_heads",
-    "check_shards",
     "check_whole",
     "count_heads",
-    "distributed_options",
     "length_limit",
     "resolve_max_model_len",
+    "shards_of",
 ]
 
 _POSSIBLE = "decode it with its own generate, or take a type of docs/reference/models.md"
@@ -146,8 +145,12 @@ def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
         )
 
 
-def check_shards(config: Any, size: int) -> None:
-    """Refuse a model that cannot be spread over `size` processes, before any weights are loaded."""
+def shards_of(config: Any, size: int) -> Any:
+    """The ``distributed_config`` for `from_pretrained` by which a model is sharded over `size` processes, those of the
+    process group. Raises UnsupportedModelError: it cannot be.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig
+
     text, name = config.get_text_config(), config.model_type
     if name != "opt" and not (config.base_model_tp_plan or text.base_model_tp_plan):
         raise UnsupportedModelError(
@@ -163,13 +166,7 @@ def check_shards(config: Any, size: int) -> None:
             f"{name} cannot be spread over {size} processes: it has {num_heads} query heads and {num_kv_heads} key "
             f"heads, and each process has to get equally many; {what}"
         )
-
-
-def distributed_options(config: Any) -> Any:
-    """The ``distributed_config`` for `from_pretrained`; the size is that of the process group."""
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    return DistributedConfig(tp_plan=dict(_OPT) if config.model_type == "opt" else "auto")
+    return DistributedConfig(tp_plan=dict(_OPT) if name == "opt" else "auto")
 
 
 def count_heads(model: Any, size: int) -> None:

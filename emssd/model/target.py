@@ -6,7 +6,6 @@ import time
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.compiled import CompiledForward
-    from emssd.model.parallel.group import Shard
+    from emssd.model.parallel import Group
 
 __all__ = ["Compile", "Computed", "TargetModel"]
 
@@ -69,8 +68,7 @@ class TargetModel(HookedModel):
         compile: run the forward pass as one compiled program, see `emssd.model.compiled`. Where that cannot be, a
             warning says why, and the model runs as it is. ``"auto"`` takes a program that an earlier run has left, and
             leaves the rest to `compile_if_it_pays`.
-        shard: where the others are, if this process has but a shard of the model. All processes do this, and every
-            call, together.
+        group: the processes that have a shard of the model each; all of them do this, and every call, together.
         frozen: the model stays as it is, so what is computed from its weights is kept; else it is computed in each run.
         batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
 
@@ -91,7 +89,7 @@ class TargetModel(HookedModel):
         *,
         max_model_len: int | None = None,
         compile: Compile = False,
-        shard: Shard | None = None,
+        group: Group | None = None,
         frozen: bool = False,
         batch_invariant: bool = False,
     ) -> None:
@@ -99,7 +97,7 @@ class TargetModel(HookedModel):
             raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
         if compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
-        super().__init__(model, max_model_len=max_model_len, shard=shard, batch_invariant=batch_invariant)
+        super().__init__(model, max_model_len=max_model_len, group=group, batch_invariant=batch_invariant)
         self.layers = self._learned()
         self.may_compile, self._can_compile = compile, False
         self.why_compiled = "not compiled: model.compile=false"
@@ -197,9 +195,8 @@ class TargetModel(HookedModel):
         Raises:
             UnsupportedModelError: with the reason.
         """
-        with nullcontext() if self.shard is None else self.shard.together("prepare_hidden", [*indices]):
-            self.streams = self.streams or find_streams(self)
-            self.streams.check(indices)
+        self.streams = self.streams or find_streams(self)
+        self.streams.check(indices)
         if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
             self.compiled = None  # first, as a program holds weights of its own
             self.compiled = self._compile(tuple(sorted({*given, *indices})))

@@ -26,7 +26,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {},  # layers that keep a state
     "granitemoe_swa": {},  # experts, attention sinks, and a sliding window in one layer
 }
-DRAFTERS = ("none", "suffix", "llma", "draft_model", "tree")
+DRAFTERS = (
+    "none", "suffix", "llma", "lookahead", "token_recycling", "ngrammys", "union", "auto", "early_exit", "draft_model",
+    "tree", "adaptive",
+)  # fmt: skip
 VOCABULARY = 13  # it does not divide by two, and chance acceptance is frequent
 PROMPTS = [[1, 5, 6, 5, 6, 5, 6], [1, *(3 + i * i % 7 for i in range(40))], [4], [1, 5, 6, 5, 6, 7, 8, 9, 9, 3]]
 SAMPLING = {"greedy": None, "sampled": SamplingParams(temperature=0.8, seed=3)}
@@ -88,18 +91,20 @@ def drafter(name: str, model: str) -> Any:
 
     if name == "draft_model":
         return DraftModelConfig(path=f"{model}-0")
+    if name == "adaptive":
+        return "suffix"
     if name == "tree":
         return DraftModelConfig(path=f"{model}-1", tree=TreeKind.dynamic, num_nodes=6, depth=3, top_k=2)
     return name
 
 
 def decoded(
-    loaded: tuple[TargetModel, Any], drafter: Any, backend: Any, sampling: SamplingParams | None
+    loaded: tuple[TargetModel, Any], drafter: Any, backend: Any, sampling: SamplingParams | None, budget: str = "fixed"
 ) -> list[list[int]]:
     """The tokens of `PROMPTS`: some rows wait, prompts come in pieces, and the last one begins like another."""
     target, tokenizer = loaded
     options = EngineOptions(batch_size=3, max_step_tokens=24, on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(target, tokenizer, drafter=drafter, backend=backend, budget="fixed", options=options)
+    engine = Engine.assemble(target, tokenizer, drafter=drafter, backend=backend, budget=budget, options=options)
     rows = engine.generate([*PROMPTS, PROMPTS[1]], max_new_tokens=16, sampling=sampling, ignore_eos=True)
     return [list(row.token_ids) for row in rows]
 

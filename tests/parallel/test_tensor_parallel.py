@@ -21,7 +21,7 @@ from emssd.cli.jobs import Jobs
 from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import load_model
-from emssd.model.support import check_shards
+from emssd.model.support import shards_of
 from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
 from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.skipif(
     torch.accelerator.current_accelerator() is not None, reason="two processes share a CPU only with a PyTorch for CPUs"
 )
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+COMMAND = [*TORCHRUN, "-m", "emssd"]
+OPTIONS = ["model.tensor_parallel=true", "max_new_tokens=100", "ignore_eos=true", "batch_size=2", "progress=false"]
 SECONDS = 180
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -88,35 +90,61 @@ def test_each_process_holds_its_heads_and_refuses_what_needs_all(found: dict[str
     assert found["heads"]["granitemoe_swa"] == [1, 1], "each of its layers has two of keys and values"
     assert "there is no such folder" in said["missing"]
     assert said["unreadable"] == "process 1 cannot do what process 0 can: there is no such folder here"
-    assert "no drafter runs layers of the target" in said["borrowed"]
+    assert "no drafter rounds the weights of the target" in said["borrowed"]
     assert "Engine.from_pretrained(path, tensor_parallel=True)" in said["shard"]
 
 
 @pytest.mark.torchrun
-def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(
+    rank: int, checkpoints: Path, tmp_path: Path
+) -> None:
     job = tmp_path / "job"
-    options = [
-        f"model.path={checkpoints / 'llama-0'}", "data=random", "data.num_tokens=16", "data.vocab_size=13",
-        "data.limit=4000", "max_new_tokens=100", "ignore_eos=true", "batch_size=2", "progress=false",
-        f"output_dir={job}", "model.tensor_parallel=true",
-    ]  # fmt: skip
-    command = [*TORCHRUN, "-m", "emssd", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
+    options = [*OPTIONS, f"model.path={checkpoints / 'llama-0'}", f"output_dir={job}", "data=random", "data.limit=4000",
+               "data.num_tokens=16", "data.vocab_size=13"]  # fmt: skip
+    with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         _wait_for(job / "generations.jsonl")
-        os.kill(_process_of(run.pid, rank=1), signal.SIGKILL)
+        os.kill(_process_of(run.pid, rank), signal.SIGKILL)
         output, _ = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
     assert "another process of this tensor parallel run has ended" in output
     assert f"resume=true output_dir={job} goes on from there" in output
     assert "Traceback" not in output.partition("torch/distributed")[0], output
-    rows = {
-        row["id"]: row["token_ids"] for row in map(json.loads, (job / "generations.jsonl").read_text().splitlines())
-    }
+    rows = [json.loads(line) for line in (job / "generations.jsonl").read_text().splitlines()]
     prompts = random_prompts(RandomConfig(limit=4000, num_tokens=16, vocab_size=13))
-    kept = [prompt for prompt in prompts if prompt.prompt_id in rows]
+    kept = {prompt.prompt_id: prompt.token_ids for prompt in prompts}
     engine = Engine.from_pretrained(str(checkpoints / "llama-0"), drafter="none")
-    alone = engine.generate([prompt.token_ids for prompt in kept], max_new_tokens=100, ignore_eos=True)
-    assert [rows[prompt.prompt_id] for prompt in kept] == [list(row.token_ids) for row in alone]
+    alone = engine.generate([kept[row["id"]] for row in rows], max_new_tokens=100, ignore_eos=True)
+    assert [row["token_ids"] for row in rows] == [list(row.token_ids) for row in alone]
+
+
+@pytest.mark.torchrun
+def test_the_first_process_alone_reads_and_writes_and_a_job_goes_on_where_it_ended(
+    checkpoints: Path, tmp_path: Path
+) -> None:
+    model, prompts, job = f"model.path={checkpoints / 'llama-0'}", tmp_path / "prompts.jsonl", tmp_path / "job"
+    lines = [json.dumps({"prompt": text}) for text in ("w4", "", "w6", "w7")]
+    prompts.write_text("\n".join(lines))
+
+    def run(command: list[str], *options: str) -> str:
+        command = [*command, *OPTIONS, model, "data=jsonl", "on_error=skip", *options]
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, timeout=SECONDS)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def tokens(rows: str) -> dict[str, list[int]]:
+        return {row["id"]: row["token_ids"] for row in map(json.loads, rows.splitlines())}
+
+    streamed = run(COMMAND, "data.path=-", "output_dir=-")
+    run(COMMAND, f"data.path={prompts}", f"output_dir={job}")
+    file = job / "generations.jsonl"
+    whole = file.read_text()
+    file.write_text(whole.splitlines(keepends=True)[0])
+    run(COMMAND, f"data.path={prompts}", f"output_dir={job}", "resume=true")
+    alone = Engine.from_pretrained(str(checkpoints / "llama-0"), drafter="none")
+    rows = alone.generate([[4], [6], [7]], max_new_tokens=100, ignore_eos=True)
+    assert [row for _, row in sorted(tokens(streamed).items())] == [[*row.token_ids] for row in rows]
+    assert tokens(file.read_text()) == tokens(whole) == tokens(streamed)
 
 
 def _wait_for(rows: Path) -> None:
@@ -147,7 +175,7 @@ def _process_of(parent: int, rank: int) -> int:
 )
 def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, Any], size: int, said: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
-        check_shards(tiny_model(architecture, **options).config, size)
+        shards_of(tiny_model(architecture, **options).config, size)
     assert said in str(caught.value)
 
 

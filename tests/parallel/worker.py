@@ -1,4 +1,4 @@
-"""One process of a tensor parallel run, started by torchrun: decodes every case, and process 0 writes what it found."""
+"""One process of a tensor parallel run, started by torchrun: all decode every case, and process 0 writes what came."""
 
 from __future__ import annotations
 
@@ -11,21 +11,12 @@ from typing import Any
 import pytest
 
 from emssd import Engine
-from emssd.decoding.parallel import follow_unless_first
 from emssd.errors import ConfigError, EmssdError
 from emssd.model import load_model, loading
-from emssd.model.parallel.group import join
-from emssd.plugins.registry import Registry
+from emssd.model.parallel import join
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
 UNREADABLE = "opt-1"  # by the other processes than the first
-
-
-def follow() -> None:
-    """A process that is not the first."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
-        follow_unless_first(Registry())
 
 
 def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,28 +38,31 @@ def refused(act: Callable[[], Any]) -> str:
 
 
 def main(folder: Path) -> None:
-    """Process 0."""
+    """Decode every case."""
     choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
     said["missing"] = refused(lambda: load_model(str(folder / "nowhere"), tensor_parallel=True))
-    said["unreadable"] = refused(lambda: load_model(str(folder / UNREADABLE), tensor_parallel=True))
+    with pytest.MonkeyPatch.context() as patch:
+        if join().rank:
+            patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
+        said["unreadable"] = refused(lambda: load_model(str(folder / UNREADABLE), tensor_parallel=True))
     for model in MODELS:
         loaded = load_model(str(folder / f"{model}-0"), tensor_parallel=True)
         heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
-            tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
+            budget = "adaptive" if name == "adaptive" else "fixed"
+            tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling], budget)
             found[f"{model} {name} {backend} {sampling}"] = tokens
     again = preempted(load_model(str(folder / "llama-0"), tensor_parallel=True), "60KiB")
     perfect = load_model(str(folder / "perfect"), tensor_parallel=True)
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
-    said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
+    said["borrowed"] = refused(lambda: decoded(loaded, "self", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
-    (folder / "found.json").write_text(
-        json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": heads})
-    )
+    if join().rank == 0:
+        (folder / "found.json").write_text(
+            json.dumps({"tokens": found, "headed": with_heads, "preempted": again, "said": said, "heads": heads})
+        )
 
 
 if __name__ == "__main__":
-    if join().rank:
-        follow()
     main(Path(sys.argv[1]))

@@ -1,1 +1,0 @@
-"""Tensor parallel: process 0 decides what a step computes, and each process computes its shard of it."""
