@@ -154,11 +154,11 @@ def steps(batch_size: int, context: int = CONTEXT, num_nodes: int = 0) -> list[d
     engine = TimedEngine(runner, drafter, scheduler=scheduler)
     for row in range(batch_size):
         engine.add(Request(str(row), (RIGHT,) * context, 10**4))
-    while engine.report.decode_steps < WARM_UP + STEPS:
+    while engine.report.decode.num_steps < WARM_UP + STEPS:
         engine.step()
     assert engine.report.mean_acceptance_length >= ACCEPTED, "the drafts are not accepted as planned"
     assert runner.num_recorded >= STEPS, "the steps are not recorded"
-    assert engine.report.decode_row_steps == engine.report.decode_steps * batch_size, "rows have ended"
+    assert engine.report.decode.num_row_steps == engine.report.decode.num_steps * batch_size, "rows have ended"
     return engine.found[-STEPS:]
 
 

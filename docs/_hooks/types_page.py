@@ -50,7 +50,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "AttentionBackendConformance",
         "BudgetPolicyConformance",
         "DrafterConformance",
-        "PretendedCuda",
         "tiny_model",
     ),
     "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),

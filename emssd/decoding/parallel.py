@@ -24,7 +24,7 @@ def make_runner(
     if target.shard is None:
         return CausalLMRunner(target, backend)
     plugin, config = registry.resolve("backend", choice)
-    values = {each.name: getattr(config, each.name) for each in dataclasses.fields(plugin.config)}
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(plugin.config)}
     return LeadingRunner(target, backend, spec, (plugin.name, values))
 
 

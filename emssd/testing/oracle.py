@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from emssd.model import TargetModel
 
-__all__ = ["DenseBackend", "References", "greedy_reference", "seen"]
+__all__ = ["DenseBackend", "References", "greedy_reference"]
 
 
 @torch.inference_mode()
@@ -161,8 +161,8 @@ class DenseBackend(AttentionBackend):
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            for known in (self._lengths, self._keys, self._values):
-                known.pop(request_id, None)
+            for held in (self._lengths, self._keys, self._values):
+                held.pop(request_id, None)
 
     @property
     def kv_usage(self) -> KVUsage:

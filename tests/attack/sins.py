@@ -39,13 +39,6 @@ def _turn(own: Any, batch: Any) -> None:
     own.rng.choice(list(batch)).tokens.reverse()
 
 
-def _set(name: str, value: Any) -> Callable[[Any, Any], None]:
-    def change(own: Any, batch: Any) -> None:
-        setattr(own.rng.choice(list(batch)), name, value)
-
-    return change
-
-
 def _raise(error: BaseException) -> Callable[..., Any]:
     def go(*_: Any) -> Any:
         raise type(error)(*error.args)
@@ -186,9 +179,6 @@ SINS: dict[str, Callable[..., Any]] = OF_TREES | {
         [_edit(own, old) for old in own.kept if len(old)],
         draft,
     )[1],
-    "forgets what is cached": _after(_set("num_cached", 0)),
-    "lengthens": _after(_set("max_length", 10**6)),
-    "ends a row": _after(_set("finish_reason", "length")),
     "zeroes the budget": lambda own, batch, draft, budget: (
         budget.clear() if isinstance(budget, list) else None,
         draft,

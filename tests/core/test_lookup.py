@@ -17,7 +17,7 @@ from emssd_pld import Occurrence, PLDConfig, PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
+from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.drafting.lookup import NGramIndex
 from emssd.errors import ConfigError
 from emssd.sequences import Row
@@ -245,9 +245,3 @@ def test_trees_of_several_rows_lie_one_after_another(rows: Seq[Texts]) -> None:
         start, stop = draft.indptr[row], draft.indptr[row + 1]
         assert paths_of(draft, row) == paths(tree.token_ids, tree.parents)
         assert list(draft.confidence[start:stop]) == tree.confidence
-
-
-@pytest.mark.parametrize("branches", [0, -3])
-def test_no_branch_to_grow_is_a_config_error(branches: int) -> None:
-    with pytest.raises(ConfigError, match=rf"^drafter\.branches is {branches}; it must be at least 1, which drafts ch"):
-        check_branches(branches)

@@ -273,16 +273,6 @@ def test_preempted_rows_come_back_first_and_in_order() -> None:
     assert names(scheduler.select(no_limit, 0)) == ["a", "c", "d", "e"]
 
 
-def test_clear_gives_back_everything_that_was_there() -> None:
-    scheduler = ContinuousScheduler(2)
-    rows = [row(name, 3) for name in "abc"]
-    for sequence in rows:
-        scheduler.add(sequence)
-    scheduler.select(no_limit, 2)
-    assert scheduler.clear() == rows
-    assert not scheduler.has_work
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
