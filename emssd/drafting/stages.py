@@ -100,7 +100,8 @@ class DraftStages:
     @property
     def num_candidates(self) -> int:
         """The most candidates that any of the drafters wants."""
-        return max(map(attrgetter("num_candidates"), self.drafters))
+        most: int = max(map(attrgetter("num_candidates"), self.drafters))
+        return most
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
