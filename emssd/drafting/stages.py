@@ -228,7 +228,7 @@ def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
-    """The nodes of `draft` that the grammars of their rows allow, each with all on its way; its ids are on the host.
+    """The nodes of `draft` that the grammars of their rows allow, each with all on its path; its ids are on the host.
 
     Rows with a `q` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
     """
