@@ -49,7 +49,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "AttentionBackendConformance",
         "BudgetPolicyConformance",
         "DrafterConformance",
-        "PretendedCuda",
         "tiny_model",
     ),
     "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),
@@ -173,11 +172,11 @@ def _fields(kind: type) -> Iterator[str]:
     texts = docstrings.attributes(kind) | (docstrings.entries(docstrings.sections(kind).get("Args", "")))
     annotations = inspect.get_annotations(kind)
     if is_dataclass(kind):
-        annotations = {field.name: field.type for field in fields(kind)}
+        annotations = {field.name.removeprefix("_"): field.type for field in fields(kind)}  # a property may read one
     for name in [name for name in annotations if is_dataclass(kind) or name in texts]:
         yield f"- `{name}` · `{annotations[name]}`: {texts.get(name, '–')}"
     for name, member in vars(kind).items():
-        if isinstance(member, property):
+        if isinstance(member, property) and name not in annotations:
             assert member.fget is not None
             said = " ".join(docstrings.introduction(member).split())
             yield f"- `{name}` · `{member.fget.__annotations__['return']}`: {said}"

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.errors.faults import told
+from emssd.errors.faults import described
 from emssd.errors.ranges import AtLeastOne
 from emssd.plugins.registry import KINDS, Registry
 from emssd.plugins.structured import structured
@@ -280,5 +280,5 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a default that is made may do anything
-            reason = told(error)
+            reason = described(error)
         registry.withdraw(kind, spec.name, f"{spec.config.__name__} cannot be an options class: {reason}")

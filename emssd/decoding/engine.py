@@ -29,7 +29,7 @@ from emssd.metrics.stats import RunReport
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import Grammars
-from emssd.sequences import Batch, FinishReason, Generation, Request, Row, StopStrings
+from emssd.sequences import FinishReason, Generation, Request, Row, StopStrings
 
 __all__ = ["Engine"]
 
@@ -118,8 +118,8 @@ class Engine(Assembled):
         are chosen, the step counts, and the next call returns the rows that it finished.
         """
         if self._scheduler.has_work:
-            timer, (schedule, batch) = self._make_timer(), self._schedule()
-            draft = self.drafting.propose(batch, schedule.limits, schedule.num_prefill_tokens)
+            timer, schedule = self._make_timer(), self._schedule()
+            draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
             timer.lap("schedule", draft=self.drafting.seconds)
             packed = pack(
                 schedule.batch.rows,
@@ -134,7 +134,7 @@ class Engine(Assembled):
             verified = self._verify(schedule.batch.rows, draft, known, output, packed.greedy)
             timer.lap("verify")
             self._advance(schedule, draft, verified)
-            outcome = outcome_of(batch, draft, verified, packed, output)
+            outcome = outcome_of(schedule.batch, draft, verified, packed, output)
             self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
 
@@ -229,7 +229,7 @@ class Engine(Assembled):
             while self.scheduler.has_work:
                 finished = self._step_in_memory()
                 for row in rows if watch is not None else ():
-                    watch(row.view)
+                    watch(row)
                 yield [Generation.of(row, self.tokenizer) for row in finished]
         except EmssdError:
             yield [Generation.of(row, self.tokenizer) for row in self._handed_over()]  # of a step that counts
@@ -310,15 +310,15 @@ class Engine(Assembled):
         except SystemExit as error:
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
-    def _schedule(self) -> tuple[Schedule, Batch]:
-        """The schedule of this step, and its batch as plugins see it. Preempted rows give their KV back."""
+    def _schedule(self) -> Schedule:
+        """The schedule of this step. Preempted rows give their KV back."""
         if not self._in_run:
             self.runner.begin()
         self._in_run = True
         schedule = self._scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
         if schedule.preempted:
             self._free(schedule.preempted)
-        return schedule, Batch.view(schedule.batch.rows)
+        return schedule
 
     def _masks_of(self, rows: Seq[Row], draft: Draft) -> AbstractContextManager[None]:
         """Computes the masks of grammars during what is done within."""

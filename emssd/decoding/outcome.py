@@ -7,7 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from itertools import chain
+from operator import attrgetter
 
 from emssd.attention import KVUsage, PackedInputs
 from emssd.attention.trees import depths
@@ -26,20 +28,19 @@ def outcome_of(
     batch: Batch, draft: Draft, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput
 ) -> Outcome:
     """The outcome of a step whose rows have been advanced. `packed` has rows of the batch, then pieces of prompts."""
-    best = [each.candidates for each in verified if each.candidates is not None]
     return Outcome(
         batch,
         draft,
-        tuple([each.accepted for each in verified]),
-        tuple([each.target_ids for each in verified]),
-        tuple(best) if len(best) == len(verified) and best else None,
+        tuple(map(attrgetter("accepted"), verified)),
+        tuple(map(attrgetter("target_ids"), verified)),
+        tuple([row.candidates or () for row in verified]) if verified and verified[0].candidates is not None else None,
         _hidden(batch, verified, packed, output) if output.hidden else None,
     )
 
 
 def _hidden(batch: Batch, verified: Seq[Verified], packed: PackedInputs, output: ModelOutput) -> HiddenStates:
     """Hidden states of the tokens that the step kept: prompts, their pieces, newest tokens and accepted nodes."""
-    starts, places, indptr = list[int](), list[int](), [0]
+    starts, indices, indptr = list[int](), list[int](), [0]
     rows = zip(packed.qo_indptr, packed.lengths, packed.kv_lens, strict=False)
     for row, (begin, length, kv_len) in enumerate(rows):
         starts.append(kv_len - length)
@@ -47,17 +48,17 @@ def _hidden(batch: Batch, verified: Seq[Verified], packed: PackedInputs, output:
             origin = begin + length - len(verified[row].drafted)
             kept = [*range(begin, origin), *(origin + node for node in verified[row].accepted)]
             # What an EOS or a limit cut off the row belongs to no token of it.
-            places += kept[: len(batch.rows[row].tokens) - starts[-1]]
+            indices += kept[: len(batch.rows[row].tokens) - starts[-1]]
         else:
-            places += range(begin, begin + length)
-        indptr.append(len(places))
+            indices += range(begin, begin + length)
+        indptr.append(len(indices))
     return HiddenStates(
         packed.request_ids,
         tuple(starts),
         tuple(indptr),
         tuple(output.hidden),
         tuple(output.hidden.values()),
-        tuple(places),
+        tuple(indices),
     )
 
 
@@ -101,21 +102,21 @@ def _depths(draft: Draft, lengths: Seq[int]) -> tuple[tuple[int, ...], tuple[int
         rows = [range(1, length + 1) for length in lengths]
     else:
         rows = list(map(depths, map(draft.tree, range(len(lengths)))))
-    deep, counts = tuple([max(row, default=0) for row in rows]), Counter(chain.from_iterable(rows))
-    return deep, tuple([counts[depth] for depth in range(1, max(deep, default=0) + 1)])
+    deep, counts = tuple(map(partial(max, default=0), rows)), Counter(chain.from_iterable(rows))
+    return deep, tuple(map(counts.__getitem__, range(1, max(deep, default=0) + 1)))
 
 
 def _confidence(outcome: Outcome) -> tuple[tuple[float, bool], ...]:
     """The drafter's confidence in each node below an accepted parent, and whether the node was accepted."""
-    draft, found = outcome.draft, list[tuple[float, bool]]()
+    draft, pairs = outcome.draft, list[tuple[float, bool]]()
     if draft.confidence is None:
         return ()
     for row, (start, accepted) in enumerate(zip(draft.indptr, outcome.accepted, strict=False)):
-        way = {-1, *accepted}
+        path = {-1, *accepted}
         for node, parent in enumerate(draft.tree(row)):
-            if parent in way:
-                found.append((draft.confidence[start + node], node in way))
-    return tuple(found)
+            if parent in path:
+                pairs.append((draft.confidence[start + node], node in path))
+    return tuple(pairs)
 
 
 class StepTimer:

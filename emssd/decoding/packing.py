@@ -15,7 +15,7 @@ from emssd.attention.packed import Drafted, runs
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting import Draft
 
-__all__ = ["Packable", "pack", "pack_nodes"]
+__all__ = ["pack", "pack_nodes"]
 
 
 class Packable(Protocol):
@@ -42,7 +42,7 @@ def pack(
     """
     request_ids: list[str] = []
     cached: list[int] = []
-    known: list[int] = []  # tokens of each row that are not cached, without its draft
+    uncached: list[int] = []  # tokens of each row that are not cached, without its draft
     input_ids: list[int] = []
     lengths, on_host = draft.lengths, draft.on_host
     drafted = draft.token_ids.tolist() if on_host else [0] * draft.indptr[-1]
@@ -50,21 +50,21 @@ def pack(
         new = row.tokens[row.num_cached :]
         request_ids.append(row.request_id)
         cached.append(row.num_cached)
-        known.append(len(new))
+        uncached.append(len(new))
         input_ids += new
         input_ids += drafted[start : start + length]
     for row, num_tokens in prefills:
         request_ids.append(row.request_id)
         cached.append(row.num_cached)
-        known.append(num_tokens)
+        uncached.append(num_tokens)
         input_ids += row.tokens[row.num_cached : row.num_cached + num_tokens]
-    num_cached, new_tokens = np.array(cached, dtype=np.int64), np.array(known, dtype=np.int64)
+    num_cached, new_tokens = np.array(cached, dtype=np.int64), np.array(uncached, dtype=np.int64)
     num_drafted = np.array(lengths, dtype=np.int64)
     new_tokens[: len(lengths)] += num_drafted
     stops, kv_lens = new_tokens.cumsum(), num_cached + new_tokens
     drafts = stops[: len(lengths)] - num_drafted  # where the draft of each row begins
     trees = None if draft.parents is None else list(map(_branches, map(draft.tree, range(len(lengths)))))
-    places = None if on_host else torch.from_numpy(runs(drafts, num_drafted))
+    indices = None if on_host else torch.from_numpy(runs(drafts, num_drafted))
     return PackedInputs(
         request_ids=tuple(request_ids),
         input_ids=torch.from_numpy(np.array(input_ids, dtype=np.int64)),
@@ -72,8 +72,8 @@ def pack(
         qo_indptr=(0, *stops.tolist()),
         kv_lens=tuple(kv_lens.tolist()),
         logit_rows=torch.from_numpy(runs(drafts - 1, num_drafted + 1)),
-        trees=(*trees, *[()] * (len(known) - len(trees))) if trees is not None and any(trees) else None,
-        drafted=None if places is None else Drafted(places, draft.token_ids),
+        trees=(*trees, *[()] * (len(uncached) - len(trees))) if trees is not None and any(trees) else None,
+        drafted=None if indices is None else Drafted(indices, draft.token_ids),
         greedy=greedy,
     )
 

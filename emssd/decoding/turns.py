@@ -63,7 +63,8 @@ class Turns:
                 before = now
 
     def _speeds(self) -> Speeds:
-        return [(engine.report.decode_tokens, engine.report.decode_seconds) for engine in self._engines]
+        sums = [engine.report.decode for engine in self._engines]
+        return [(decode.num_new_tokens, decode.total_seconds) for decode in sums]
 
 
 def ratio_interval(parts: Seq[Speeds]) -> tuple[float, float] | None:

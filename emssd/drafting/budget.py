@@ -21,7 +21,7 @@ class DraftedNode(NamedTuple):
     Attributes:
         confidence: how sure the drafter is that it follows its parent, from 0 to 1. It is 1 where tokens are drawn for
             `residual` sampling, as it would tell which one was drawn.
-        chance: the product of the confidences on the way to it.
+        chance: the product of the confidences on the path to it.
         entropy: in nats, of the drafter's own distribution after its parent.
     """
 
@@ -101,7 +101,7 @@ class FixedBudget(BudgetPolicy):
 
     Args:
         num_tokens: per row and step, in a tree its nodes; ``None`` lets the drafter draft as much as it wants.
-        depth: the longest way through a row's tree; ``None`` for no limit. Of a chain that many tokens are kept.
+        depth: the longest path through a row's tree, so also the longest chain; ``None`` for no limit.
     """
 
     def __init__(self, num_tokens: int | None = None, depth: int | None = None) -> None:

@@ -1,26 +1,22 @@
-"""The border to a drafter: what it returns is copied and checked, and a fault of its own never costs a run."""
+"""The border to a drafter: what it returns is checked, and a fault of its own never costs a run."""
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from operator import index
+from typing import Any
 
-import numpy as np
-import torch
-
-from emssd.attention.trees import depths
 from emssd.drafting.budget import GoesOn
-from emssd.drafting.draft import Draft, Outcome, checked_layers
+from emssd.drafting.draft import Draft, Outcome, check_ids
 from emssd.drafting.drafter import Drafter
+from emssd.drafting.hidden import checked_layers
 from emssd.errors import ConfigError, DraftError, PluginError, PluginWarning
-from emssd.errors.faults import guarded, told
+from emssd.errors.faults import described, guarded
 from emssd.sequences import Batch
 
-__all__ = ["CheckedDrafter", "check_draft", "check_ids", "own_draft"]
+__all__ = ["CheckedDrafter"]
 
 
 class CheckedDrafter(Drafter):
@@ -46,13 +42,13 @@ class CheckedDrafter(Drafter):
         self.drafter = drafter
         self.name = type(drafter).__name__ if name is None else f"{name}"
         self._owner = f"drafter {self.name}"
-        with guarded(f"drafter {self.name}", "drafts_trees"):
+        with guarded(self._owner, "drafts_trees"):
             self.drafts_trees = bool(drafter.drafts_trees)
         try:
-            with guarded(f"drafter {self.name}", "hidden_layers"):
+            with guarded(self._owner, "hidden_layers"):
                 self.hidden_layers = checked_layers(drafter.hidden_layers)
         except DraftError as error:
-            raise DraftError(f"drafter {self.name} broke its interface: {told(error)}") from error
+            raise DraftError(f"{self._owner} broke its interface: {described(error)}") from error
         self.failure: PluginError | None = None
         self.num_drafted = self.num_accepted = 0
         self._vocab_size = vocab_size
@@ -69,40 +65,46 @@ class CheckedDrafter(Drafter):
         return self._count("num_candidates")
 
     def _count(self, name: str) -> int:
-        with guarded(self._owner, name, in_step=True, failed=self._fail):
-            number = 0 if self.failure else getattr(self.drafter, name)
-            if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        if not self.failure:
+            try:
+                number = getattr(self.drafter, name)
+                if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+                    return number
                 raise DraftError(f"its {name} is {number!r}; it must be an integer, at least 0")
-            return number
+            except BaseException as error:
+                self._fail(name, error)
         return 0
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        """A draft that keeps the rules of the interface; empty once the drafter has failed.
-
-        It is a copy: the drafter may change its own later, and the same tokens are packed and verified.
+        """A draft that keeps the rules of the interface, see `Draft.check`; empty once the drafter has failed.
 
         Raises:
             DraftError: it broke a rule, with ``on_error="fail"``. PluginError: it raised.
         """
-        if self.failure or not batch.rows:
-            return Draft.empty(len(batch))
-        limits = tuple(budget)
-        with guarded(self._owner, "propose", in_step=True, failed=self._fail):
-            draft = self.drafter.propose(batch, limits)
-            return own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
+        if batch.rows and not self.failure:
+            limits = tuple(budget)
+            try:
+                draft = self.drafter.propose(batch, limits)
+                if not isinstance(draft, Draft):
+                    raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
+                draft = draft.check(batch, limits, self._vocab_size, trees=self.drafts_trees)
+                if draft.q is not None:
+                    _check_q(draft, self._vocab_size)
+                return draft
+            except BaseException as error:
+                self._fail("propose", error)
         return Draft.empty(len(batch))
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         """Pass it on."""
-        with guarded(self._owner, "end_by", in_step=True, failed=self._fail):
-            self.drafter.end_by(goes_on)
+        self._call("end_by", goes_on)
 
     def check_ids(self, drafted: Seq[int]) -> None:
         """Check ids that were drafted on a device, now that they have come to the host; none of these was accepted."""
         try:
             check_ids(drafted, self._vocab_size)
         except DraftError as error:
-            self._fail(error)
+            self._fail("propose", error)
 
     def observe(self, outcome: Outcome) -> None:
         """Pass the outcome on, with the hidden states that the drafter wants."""
@@ -110,133 +112,42 @@ class CheckedDrafter(Drafter):
             return
         self.num_drafted += outcome.draft.indptr[-1]
         self.num_accepted += sum(map(len, outcome.accepted))
-        with guarded(self._owner, "observe", in_step=True, failed=self._fail):
+        try:
             hidden = outcome.hidden.of(self.hidden_layers) if outcome.hidden and self.hidden_layers else None
             self.drafter.observe(outcome if hidden is outcome.hidden else replace(outcome, hidden=hidden))
+        except BaseException as error:
+            self._fail("observe", error)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Pass it on, also to a drafter that failed, which may still hold something of these requests."""
-        with guarded(self._owner, "release", in_step=True, failed=self._fail):
-            self.drafter.release(request_ids)
+        self._call("release", request_ids)
 
     def reset(self) -> None:
         """Pass it on; a drafter that failed may be left with what it has."""
         self.num_drafted = self.num_accepted = 0
         if not self.failure:
-            with guarded(self._owner, "reset", in_step=True, failed=self._fail):
-                self.drafter.reset()
+            self._call("reset")
 
-    def _fail(self, failure: PluginError) -> None:
-        """A break of the rules is a failure of the drafter's own, counted once."""
+    def _call(self, method: str, *arguments: Any) -> None:
+        try:
+            getattr(self.drafter, method)(*arguments)
+        except BaseException as error:
+            self._fail(method, error)
+
+    def _fail(self, where: str, error: BaseException) -> None:
+        """Raise an error of the drafter's own with its name, or switch the drafter off with a warning, once."""
+        if isinstance(error, KeyboardInterrupt):
+            raise error
         if self.failure:
             return
-        if isinstance(failure, DraftError):
-            failure = DraftError(f"drafter {self.name} broke its interface: {told(failure)}")
+        is_broken_rule = isinstance(error, DraftError)
+        what = "broke its interface" if is_broken_rule else f"failed in {where}"
+        failure = (DraftError if is_broken_rule else PluginError)(f"{self._owner} {what}: {described(error)}")
+        failure.__cause__ = error
         if self._on_error == "fail":
             raise failure
         self.failure = failure
-        said = f"{failure}. It is switched off; the output is not affected"
-        try:
-            warnings.warn(said, PluginWarning, stacklevel=2)
-        except PluginWarning:  # a filter of the user's makes errors of warnings
-            raise
-        except Exception:  # a plugin has replaced what shows warnings
-            print(f"emssd: warning: {said}", file=sys.stderr)
-
-
-def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
-    """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
-
-    The distributions of its `q` are not copied, as they are large. Writing to them changes the claims of the draft.
-    Raises DraftError: it is no `Draft`, or breaks a rule.
-    """
-    if not isinstance(draft, Draft):
-        raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
-    if not isinstance(draft.token_ids, torch.Tensor):
-        raise DraftError(f"its token_ids are a {type(draft.token_ids).__name__}; give one int64 tensor")
-    if draft.token_ids.is_meta:
-        raise DraftError("its token_ids are on the device meta, where tensors hold nothing; give ids")
-    own = Draft(
-        token_ids=draft.token_ids.clone(),
-        indptr=tuple(map(index, draft.indptr)),
-        parents=None if draft.parents is None else tuple(map(index, draft.parents)),
-        confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
-        q=None if draft.q is None else tuple(None if row is None else tuple(row) for row in draft.q),
-    )
-    check_draft(own, batch, budget, vocab_size, trees=trees)
-    return own
-
-
-def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> None:
-    """Test a draft against the rules of the interface.
-
-    Raises:
-        DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
-            that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where
-            they lie on the host, ids outside the vocabulary.
-    """
-    if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
-        raise DraftError(
-            f"its token_ids are {draft.token_ids.dtype} of {draft.token_ids.ndim} dimensions; "
-            f"give one int64 tensor of all rows' tokens"
-        )
-    if len(draft.indptr) - 1 != len(batch.rows) or draft.indptr[0] != 0 or draft.indptr[-1] != draft.token_ids.numel():
-        raise DraftError(
-            f"its draft has {draft.num_rows} rows over {draft.token_ids.numel()} tokens (indptr {draft.indptr}), "
-            f"but the batch has {len(batch)} rows; return one chain or tree, possibly empty, per row"
-        )
-    lengths = draft.lengths
-    for row, length, limit in zip(batch.rows, lengths, budget, strict=True):
-        if not 0 <= length <= limit:
-            raise DraftError(
-                f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
-                f"draft at most budget[row] tokens",
-                "budget",
-            )
-    for name, rule, values in (("parents", "tree", draft.parents), ("confidence", "confidence", draft.confidence)):
-        if values is not None and len(values) != draft.token_ids.numel():
-            count = draft.token_ids.numel()
-            raise DraftError(f"its draft has {len(values)} {name} for {count} tokens; give one for each", rule)
-    sure = np.array(() if draft.confidence is None else draft.confidence)
-    if not ((sure >= 0) & (sure <= 1)).all():
-        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
-    _check_trees(draft, lengths, batch, trees)
-    if draft.q is not None:
-        _check_q(draft, vocab_size)
-    if draft.on_host:
-        check_ids(draft.token_ids.tolist(), vocab_size)
-
-
-def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool) -> None:
-    if draft.parents:
-        parents = np.array(draft.parents)
-        places = np.arange(len(parents)) - np.repeat(draft.indptr[:-1], lengths)  # each node's index within its row
-        is_wrong, is_branch = (parents < -1) | (parents >= places), parents != places - 1
-        if is_wrong.any() or (is_branch.any() and not announced):
-            node = int((is_wrong if is_wrong.any() else is_branch).argmax())
-            name = batch.rows[np.searchsorted(draft.indptr, node, side="right") - 1].request_id
-            if is_wrong.any():
-                raise DraftError(
-                    f"node {places[node]} of its tree for request {name!r} has parent {parents[node]}; a parent is an "
-                    f"earlier node of the same row, or -1 for the row's newest token",
-                    "tree",
-                )
-            raise DraftError(
-                f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or set "
-                f"drafts_trees = True",
-                "tree",
-            )
-    for place, (row, length) in enumerate(zip(batch.rows, lengths, strict=True)):
-        num_remaining = row.num_remaining
-        if length < num_remaining or not length:
-            continue
-        depth = length if draft.parents is None else max(depths(draft.tree(place)))
-        if depth > max(0, num_remaining - 1):
-            raise DraftError(
-                f"its tree for request {row.request_id!r} has depth {depth}, and the row may still generate "
-                f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
-                "depth",
-            )
+        warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
 
 
 def _check_q(draft: Draft, vocab_size: int) -> None:
@@ -259,16 +170,3 @@ def _check_q(draft: Draft, vocab_size: int) -> None:
                 )
             if not q[place].sum().isfinite():
                 raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
-
-
-def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
-    """Test ids against the vocabulary; those on a device are tested when verification brings them to the host. Raises
-    DraftError: an id is outside of it.
-    """
-    low, high = min(token_ids, default=0), max(token_ids, default=0)
-    if low < 0 or high >= vocab_size:
-        raise DraftError(
-            f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
-            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
-            "vocabulary",
-        )

@@ -6,73 +6,21 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from operator import sub
+from operator import index, sub
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from emssd.attention.packed import on_device
 from emssd.attention.trees import Parents, depths, is_chain
+from emssd.drafting.hidden import HiddenStates
 from emssd.errors import DraftError
 
 if TYPE_CHECKING:
     from emssd.sequences import Batch
-from collections.abc import Iterator
-from itertools import pairwise
 
-__all__ = ["checked_layers"]
-
-
-@dataclass(frozen=True, slots=True)
-class HiddenStates:
-    """Hidden states of the tokens that a step computed and kept, ragged: row ``i`` has ``indptr[i]:indptr[i + 1]``.
-
-    The rows are those of the batch, and those that computed a piece of their prompt. A row's tokens come in order, each
-    once, and none that was rejected: `starts` is where its latest delivery ended, or 0 for a row that begins, or begins
-    anew after `Drafter.release`. Its newest token is not among them, as the target has not seen it yet. (A row that an
-    EOS has just cut may have it.)
-
-    Attributes:
-        request_ids: ``[P]``.
-        starts: ``[P]`` the position of each row's first token in its sequence.
-        indptr: ``[P + 1]`` host integers with a leading zero.
-        layers: the indices of `states`, see `Drafter.hidden_layers`.
-        states: for each of `layers` a tensor ``[n, width]`` on the target's device, in its dtype. They may be kept, and
-            are not to be written to.
-        places: ``[n]`` where the tokens are in `states`, in the engine; ``None`` in what a drafter gets: they are all.
-    """
-
-    request_ids: tuple[str, ...]
-    starts: tuple[int, ...]
-    indptr: tuple[int, ...]
-    layers: tuple[int, ...]
-    states: tuple[torch.Tensor, ...]
-    places: tuple[int, ...] | None = None
-
-    def rows(self) -> Iterator[tuple[str, int, tuple[torch.Tensor, ...]]]:
-        """Request id, position of the first token, and the states ``[n_i, width]`` of each layer, row after row."""
-        for name, start, (begin, end) in zip(self.request_ids, self.starts, pairwise(self.indptr), strict=True):
-            yield name, start, tuple([states[begin:end] for states in self.states])
-
-    def of(self, layers: Seq[int]) -> HiddenStates:
-        """The states of `layers`, in this order, in tensors of their own."""
-        states = tuple([self.states[self.layers.index(layer)] for layer in layers])
-        if self.places is not None:
-            index = on_device(self.places, states[0].device) if states else None
-            states = tuple([each[index] for each in states])
-        return replace(self, layers=tuple(layers), states=states, places=None)
-
-
-def checked_layers(layers: object) -> tuple[int, ...]:
-    """`Drafter.hidden_layers` as it should be. Raises DraftError: it is something else."""
-    if not isinstance(layers, (tuple, list)) or not all(type(layer) is int and layer >= -1 for layer in layers):
-        raise DraftError(
-            f"its hidden_layers are {layers!r}; give a tuple of integers: 0 for what the target's first layer gets, "
-            f"n for what its n-th layer gives, -1 for what its LM head is given"
-        )
-    if len(set(layers)) < len(layers):
-        raise DraftError(f"its hidden_layers are {layers!r}; give each once")
-    return tuple(layers)
+__all__ = ["check_ids"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +137,44 @@ class Draft:
         """Whether every row is a chain."""
         return self.parents is None or all(is_chain(self.tree(row)) for row in range(self.num_rows))
 
+    def check(self, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
+        """A copy that keeps the rules of the interface, and that nobody else can write to.
+
+        Ids on a device are checked once verification has brought them to the host, see `check_ids`. The distributions
+        of a `q` are not copied, as they are large: writing to them changes what the draft claims.
+
+        Args:
+            batch, budget: the arguments of `Drafter.propose`.
+            trees: whether the drafter has announced token trees.
+
+        Raises:
+            DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a
+                tree that is too deep or was not announced, no probabilities as confidence, or ids that are outside the
+                vocabulary.
+        """
+        ids = self.token_ids
+        if not isinstance(ids, torch.Tensor):
+            raise DraftError(f"its token_ids are a {type(ids).__name__}; give one int64 tensor")
+        if ids.is_meta:
+            raise DraftError("its token_ids are on the device meta, where tensors hold nothing; give ids")
+        if ids.dtype != torch.int64 or ids.ndim != 1:
+            raise DraftError(
+                f"its token_ids are {ids.dtype} of {ids.ndim} dimensions; give one int64 tensor of all rows' tokens"
+            )
+        draft = Draft(
+            ids.clone(),
+            tuple(map(index, self.indptr)),
+            None if self.parents is None else tuple(map(index, self.parents)),
+            None if self.confidence is None else tuple(map(float, self.confidence)),
+            None if self.q is None else tuple(None if row is None else tuple(row) for row in self.q),
+        )
+        _check_rows(draft, batch, budget)
+        if trees or draft.parents:
+            _check_trees(draft, batch, trees)
+        if ids.device.type == "cpu":
+            check_ids(draft.token_ids.tolist(), vocab_size)
+        return draft
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -231,3 +217,63 @@ def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] |
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:
     places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
     return [places[parents[node]] for node in nodes]
+
+
+def _check_rows(draft: Draft, batch: Batch, budget: Seq[int]) -> None:
+    indptr, lengths, count = draft.indptr, draft.lengths, draft.token_ids.numel()
+    if len(indptr) != 1 + len(batch.rows) or indptr[0] != 0 or indptr[-1] != count:
+        raise DraftError(
+            f"its draft has {draft.num_rows} rows over {count} tokens (indptr {indptr}), but the batch has "
+            f"{len(batch)} rows; return one chain or tree, possibly empty, per row"
+        )
+    for row, length, limit in zip(batch.rows, lengths, budget, strict=True):
+        if not 0 <= length <= limit:
+            raise DraftError(
+                f"it drafted {length} tokens for request {row.request_id!r} with a budget of {limit}; "
+                f"draft at most budget[row] tokens",
+                "budget",
+            )
+    for name, rule, values in (("parents", "tree", draft.parents), ("confidence", "confidence", draft.confidence)):
+        if values is not None and len(values) != count:
+            raise DraftError(f"its draft has {len(values)} {name} for {count} tokens; give one for each", rule)
+    confidence = np.array(draft.confidence or ())
+    if not ((confidence >= 0) & (confidence <= 1)).all():
+        raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
+
+
+def _check_trees(draft: Draft, batch: Batch, announced: bool) -> None:
+    lengths = draft.lengths
+    if draft.parents:
+        parents = np.array(draft.parents)
+        nodes = np.arange(len(parents)) - np.repeat(draft.indptr[:-1], lengths)  # each node's index within its row
+        is_wrong, is_branch = (parents < -1) | (parents >= nodes), parents != nodes - 1
+        if is_wrong.any() or (is_branch.any() and not announced):
+            node = int((is_wrong if is_wrong.any() else is_branch).argmax())
+            name = batch.rows[np.searchsorted(draft.indptr, node, side="right") - 1].request_id
+            raise DraftError(
+                f"node {nodes[node]} of its tree for request {name!r} has parent {parents[node]}; a parent is an "
+                f"earlier node of the same row, or -1 for the row's newest token"
+                if is_wrong.any()
+                else f"it drafted a token tree for request {name!r}, and its drafts_trees is False; draft a chain, or "
+                f"set drafts_trees = True",
+                "tree",
+            )
+    for number, (row, length) in enumerate(zip(batch.rows, lengths, strict=True)):
+        deepest = max(0, row.max_length - len(row.tokens) - 1)
+        if length > deepest and (depth := max(depths(draft.tree(number)))) > deepest:
+            raise DraftError(
+                f"its tree for request {row.request_id!r} has depth {depth}, and the row may still generate "
+                f"{row.num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
+                "depth",
+            )
+
+
+def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
+    """Raises DraftError: an id is outside the vocabulary."""
+    low, high = min(token_ids, default=0), max(token_ids, default=0)
+    if low < 0 or high >= vocab_size:
+        raise DraftError(
+            f"it drafted token id {low if low < 0 else high}, outside the target's vocabulary "
+            f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
+            "vocabulary",
+        )

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from itertools import accumulate
-from operator import gt, index
+from operator import attrgetter, gt, index
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.draft import Draft, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.errors import PluginError
-from emssd.errors.faults import guarded
+from emssd.errors.faults import blame
 from emssd.metrics.stats import StageStats, StepStats
 from emssd.sequences import Batch
 
@@ -56,7 +56,7 @@ class DraftStages:
 
     def force_tokens(self, vocab_size: int) -> None:
         """From now on, draft the tokens that grammars force, in front of all others. Called between steps."""
-        if not any(isinstance(each.drafter, ForcedTokens) for each in self.drafters):
+        if not any(isinstance(drafter.drafter, ForcedTokens) for drafter in self.drafters):
             self._most = []
             self.drafters = (CheckedDrafter(ForcedTokens(), "of forced tokens", vocab_size), *self.drafters)
 
@@ -76,18 +76,20 @@ class DraftStages:
     def summary(self) -> str:
         """In a line, the tokens that drafters drafted, the share that was accepted, and the summary of the policy."""
         parts = [
-            f"{each.drafter.label} drafted {each.num_drafted} tokens ({each.num_accepted / each.num_drafted:.0%} right)"
-            for each in self.drafters
-            if each.num_drafted
+            f"{drafter.drafter.label} drafted {drafter.num_drafted} tokens "
+            f"({drafter.num_accepted / drafter.num_drafted:.0%} right)"
+            for drafter in self.drafters
+            if drafter.num_drafted
         ]
-        with suppress(PluginError), guarded(self._policy_name, "summary"):
-            parts += [self._policy.summary] if parts and self._policy.summary else []
+        with suppress(PluginError):
+            if parts and (summary := self._of_policy("summary")):
+                parts.append(summary)
         return "; ".join(parts)
 
     @property
     def num_speculative_tokens(self) -> int:
         """The most tokens that any of the drafters proposes for one row in one step."""
-        self._most = [drafter.num_speculative_tokens for drafter in self.drafters]
+        self._most = list(map(attrgetter("num_speculative_tokens"), self.drafters))
         return max(self._most)
 
     @property
@@ -98,7 +100,8 @@ class DraftStages:
     @property
     def num_candidates(self) -> int:
         """The most candidates that any of the drafters wants."""
-        return max([drafter.num_candidates for drafter in self.drafters])
+        most: int = max(map(attrgetter("num_candidates"), self.drafters))
+        return most
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -117,8 +120,7 @@ class DraftStages:
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
-            with guarded(self._policy_name, "max_depth", in_step=True):
-                depth = self._policy.max_depth
+            depth = self._of_policy("max_depth")
             start = time.perf_counter()
             proposed = drafter.propose(batch, budget)
             seconds = time.perf_counter() - start
@@ -163,14 +165,24 @@ class DraftStages:
         """The decision of a `method` of the policy. Raises PluginError: it fails, or gives anything else than one
         number in ``0..limits[row]`` for each row.
         """
-        with guarded(self._policy_name, method, in_step=True):
+        try:
             lengths = list(map(index, getattr(self._policy, method)(*arguments)))
+        except BaseException as error:
+            blame(self._policy_name, method, error)
         if len(lengths) != len(limits) or min(lengths, default=0) < 0 or any(map(gt, lengths, limits)):
             raise PluginError(
                 f"{self._policy_name} broke its interface: {method} gave {lengths}, "
                 f"and the limits of the rows are {list(limits)}; give one number for each row, from 0 to its limit"
             )
         return lengths
+
+    def _of_policy(self, name: str, *arguments: Any) -> Any:
+        """An attribute of the policy, or the result of that method. Raises PluginError: the policy fails."""
+        try:
+            value = getattr(self._policy, name)
+            return value(*arguments) if arguments else value
+        except BaseException as error:
+            blame(self._policy_name, name, error)
 
     def observe(self, outcome: Outcome) -> None:
         """Notify each drafter of the outcome of its own rows, as if nothing was drafted for the others.
@@ -187,20 +199,15 @@ class DraftStages:
 
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
         """Notify the policy of a step, and of how long it took."""
-        with guarded(self._policy_name, "observe", in_step=True):
-            self._policy.observe(outcome, stats)
+        self._of_policy("observe", outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify all drafters and the policy that these requests are gone, also if one before it fails."""
         request_ids = list(request_ids)
         with ExitStack() as everybody:
-            everybody.callback(self._release_policy, request_ids)
+            everybody.callback(self._of_policy, "release", request_ids)
             for drafter in reversed(self.drafters):
                 everybody.callback(drafter.release, request_ids)
-
-    def _release_policy(self, request_ids: list[str]) -> None:
-        with guarded(self._policy_name, "release", in_step=True):
-            self._policy.release(request_ids)
 
     def reset(self) -> None:
         """Reset all drafters."""
@@ -213,16 +220,19 @@ def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -
     if drafter.drafts_trees:
         return tuple([min(limit, most, _MOST_NODES) for limit in still])
     return tuple(
-        [min(limit, most, max(0, row.num_remaining - 1)) for row, limit in zip(batch.rows, still, strict=True)]
+        [
+            min(limit, most, max(0, row.max_length - len(row.tokens) - 1))
+            for row, limit in zip(batch.rows, still, strict=True)
+        ]
     )
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
-    """The nodes of `draft` that the grammars of their rows allow, each with all on its way; its ids are on the host.
+    """The nodes of `draft` that the grammars of their rows allow, each with all on its path; its ids are on the host.
 
     Rows with a `q` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
     """
-    if not draft.indptr[-1] or [row.grammar for row in batch.rows].count(None) == len(batch.rows):
+    if not draft.indptr[-1] or not any(map(attrgetter("grammar"), batch.rows)):
         return draft
     if not draft.on_host:
         draft = replace(draft, token_ids=draft.token_ids.cpu())

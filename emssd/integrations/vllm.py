@@ -150,7 +150,7 @@ class Proposer:
             self._stages.stats = tuple(
                 replace(stage, drafted=own) for stage, own in zip(self._stages.stats, drafted, strict=True)
             )
-            outcome = Outcome(Batch.view(rows), self._draft.cut(verified), tuple(accepted), tuple(targets))
+            outcome = Outcome(Batch(tuple(rows)), self._draft.cut(verified), tuple(accepted), tuple(targets))
             self._stages.observe(outcome)
         if gone := [row.sequence.request_id for row in self._known if row and row.sequence.request_id not in new]:
             self._stages.release(gone)
@@ -162,7 +162,7 @@ class Proposer:
         chains: list[list[int]] = [[] for _ in self._known]
         self._draft = Draft.empty(0)
         if places:
-            self._draft = self._stages.propose(Batch.view(self._asked), [self._num_drafted] * len(places), 0)
+            self._draft = self._stages.propose(Batch(tuple(self._asked)), [self._num_drafted] * len(places), 0)
             token_ids = self._draft.token_ids.tolist()
             for place, start, stop in zip(places, self._draft.indptr, self._draft.indptr[1:], strict=False):
                 chains[place] = token_ids[start:stop]

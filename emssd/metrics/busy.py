@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-__all__ = ["BUSY_SHARE", "CPUTimes", "OtherProcesses", "busy_remark", "cpu_times"]
+__all__ = ["BUSY_SHARE", "OtherProcesses", "busy_remark", "cpu_times"]
 
 BUSY_SHARE = 0.1
 """The share of all cores; if other processes use more, a run warns that the machine was busy."""

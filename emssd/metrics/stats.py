@@ -10,7 +10,15 @@ from typing import Any
 
 from emssd.attention import KVUsage
 
-__all__ = ["NUM_TIMED_STEPS", "PHASES", "RunReport", "StageStats", "StepStats"]
+__all__ = ["PHASES", "RunReport", "StageStats", "StepStats"]
+
+_NUM_TIMED_STEPS = 1 << 16
+_SUMMED = ("num_tokens", "num_kv_tokens", "num_new_tokens", "input_padding", "kv_padding", "num_preempted",
+           "num_adopted_tokens")  # fmt: skip
+_FIGURES = ("decode_tokens_per_second", "tokens_per_second", "mean_acceptance_length", "batch_fill", "num_preempted",
+            "num_adopted_tokens", "num_steps", "num_row_steps", "num_new_tokens")  # fmt: skip
+_HISTOGRAMS = ("acceptance_histogram", "draft_length_histogram", "draft_depth_histogram", "drafted_by_depth",
+               "accepted_by_depth", "drafted_by_confidence", "accepted_by_confidence")  # fmt: skip
 
 PHASES = ("schedule", "draft", "plan", "forward", "mask", "verify", "other")
 
@@ -69,58 +77,69 @@ class StepStats:
     confidence: tuple[tuple[float, bool], ...] = ()
 
 
-NUM_TIMED_STEPS = 1 << 16
-
-
 @dataclass(slots=True)
-class RunReport:
-    """Sums over the steps of a run, and the seconds of its latest `NUM_TIMED_STEPS` decode steps for their median."""
+class _StepSums:
+    """Sums over steps of the figures of `StepStats` that have the same names."""
 
     num_steps: int = 0
     num_row_steps: int = 0
     num_tokens: int = 0
+    num_kv_tokens: int = 0
     num_new_tokens: int = 0
+    input_padding: int = 0
+    kv_padding: int = 0
+    num_preempted: int = 0
+    num_adopted_tokens: int = 0
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    def _sum(self, step: StepStats) -> None:
+        self.num_steps += 1
+        self.num_row_steps += len(step.acceptance)
+        for name in _SUMMED:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
+        for phase, seconds in step.seconds.items():
+            self.seconds[phase] += seconds
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds spent in steps."""
+        return sum(self.seconds.values())
+
+
+@dataclass(slots=True)
+class RunReport(_StepSums):
+    """Sums over the steps of a run.
+
+    Attributes:
+        decode: the sums over those steps that compute no prompts.
+        decode_step_seconds: of the latest decode steps, for their median.
+        padding_ratio_sum: over decode steps, of the share of the longest row that the others fall short of it.
+        queued_steps, queued_fill_sum: steps in which rows waited; and of these, rows that ran ÷ rows of the batch.
+        drafted_by_confidence, accepted_by_confidence: nodes by tenths of their confidence.
+    """
+
+    decode: _StepSums = field(default_factory=_StepSums)
+    decode_step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_NUM_TIMED_STEPS))
     num_allotted: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    input_padding: int = 0
-    kv_padding: int = 0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    decode_steps: int = 0
-    decode_padding: int = 0
-    decode_row_steps: int = 0
-    decode_computed_tokens: int = 0
-    decode_kv_tokens: int = 0
-    decode_phases: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-    decode_step_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_TIMED_STEPS))
     padding_ratio_sum: float = 0.0
-    num_preempted: int = 0
-    num_adopted_tokens: int = 0
     queued_steps: int = 0
     queued_fill_sum: float = 0.0
     acceptance_histogram: Counter[int] = field(default_factory=Counter)
     draft_length_histogram: Counter[int] = field(default_factory=Counter)
     draft_depth_histogram: Counter[int] = field(default_factory=Counter)
     drafted_by_depth: Counter[int] = field(default_factory=Counter)
-    drafted_by_confidence: Counter[float] = field(default_factory=Counter)  # by tenths
+    drafted_by_confidence: Counter[float] = field(default_factory=Counter)
     accepted_by_confidence: Counter[float] = field(default_factory=Counter)
     kv_usage: KVUsage = field(default_factory=KVUsage)
 
     def add(self, step: StepStats, batch_size: int) -> None:
         """Count one step of an engine that runs up to `batch_size` rows."""
-        self.num_steps += 1
-        self.num_row_steps += len(step.acceptance)
-        self.num_tokens += step.num_tokens
-        self.num_new_tokens += step.num_new_tokens
+        self._sum(step)
         self.num_allotted += sum([sum(stage.budget) for stage in step.stages])
         self.num_drafted += sum(step.drafted)
         self.num_accepted += sum(step.acceptance) - len(step.acceptance)
-        self.input_padding += step.input_padding
-        self.kv_padding += step.kv_padding
-        self.num_preempted += step.num_preempted
-        self.num_adopted_tokens += step.num_adopted_tokens
         if step.num_waiting:
             self.queued_steps += 1
             self.queued_fill_sum += step.num_rows / batch_size
@@ -128,24 +147,14 @@ class RunReport:
         self.draft_length_histogram.update(step.drafted)
         self.draft_depth_histogram.update(step.depths)
         self.drafted_by_depth.update(dict(enumerate(step.drafted_by_depth, start=1)))
-        for sure, is_accepted in step.confidence:
-            tenth = min(int(10 * sure), 9) / 10
+        for confidence, is_accepted in step.confidence:
+            tenth = min(int(10 * confidence), 9) / 10
             self.drafted_by_confidence[tenth] += 1
             self.accepted_by_confidence[tenth] += is_accepted
-        for phase, seconds in step.seconds.items():
-            self.seconds[phase] += seconds
         if not step.is_prefill:
-            longest, seconds = max(step.acceptance), sum(step.seconds.values())
-            self.decode_steps += 1
-            self.decode_row_steps += len(step.acceptance)
-            self.decode_tokens += step.num_new_tokens
-            self.decode_computed_tokens += step.num_tokens
-            self.decode_kv_tokens += step.num_kv_tokens
-            self.decode_seconds += seconds
-            self.decode_step_seconds.append(seconds)
-            for phase, part in step.seconds.items():
-                self.decode_phases[phase] += part
-            self.decode_padding += step.input_padding + step.kv_padding
+            longest = max(step.acceptance)
+            self.decode._sum(step)
+            self.decode_step_seconds.append(sum(step.seconds.values()))
             self.padding_ratio_sum += (longest - sum(step.acceptance) / len(step.acceptance)) / longest
 
     @property
@@ -158,31 +167,25 @@ class RunReport:
         }
 
     @property
-    def total_seconds(self) -> float:
-        """Seconds spent in steps."""
-        return sum(self.seconds.values())
-
-    @property
     def mean_acceptance_length(self) -> float:
         """τ̄: tokens gained per row and step, the target's own token included."""
-        return (self.num_accepted + self.num_row_steps) / self.num_row_steps if self.num_row_steps else 0.0
+        return _ratio(self.num_accepted + self.num_row_steps, self.num_row_steps)
 
     @property
     def batch_fill(self) -> float:
         """Rows that ran ÷ rows of the batch, while sequences waited."""
-        return self.queued_fill_sum / self.queued_steps if self.queued_steps else 0.0
+        return _ratio(self.queued_fill_sum, self.queued_steps)
 
     @property
     def decode_tokens_per_second(self) -> float:
         """Throughput without the steps that compute prompts, as in the paper."""
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return _ratio(self.decode.num_new_tokens, self.decode.total_seconds)
 
     @property
     def tokens_per_second(self) -> float:
         """Throughput end to end, prompts included."""
-        return self.num_new_tokens / self.total_seconds if self.total_seconds else 0.0
+        return _ratio(self.num_new_tokens, self.total_seconds)
 
-    @property
     def _acceptance(self) -> dict[str, Any]:
         """As vLLM, speculators and SpecForge define it, see ``docs/metrics.md``."""
         drafts, accepted = self.num_row_steps - self.draft_length_histogram[0], list(self.accepted_by_depth.values())
@@ -191,50 +194,43 @@ class RunReport:
         return {
             "vllm": {"mean_acceptance_length": length, "per_position": shares},
             "speculators": {"eal": length, "full_acc": shares, "cond_acc": after_right},
-            "specforge": {"accept_length": self.num_new_tokens / max(self.decode_row_steps, 1)},
+            "specforge": {"accept_length": self.num_new_tokens / max(self.decode.num_row_steps, 1)},
         }
 
     def metrics(self) -> dict[str, Any]:
         """All metrics as plain values, with the names of ``docs/metrics.md``."""
-        return {
-            "decode_tokens_per_second": self.decode_tokens_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "acceptance_histogram": _by_key(self.acceptance_histogram),
-            "draft_length_histogram": _by_key(self.draft_length_histogram),
-            "draft_depth_histogram": _by_key(self.draft_depth_histogram),
-            "drafted_by_depth": _by_key(self.drafted_by_depth),
-            "accepted_by_depth": _by_key(self.accepted_by_depth),
-            "drafted_by_confidence": _by_key(self.drafted_by_confidence),
-            "accepted_by_confidence": _by_key(self.accepted_by_confidence),
-            "acceptance": self._acceptance,
-            "draft_acceptance_rate": self.num_accepted / self.num_drafted if self.num_drafted else 0.0,
-            "mean_draft_length": self.num_drafted / max(self.num_row_steps, 1),
-            "padding_per_new_token": self.decode_padding / max(self.decode_tokens, 1),
-            "input_padding_tokens": self.input_padding,
-            "kv_padding_slots": self.kv_padding,
-            "padding_ratio": self.padding_ratio_sum / max(self.decode_steps, 1),
-            "batch_fill": self.batch_fill,
-            "num_preempted": self.num_preempted,
-            "num_adopted_tokens": self.num_adopted_tokens,
-            "num_steps": self.num_steps,
-            "num_row_steps": self.num_row_steps,
-            "num_computed_tokens": self.num_tokens,
-            "decode_steps": self.decode_steps,
-            "decode_row_steps": self.decode_row_steps,
-            "decode_new_tokens": self.decode_tokens,
-            "decode_computed_tokens": self.decode_computed_tokens,
-            "decode_kv_tokens": self.decode_kv_tokens,
-            "num_new_tokens": self.num_new_tokens,
-            "num_allotted_tokens": self.num_allotted,
-            "num_drafted_tokens": self.num_drafted,
-            "num_accepted_tokens": self.num_accepted,
-            "seconds": {**self.seconds, "total": self.total_seconds, "decode": self.decode_seconds},
-            "decode_seconds": dict(self.decode_phases),
-            "median_decode_step_seconds": statistics.median(self.decode_step_seconds or [0.0]),
-            "kv_peak_bytes": self.kv_usage.peak_held,
-            "kv_peak_pool_bytes": self.kv_usage.peak_pool,
-        }
+        decode, figures = self.decode, {name: getattr(self, name) for name in _FIGURES}
+        return (
+            figures
+            | {name: _by_key(getattr(self, name)) for name in _HISTOGRAMS}
+            | {
+                "acceptance": self._acceptance(),
+                "draft_acceptance_rate": _ratio(self.num_accepted, self.num_drafted),
+                "mean_draft_length": _ratio(self.num_drafted, self.num_row_steps),
+                "padding_per_new_token": _ratio(decode.input_padding + decode.kv_padding, decode.num_new_tokens),
+                "input_padding_tokens": self.input_padding,
+                "kv_padding_slots": self.kv_padding,
+                "padding_ratio": _ratio(self.padding_ratio_sum, decode.num_steps),
+                "num_computed_tokens": self.num_tokens,
+                "decode_steps": decode.num_steps,
+                "decode_row_steps": decode.num_row_steps,
+                "decode_new_tokens": decode.num_new_tokens,
+                "decode_computed_tokens": decode.num_tokens,
+                "decode_kv_tokens": decode.num_kv_tokens,
+                "num_allotted_tokens": self.num_allotted,
+                "num_drafted_tokens": self.num_drafted,
+                "num_accepted_tokens": self.num_accepted,
+                "seconds": {**self.seconds, "total": self.total_seconds, "decode": decode.total_seconds},
+                "decode_seconds": dict(decode.seconds),
+                "median_decode_step_seconds": statistics.median(self.decode_step_seconds or [0.0]),
+                "kv_peak_bytes": self.kv_usage.peak_held,
+                "kv_peak_pool_bytes": self.kv_usage.peak_pool,
+            }
+        )
+
+
+def _ratio(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def _by_key(counts: Mapping[Any, int]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Any
 import pluggy
 
 from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
-from emssd.errors.faults import guarded, named_if_slow, process_kept, told
+from emssd.errors.faults import described, guarded, named_if_slow
 from emssd.errors.ranges import check_options
 from emssd.plugins import hookspecs
 from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
@@ -158,12 +158,12 @@ class Registry:
                 return
             on_load(owner)
         try:
-            with watch, process_kept():
+            with watch:
                 offers = self._load(point, distribution, version)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # whatever a stranger's module does must not take the others down
-            self._report(dataclasses.replace(whole, reason=told(error)))
+            self._report(dataclasses.replace(whole, reason=described(error)))
         else:
             self._offers |= offers
             self.records.extend(record for _, record in offers.values())

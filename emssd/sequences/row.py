@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from operator import attrgetter
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import MatcherState
 from emssd.sequences.stopping import Stop
 
-__all__ = ["Batch", "FinishReason", "Request", "Row", "RowView", "TokenIds", "TokenLogprob"]
+__all__ = ["Batch", "FinishReason", "Request", "Row", "TokenLogprob"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +84,13 @@ class Request:
         return [replace(one, request_id=f"{self.request_id}#{number}", sample=number) for number in numbers]
 
 
-class TokenIds(list[int]):
-    """The token ids of a row: a list that plugins can read, but not change."""
+class _TokenIds(list[int]):
+    """The token ids of a row: a list that can only be read."""
 
     __slots__ = ()
 
     def _refuse(self, *_: object) -> NoReturn:
-        raise AttributeError("a row can only be read")
+        raise AttributeError("the tokens of a row can only be read")
 
     append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore[assignment]
     __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
@@ -98,13 +98,13 @@ class TokenIds(list[int]):
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request while it runs. The decode loop changes it; plugins get a `RowView`, which can only be read.
+    """A request while it runs. The decode loop changes it, and plugins read it.
 
     Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
     has no KV yet. (A row that EOS has just cut may have more, until it is released.)
 
     Attributes:
-        tokens: prompt and generated token ids.
+        tokens: prompt and generated token ids, to be read only.
         max_length: prompt and output together grow no longer than this.
         num_cached: how many leading tokens have their KV in the target's cache.
         num_steps, num_drafted, num_accepted: verification steps, drafted tokens and accepted draft tokens so far.
@@ -112,11 +112,12 @@ class Row:
         logprobs: of the generated tokens, if the request asks for them.
         grammar: which tokens may follow by the grammar of the request, if it has one.
         request_id: that of the request.
-        view: the row as plugins see it.
     """
 
+    tokens: ClassVar[list[int]] = property(attrgetter("_tokens"))  # type: ignore[assignment]  # reads like a field
+
     request: Request
-    tokens: list[int] = field(default_factory=list)
+    _tokens: list[int] = field(default_factory=list)
     max_length: int = 0
     num_cached: int = 0
     num_steps: int = 0
@@ -126,11 +127,9 @@ class Row:
     logprobs: tuple[TokenLogprob, ...] = ()
     grammar: MatcherState | None = None
     request_id: str = field(init=False)
-    view: Row = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.request_id, self.view = self.request.request_id, RowView(self)
-        self.tokens = TokenIds(self.tokens or self.request.prompt_ids)
+        self.request_id, self._tokens = self.request.request_id, _TokenIds(self._tokens or self.request.prompt_ids)
         self.max_length = self.max_length or len(self.request.prompt_ids) + self.request.max_new_tokens
 
     @property
@@ -197,25 +196,9 @@ class Row:
         self._append(tokens)
 
     def _append(self, tokens: Seq[int]) -> None:
-        list.extend(self.tokens, tokens)
+        list.extend(self._tokens, tokens)
         if self.grammar is not None:
             self.grammar = self.grammar.settled(tokens)
-
-
-class RowView(Row):
-    """A `Row` as plugins see it: it always shows what the row is now, and writing to it raises an `AttributeError`."""
-
-    __slots__ = ("_row",)
-
-    def __init__(self, row: Row) -> None:
-        object.__setattr__(self, "_row", row)
-
-    def __setattr__(self, name: str, value: object) -> NoReturn:
-        raise AttributeError("a row can only be read")
-
-
-for _field in fields(Row):
-    setattr(RowView, _field.name, property(attrgetter(f"_row.{_field.name}")))
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,15 +207,10 @@ class Batch:
 
     rows: tuple[Row, ...]
 
-    @classmethod
-    def view(cls, rows: Iterable[Row]) -> Batch:
-        """A batch of these rows that plugins can only read."""
-        return cls(tuple([row.view for row in rows]))
-
     @property
     def is_plain(self) -> bool:
         """Whether nothing but the most probable tokens is wanted."""
-        return [row.request.sampling for row in self.rows].count(None) == len(self.rows)
+        return not any(map(attrgetter("request.sampling"), self.rows))
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -16,29 +16,23 @@ if TYPE_CHECKING:
     from emssd.testing.conformance.backend import AttentionBackendConformance
     from emssd.testing.conformance.budget import BudgetPolicyConformance
     from emssd.testing.conformance.drafter import DrafterConformance
-    from emssd.testing.machines import BackendMachine
     from emssd.testing.models import tiny_model
     from emssd.testing.oracle import DenseBackend, greedy_reference
-    from emssd.testing.pretended import PretendedCuda
 
 __all__ = [
     "AttentionBackendConformance",
-    "BackendMachine",
     "BudgetPolicyConformance",
     "DenseBackend",
     "DrafterConformance",
-    "PretendedCuda",
     "greedy_reference",
     "tiny_model",
 ]
 
 _HOMES = {
     "AttentionBackendConformance": "conformance.backend",
-    "BackendMachine": "machines",
     "BudgetPolicyConformance": "conformance.budget",
     "DenseBackend": "oracle",
     "DrafterConformance": "conformance.drafter",
-    "PretendedCuda": "pretended",
     "greedy_reference": "oracle",
     "tiny_model": "models",
 }

@@ -124,7 +124,7 @@ class ScriptedDrafter(ChainDrafter):
 class TreeDrafter(_Informed):
     """Drafts trees of random sizes and shapes: chains and nothing at all, siblings, forests, and any other.
 
-    A child of the right way is the right token with some probability, so that right ways wind through the trees, and
+    A child of the right path is the right token with some probability, so that right paths wind through the trees, and
     siblings may be equal.
 
     Args:
@@ -156,14 +156,14 @@ class TreeDrafter(_Informed):
     def tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
         """At most `limit` nodes for one row, each a token and the index of its parent, or -1; of any depth."""
         parents, upcoming = any_parents(self._random.randint(0, limit), self._random), self.upcoming(row)
-        known = {-1: 0}  # nodes of the right way, by their depth
+        depths = {-1: 0}  # nodes of the right path, by their depth
         tokens = []
         for node, parent in enumerate(parents):
-            depth = known.get(parent, len(upcoming))
+            depth = depths.get(parent, len(upcoming))
             is_right = depth < len(upcoming) and self._random.random() < self._right
             tokens.append(upcoming[depth] if is_right else self._random.randrange(self.vocab_size))
             if depth < len(upcoming) and tokens[node] == upcoming[depth]:
-                known[node] = depth + 1
+                depths[node] = depth + 1
         return list(zip(tokens, parents, strict=True))
 
 

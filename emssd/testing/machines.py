@@ -35,16 +35,16 @@ class MachineRow:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The draft for a row, and the way through it that is accepted."""
+    """The draft for a row, and the path through it that is accepted."""
 
     row: MachineRow
     nodes: _Nodes
-    way: list[int]
+    nodes_accepted: list[int]
 
     @property
     def accepted(self) -> list[int]:
         """The accepted tokens."""
-        return [self.nodes[node][0] for node in self.way]
+        return [self.nodes[node][0] for node in self.nodes_accepted]
 
 
 class BackendMachine(RuleBasedStateMachine):
@@ -223,9 +223,9 @@ class BackendMachine(RuleBasedStateMachine):
     def _advance(self, turns: Seq[Turn], steps: Seq[PackedInputs], uncached: Seq[int]) -> None:
         """Compute the steps, keep what is accepted, and give each row its number of tokens that are not cached yet."""
         self._compute(turns, steps)
-        sources = tuple(moved(len(turn.row.tokens), turn.way) for turn in turns)
+        sources = tuple(moved(len(turn.row.tokens), turn.nodes_accepted) for turn in turns)
         for turn, count in zip(turns, uncached, strict=True):
-            turn.row.num_cached = len(turn.row.tokens) + len(turn.way)
+            turn.row.num_cached = len(turn.row.tokens) + len(turn.nodes_accepted)
             turn.row.tokens = [*turn.row.tokens, *turn.accepted, *self._new_ids(count)]
         names, kv_lens = tuple(turn.row.request_id for turn in turns), tuple(turn.row.num_cached for turn in turns)
         self._commit(Kept(names, kv_lens, sources if any(sources) else ()))

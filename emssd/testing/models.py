@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "HYBRIDS", "WideFloats", "tiny_model"]
+__all__ = ["ARCHITECTURES", "tiny_model"]
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 32,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from emssd.model import TargetModel
 
-__all__ = ["DenseBackend", "References", "greedy_reference", "seen"]
+__all__ = ["DenseBackend", "References", "greedy_reference"]
 
 
 @torch.inference_mode()
@@ -161,8 +161,8 @@ class DenseBackend(AttentionBackend):
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
-            for known in (self._lengths, self._keys, self._values):
-                known.pop(request_id, None)
+            for held in (self._lengths, self._keys, self._values):
+                held.pop(request_id, None)
 
     @property
     def kv_usage(self) -> KVUsage:
@@ -181,14 +181,14 @@ def _rows(packed: PackedInputs) -> list[slice]:
 
 
 def seen(packed: PackedInputs, row: int, token: int) -> list[int]:
-    """The KV that a token of a row sees, by index, from the first to itself: of a tree, the way to it."""
+    """The KV that a token of a row sees, by index, from the first to itself: of a tree, the path to it."""
     tree = () if packed.trees is None else packed.trees[row]
-    origin, way = packed.kv_lens[row] - len(tree), list[int]()
+    origin, path = packed.kv_lens[row] - len(tree), list[int]()
     while token >= origin:
-        way.append(token)
+        path.append(token)
         parent = tree[token - origin]
         token = origin + parent if parent >= 0 else origin - 1
-    return [*range(token + 1), *reversed(way)]
+    return [*range(token + 1), *reversed(path)]
 
 
 def _attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, layer: LayerSpec) -> torch.Tensor:

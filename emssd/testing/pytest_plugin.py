@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["pytest_addoption", "pytest_configure", "pytest_runtest_makereport", "pytest_terminal_summary"]
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Options of the suites."""

@@ -22,7 +22,7 @@ from emssd.testing.drafters import (
     any_parents,
 )
 
-__all__ = ["Waves", "drafters", "kv_layers", "layer_specs", "policies", "trees"]
+__all__ = ["Waves", "drafters", "kv_layers", "policies", "trees"]
 
 
 @st.composite

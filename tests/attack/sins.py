@@ -39,13 +39,6 @@ def _turn(own: Any, batch: Any) -> None:
     own.rng.choice(list(batch)).tokens.reverse()
 
 
-def _set(name: str, value: Any) -> Callable[[Any, Any], None]:
-    def change(own: Any, batch: Any) -> None:
-        setattr(own.rng.choice(list(batch)), name, value)
-
-    return change
-
-
 def _raise(error: BaseException) -> Callable[..., Any]:
     def go(*_: Any) -> Any:
         raise type(error)(*error.args)
@@ -129,11 +122,6 @@ def _ring(own: Any, parents: list[int]) -> tuple[int, ...]:
     return tuple((node + 1) % len(parents) for node in range(len(parents)))
 
 
-def _too_deep(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
-    """Chains as long as the budget, which for trees may be more than the row can still generate."""
-    return Draft.from_trees([(0, node - 1) for node in range(most)] for most in budget)
-
-
 def _taken_back(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
     own.drafts_trees = False
     return Draft.from_trees([(0, -1) for _ in range(most)] for most in budget)
@@ -141,19 +129,13 @@ def _taken_back(own: Any, batch: Any, draft: Draft, budget: Seq[int]) -> Draft:
 
 # Those that need a drafter which says that it drafts trees.
 OF_TREES: dict[str, Callable[..., Any]] = {
-    "is its own parent": _grown(_one(lambda own, node, count: node)),
-    "has a later parent": _grown(_one(lambda own, node, count: own.rng.randint(node, count))),
     "has parents in a ring": _grown(_ring),
     "has a parent in another row": _whole_step,
-    "has a parent below the root": _grown(_one(lambda own, node, count: own.rng.choice((-2, -node - 2, -(2**40))))),
     "has a huge parent": _grown(_one(lambda own, node, count: 2**70)),
     "has half a parent": _grown(_one(lambda own, node, count: -0.5)),
     "has no parent": _grown(_one(lambda own, node, count: None)),
-    "has a parent too many": _grown(lambda own, parents: (*parents, -1)),
-    "has a parent too few": _grown(lambda own, parents: tuple(parents[:-1])),
     "has parents that are a number": _grown(lambda own, parents: 7),
     "has parents of a tensor": _grown(lambda own, parents: torch.tensor(parents)),
-    "grows too deep": _too_deep,
     "grows too many nodes": lambda own, batch, draft, budget: Draft.from_trees(
         [(0, -1) for _ in range(most + 1)] for most in budget
     ),
@@ -162,18 +144,11 @@ OF_TREES: dict[str, Callable[..., Any]] = {
 
 SINS: dict[str, Callable[..., Any]] = OF_TREES | {
     "says late that it drafts trees": _announced_late,
-    "is sure of too few": _confident(lambda own, count: (0.5,) * (count - 1)),
-    "is sure of too many": _confident(lambda own, count: (0.5,) * (count + 1)),
     "is sure of nothing": _confident(lambda own, count: (math.nan,) * count),
-    "is surer than sure": _confident(lambda own, count: (1.5,) * count),
-    "is less than unsure": _confident(lambda own, count: (-0.1,) * count),
     "is sure in words": _confident(lambda own, count: ("very",) * count),
-    "wants fewer candidates than none": _wants(-3),
     "wants endless candidates": _wants(10**9),
-    "wants half a candidate": _wants(1.5),
     # It raises.
     "raises": _raise(RuntimeError("planted in propose")),
-    "raises memory": _raise(MemoryError("planted in propose")),
     "exits": _exit,
     "stops iteration": _raise(StopIteration()),
     # It changes what it may only read.
@@ -186,23 +161,13 @@ SINS: dict[str, Callable[..., Any]] = OF_TREES | {
         [_edit(own, old) for old in own.kept if len(old)],
         draft,
     )[1],
-    "forgets what is cached": _after(_set("num_cached", 0)),
-    "lengthens": _after(_set("max_length", 10**6)),
-    "ends a row": _after(_set("finish_reason", "length")),
     "zeroes the budget": lambda own, batch, draft, budget: (
         budget.clear() if isinstance(budget, list) else None,
         draft,
     )[1],
     # It returns something else.
-    "returns none": _instead(lambda own, draft, budget: None),
     "returns a list": _instead(lambda own, draft, budget: draft.token_ids.tolist()),
-    "drafts floats": _instead(lambda own, draft, budget: Draft(draft.token_ids.double(), draft.indptr)),
-    "drafts int32": _instead(lambda own, draft, budget: Draft(draft.token_ids.int(), draft.indptr)),
-    "drafts a matrix": _instead(lambda own, draft, budget: Draft(draft.token_ids[None], draft.indptr)),
     "drafts beyond": _instead(lambda own, draft, budget: Draft.from_chains([[own.vocab_size] * b for b in budget])),
-    "drafts below": _instead(lambda own, draft, budget: Draft.from_chains([[-1] * b for b in budget])),
-    "drafts too much": _instead(lambda own, draft, budget: Draft.from_chains([[0] * (b + 1) for b in budget])),
-    "drafts a row less": _instead(lambda own, draft, budget: Draft.from_chains([[0] * b for b in budget[1:]])),
     "goes back": _instead(lambda own, draft, budget: Draft(draft.token_ids, (*draft.indptr[:-1], -1))),
     "drafts nowhere": _instead(lambda own, draft, budget: Draft(draft.token_ids.to("meta"), draft.indptr)),
     "drafts sparsely": _instead(lambda own, draft, budget: Draft(draft.token_ids.to_sparse(), draft.indptr)),
@@ -210,8 +175,6 @@ SINS: dict[str, Callable[..., Any]] = OF_TREES | {
         lambda own, draft, budget: Draft(draft.token_ids, torch.tensor(draft.indptr))  # type: ignore[arg-type]
     ),
     "wants ever more": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", 10**9), draft)[1],
-    "wants less than none": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", -3), draft)[1],
-    "wants a half": lambda own, batch, draft, budget: (setattr(own, "num_speculative_tokens", 2.5), draft)[1],
 }
 
 # When it is told what became of its draft, or to forget.

@@ -75,7 +75,7 @@ RUNS = {
     "tree": "return Draft(Draft.from_chains([[1, 2]]).token_ids, (0, 2), parents=(-1, -1))",
     "budget": "return Draft.from_chains([[1, 2, 3]] * len(batch))",
     "vocabulary": "return Draft.from_chains([[-1]] * len(batch))",
-    "batch": "batch.rows[0].extend([1]); return Draft.empty(len(batch))",
+    "batch": "batch.rows[0].tokens.append(1); return Draft.empty(len(batch))",
 }
 
 ENDS = {

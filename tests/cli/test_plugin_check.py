@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from warnings import simplefilter
 
 import pytest
+import torch
 
 from emssd import __version__
 from emssd.drafting import Draft, Drafter
@@ -61,7 +63,7 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     assert lines[lines.index("? drafter.lossless the tokens are those of plain greedy decoding") + 1] == (
         "its test stopped at drafter.budget"
     )
-    assert lines[-1].endswith("rules kept, 1 broken, 15 not tested")
+    assert lines[-1].endswith("rules kept, 1 broken, 16 not tested")
     assert os.environ["PYTEST_ADDOPTS"] == "--no-such-option"
 
 
@@ -73,6 +75,25 @@ DRAWS = "import random; return Draft.from_chains([[random.randrange(2)][:limit] 
 
 
 EXITS = r"__import__('os').write(1, b'\xff\0\x1b[2J'); raise SystemExit(0)"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("source", "examples", "broken", "said"),
+    [
+        (LEARNS, "5", "isolation", "learns_across_requests = True in its test class, or --learns-across-requests to "),
+        (DRAWS, "5", "deterministic", ""),
+        (EXITS, "1", "raises", " 1 broken, 16 not tested\n"),
+    ],
+)
+def test_check_finds_a_drafter_that_does_not_say_what_it_does(
+    source: str, examples: str, broken: str, said: str, install: Callable, plugins: Callable
+) -> None:
+    install("odd", drafter(source))
+    result = plugins("check", "third", "--examples", examples)
+    assert result.status == 1
+    assert f"\nBROKEN   drafter.{broken} " in result.out
+    assert said in result.out
 
 
 ALIKE = ["isolation", "release", "preemption"]
@@ -165,6 +186,16 @@ PROPOSES: dict[str, tuple[Callable[[Any, Batch], Any], str, str]] = {
     "raises what is no Exception": (lambda drafter, batch: fail(Odd("own")), "drafter.raises", "raised Odd: own"),
     "recurses": (lambda drafter, batch: drafter.propose(batch, []), "drafter.raises", "raised RecursionError: maximum"),
     "edits tokens": (lambda drafter, batch: batch.rows[0].extend([1]), "drafter.batch", "changed tokens of"),
+    "writes to a row": (
+        lambda drafter, batch: setattr(batch.rows[0], "num_cached", 1),
+        "drafter.batch",
+        "changed num_cached of request 'a'",
+    ),
+    "sets the dtype": (lambda *_: torch.set_default_dtype(torch.half), "drafter.process", "the default dtype changed"),
+    "sets the device": (lambda *_: torch.set_default_device("meta"), "drafter.process", "the default device changed"),
+    "enters autocast": (lambda *_: torch.set_autocast_enabled("cpu", True), "drafter.process", "left autocast changed"),
+    "makes errors of warnings": (lambda *_: simplefilter("error"), "drafter.process", "left warnings.filters changed"),
+    "empties the environment": (lambda *_: os.environ.clear(), "drafter.process", "left os.environ changed"),
     "has no rows": (
         lambda drafter, batch: Draft(Draft.from_chains([[1]]).token_ids, None),  # type: ignore[arg-type]  # the fault
         "drafter.draft",
@@ -185,6 +216,21 @@ def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
         WatchedDrafter(Third(), 7).propose(Batch((Row(Request("a", (1, 2), 9)),)), [2])
     assert caught.value.rule == rule
     assert said in caught.value.message
+
+
+@looped(
+    ("code", "setting"),
+    [
+        ("import os; os.environ.clear()", "os.environ"),
+        ("import torch; torch.set_default_device('meta')", "the default device"),
+    ],
+)
+def test_check_of_plugins_that_change_the_process_while_they_are_loaded(
+    code: str, setting: str, install: Callable, plugins: Callable
+) -> None:
+    install("odd", f"{code}\n{drafter()}")
+    said = plugins("check", "third").sentence
+    assert said.startswith(f"loading the plugins left {setting} changed for the whole process; the plugin that does so")
 
 
 def test_options_that_exit_are_named(install: Callable, plugins: Callable) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -29,11 +28,6 @@ BROKEN = {  # beside those of docs/how_to/broken_plugin.md, which test_broken_pl
         "Odd: no message, as that raises SystemExit",
     ),
     "binary": (r"raise ValueError('\x1b[2J\0\n' + 9999 * 'x')", "ValueError: [2J xxx"),
-    "environment": ("import os; os.environ.clear()\n" + drafter(), "it left os.environ changed for the whole process"),
-    "device": (
-        "import torch; torch.set_default_device('meta')\n" + drafter(),
-        "it left the default device changed for the whole process; it must set that back",
-    ),
     "hook_exits": (changed(RETURNS, "raise SystemExit(0) # "), "SystemExit: 0"),
     "hook_yields": (
         changed(RETURNS, "yield 1 / 0; [DrafterSpec("),
@@ -106,23 +100,6 @@ def test_other_kinds_that_build_something_else_are_named(kind: str, wanted: str,
     with pytest.raises(PluginError) as caught:
         registry.build(kind, *registry.resolve(kind, "third"))
     assert str(caught.value) == f"{kind} 'third' (third-party-odd 1.2) built int; its build must return {wanted}"
-
-
-@looped(
-    "does, said",
-    [
-        ("import os; os.environ.clear()", ""),
-        ("import warnings; warnings.showwarning = Third; raise OSError('own')", "OSError: own. It is switched off"),
-    ],
-)
-def test_a_drafter_may_break_the_process_and_not_the_run(
-    does: str, said: str, install: Callable, decode: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    install("third", drafter(f"{does}; return Draft.empty(len(batch))"))
-    result = decode("drafter=third")
-    assert (result.status, len(result.rows)) == (0, 5)
-    assert said in result.err
 
 
 WAITS = "import threading\n[each.join() for each in threading.enumerate() if each.name == 'emssd-slow-plugin']\n"

@@ -34,7 +34,7 @@ def test_what_is_printed_is_never_cut_and_in_the_end_all(seed: int) -> None:
         new, num_accepted = ids[place : place + draw.randrange(1, 4)], draw.randrange(3)
         tokens, reason = row.taken(new)
         row.advance(tokens, reason, 3, min(num_accepted, len(new) - 1))
-        stream(row.view)
+        stream(row)
         printed.append(_without_colours(file))
     done = Generation.of(row, tokenizer)
     text = harmless(done.text or "")
@@ -61,7 +61,7 @@ def test_what_was_drafted_is_coloured_and_told(
     row = Row(Request("0", (5,), 9))
     for new, num_accepted in (("ab", 0), ("cde", 2)):
         row.advance(BYTE_LEVEL.convert_tokens_to_ids(list(new)), None, 2, num_accepted)
-        stream(row.view)
+        stream(row)
     stream.end("abcde")
     monkeypatch.undo()
     assert text in file.getvalue()

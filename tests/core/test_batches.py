@@ -10,7 +10,6 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-import torch
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
@@ -19,14 +18,12 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
-from emssd.decoding.packing import pack
-from emssd.decoding.verify import verify
 from emssd.decoding.warmup import warm_up
 from emssd.drafting import BudgetPolicy, Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import DraftError, PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
-from emssd.sequences import Batch, Request, Row
+from emssd.sequences import Batch, Request
 from emssd.testing.drafters import PerfectDrafter, RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.strategies import policies
@@ -123,9 +120,6 @@ def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_d
     run_with_preemption(machine, share=6, num_steps=16)
 
 
-CPU = torch.device("cpu")
-
-
 @pytest.fixture
 def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
     """All drafts are taken for ones on a device."""
@@ -144,30 +138,10 @@ class OutOfVocabulary(Drafter):
         return Draft.from_chains([[1, self.wrong, 2][:limit] for limit in budget])
 
 
-def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [Row(Request(str(i), tuple(range(3 + i)), 9)) for i in range(3)]
-    draft = Draft.from_chains([[7, 8], [], [9]])
-    seen = pack(rows, draft)
-    monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
-    assert torch.equal(pack(rows, draft).on(CPU).input_ids, seen.input_ids)
-    assert seen.input_ids.tolist() == [0, 1, 2, 7, 8, 0, 1, 2, 3, 0, 1, 2, 3, 4, 9]
-
-
-def test_verification_brings_the_drafted_ids_to_the_host(unseen: None) -> None:
-    first, second = verify(torch.tensor([7, 3, 1, 4]), Draft.from_chains([[7, 8], []]))
-    assert (first.drafted, second.drafted) == ([7, 8], [])
-    assert (first.new_tokens, second.new_tokens) == ([7, 3], [4])
-
-
 def test_ids_are_forced_into_the_vocabulary_for_the_model_only(unseen: None) -> None:
     draft = Draft.from_chains([[-1, 4], [99]])
     assert draft.within(10).token_ids.tolist() == [0, 4, 9]
     assert draft.token_ids.tolist() == [-1, 4, 99]
-
-
-def test_ids_on_the_host_stay_as_they_are() -> None:
-    draft = Draft.from_chains([[1, 4], [9]])
-    assert draft.within(10) is draft
 
 
 @pytest.mark.usefixtures("unseen")

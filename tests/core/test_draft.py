@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from emssd import Engine
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.drafting.checked import CheckedDrafter, check_draft, own_draft
+from emssd.drafting.checked import CheckedDrafter, _check_q
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Row
@@ -26,17 +26,6 @@ from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))))
-
-
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=5))
-def test_chains_come_back_row_by_row(chains: list[list[int]]) -> None:
-    draft = Draft.from_chains(chains)
-    assert draft.num_rows == len(chains)
-    assert draft.lengths == [len(chain) for chain in chains]
-    assert draft.indptr[0] == 0
-    assert [draft.token_ids[a:b].tolist() for a, b in zip(draft.indptr, draft.indptr[1:], strict=False)] == chains
-    assert draft.token_ids.dtype == torch.int64
-    assert draft.is_chain
 
 
 @looped(
@@ -62,7 +51,7 @@ def test_chains_come_back_row_by_row(chains: list[list[int]]) -> None:
 )
 def test_each_broken_rule_is_told_in_words(draft: Draft, message: str) -> None:
     with pytest.raises(DraftError, match=message):
-        check_draft(draft, BATCH, [3, 2], 10)
+        draft.check(BATCH, [3, 2], 10)
 
 
 NAN = float("nan")
@@ -95,19 +84,19 @@ def tree(*parents: int, second: tuple[int, ...] = (), confidence: tuple[float, .
 )
 def test_each_broken_rule_of_trees_is_told_in_words(draft: Draft, message: str) -> None:
     with pytest.raises(DraftError, match=message):
-        check_draft(draft, BATCH, [12, 9], 10, trees=True)
+        draft.check(BATCH, [12, 9], 10, trees=True)
 
 
 def test_a_tree_of_a_drafter_that_announces_none_is_told_in_words() -> None:
     with pytest.raises(DraftError, match=r"a token tree for request 'second', and its drafts_trees is False; .*= True"):
-        check_draft(tree(-1, 0, second=(-1, -1)), BATCH, [12, 9], 10)
+        tree(-1, 0, second=(-1, -1)).check(BATCH, [12, 9], 10)
 
 
 def test_a_row_that_may_generate_one_more_token_drafts_nothing() -> None:
     last = Batch((Row(Request("last", (1,), 1)),))
-    check_draft(Draft.empty(1), last, [4], 10, trees=True)
+    Draft.empty(1).check(last, [4], 10, trees=True)
     with pytest.raises(DraftError, match="has depth 1, and the row may still generate 1 tokens"):
-        check_draft(Draft.from_trees([[(1, -1)]]), last, [4], 10, trees=True)
+        Draft.from_trees([[(1, -1)]]).check(last, [4], 10, trees=True)
 
 
 def test_a_backend_without_trees_is_refused_in_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +180,7 @@ def test_cuts_and_copies_keep_them(draft: Draft, limits: list[int]) -> None:
 
 def own_of(draft: Draft) -> Draft:
     rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(draft.num_rows)))
-    return own_draft(draft, rows, [9] * draft.num_rows, VOCAB, trees=True)
+    return draft.check(rows, [9] * draft.num_rows, VOCAB, trees=True)
 
 
 class Given(Drafter):
@@ -233,12 +222,12 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
     ],
 )
 def test_distributions_that_cannot_be_are_refused(q: tuple[Seq[torch.Tensor] | None, ...], message: str) -> None:
-    draft, rows = replace(Draft.from_chains([[1, 2]]), q=q), Batch((Row(Request("first", (1,), 9)),))
+    draft = replace(Draft.from_chains([[1, 2]]), q=q)
     with pytest.raises(DraftError, match=message):
-        check_draft(draft, rows, [2], VOCAB)
+        _check_q(draft, VOCAB)
 
 
 def test_leaves_need_none() -> None:
-    draft, rows = Draft.from_chains([[1, 2]]), Batch((Row(Request("first", (1,), 9)),))
-    check_draft(replace(draft, q=((UNIT, UNIT, torch.empty(0)),)), rows, [2], VOCAB)
-    check_draft(replace(draft, q=(None,)), rows, [2], VOCAB)
+    draft = Draft.from_chains([[1, 2]])
+    _check_q(replace(draft, q=((UNIT, UNIT, torch.empty(0)),)), VOCAB)
+    _check_q(replace(draft, q=(None,)), VOCAB)

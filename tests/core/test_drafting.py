@@ -37,6 +37,63 @@ class MuteError(Exception):
     __repr__ = __str__
 
 
+def fails(error: BaseException) -> Any:
+    raise error
+
+
+def late_tree(drafter: Drafter, budget: Seq[int]) -> Draft:
+    drafter.drafts_trees = True
+    return Draft.from_trees([(1, -1), (2, -1)][:limit] for limit in budget)
+
+
+def own_parents(drafter: Drafter, budget: Seq[int]) -> Draft:
+    chains = Draft.from_chains([1, 2][:limit] for limit in budget)
+    return Draft(chains.token_ids, chains.indptr, parents=(0,) * chains.indptr[-1])
+
+
+def wants(name: str, number: Any) -> Callable[[Drafter, Seq[int]], Draft]:
+    return lambda drafter, budget: setattr(drafter, name, number) or Draft.empty(len(budget))
+
+
+def drafted(tensor: Any, *ends: int) -> Callable[[Drafter, Seq[int]], Draft]:
+    """A draft of these ids for two rows."""
+    return lambda drafter, budget: Draft(tensor, (0, *ends))
+
+
+ONES = torch.ones(2, dtype=torch.int64)
+# A fault of propose, or of another method, and the message that it gives.
+FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
+    "propose": (lambda *_: 1 / 0, r"failed in propose: ZeroDivisionError: division by zero"),
+    "observe": (None, r"failed in observe: ZeroDivisionError: of its own"),
+    "release": (None, r"failed in release: ZeroDivisionError: of its own"),
+    "no draft": (lambda *_: None, "it returned a NoneType; return an emssd.drafting.Draft"),
+    "no tensor": (drafted([1], 1, 1), "its token_ids are a list; give one int64 tensor"),
+    "exit in propose": (lambda *_: sys.exit(0), r"failed in propose: SystemExit: 0"),
+    "mute": (lambda *_: fails(MuteError()), "failed in propose: MuteError: no message, as that raises SystemExit"),
+    "talks": (
+        lambda *_: fails(ValueError(200_000 * "x")), r"failed in propose: ValueError: x{600} …\Z|x{600} …\. It is"
+    ),
+    "count": (
+        wants("num_speculative_tokens", 2.5), "its num_speculative_tokens is 2.5; it must be an integer, at least 0"
+    ),
+    "candidates": (wants("num_candidates", -1), "its num_candidates is -1; it must be an integer, at least 0"),
+    "late tree": (late_tree, "it drafted a token tree for request .*, and its drafts_trees is False"),
+    "dtype": (drafted(ONES.int(), 1, 2), "its token_ids are torch.int32"),
+    "meta": (drafted(ONES.to("meta"), 1, 2), "its token_ids are on the device meta"),
+    "budget": (
+        lambda drafter, budget: Draft.from_chains([[1] * (limit + 1) for limit in budget]),
+        r"it drafted \d tokens for request '\d' with a budget of \d",
+    ),
+    "vocabulary": (
+        lambda drafter, budget: Draft.from_chains([[11][:limit] for limit in budget]),
+        "it drafted token id 11, outside the target's vocabulary of 11",
+    ),
+    "rows": (drafted(ONES[:0], 0, 0, 0), "its draft has 3 rows .* but the batch has 2 rows"),
+    "indptr": (drafted(ONES[:1], 2, 1), "broke its interface"),
+    "tree": (own_parents, "node 0 of its tree for request .* has parent 0; a parent is an earlier node"),
+}  # fmt: skip
+
+
 class Faulty(Drafter):
     """Drafts two tokens, until at step `due` it commits a fault."""
 
@@ -48,95 +105,19 @@ class Faulty(Drafter):
         self.released: list[str] = []
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        self.num_proposed, self.budget = self.num_proposed + 1, budget
-        if self.num_proposed != self.due:
-            return Draft.from_chains([[1, 2][:limit] for limit in budget])
-        match self.fault:
-            case "propose":
-                raise ZeroDivisionError("of its own")
-            case "exit in propose":
-                sys.exit(0)
-            case "mute":
-                raise MuteError
-            case "talks":
-                raise ValueError(200_000 * "x")
-            case "default device":
-                torch.set_default_device("meta")
-            case "device":
-                torch.device("meta").__enter__()
-            case "default dtype":
-                torch.set_default_dtype(torch.float16)
-            case "autocast":
-                torch.autocast("cpu", dtype=torch.bfloat16).__enter__()
-            case "warnings":
-                warnings.simplefilter("error")
-            case "count":
-                self.num_speculative_tokens = 2.5  # type: ignore[assignment]  # that is the fault
-            case "candidates":
-                self.num_candidates = -1
-            case "late tree":
-                self.drafts_trees = True
-                return Draft.from_trees([(1, -1), (2, -1)][:limit] for limit in budget)
-            case "no draft":
-                return None  # type: ignore[return-value]  # that is the fault
-            case "no tensor":
-                return Draft([1], (0, *[1] * len(batch)))  # type: ignore[arg-type]  # that is the fault
-            case "meta":
-                return Draft(torch.ones(len(batch), dtype=torch.int64, device="meta"), tuple(range(len(batch) + 1)))
-            case "dtype":
-                return Draft(torch.ones(0, dtype=torch.int32), (0,) * (len(batch) + 1))
-            case "budget":
-                return Draft.from_chains([[1] * (limit + 1) for limit in budget])
-            case "vocabulary":
-                return Draft.from_chains([[11][:limit] for limit in budget])
-            case "rows":
-                return Draft.empty(len(batch) + 1)
-            case "indptr":
-                return Draft(torch.tensor([1]), (0, 2, *[1] * (len(batch) - 1)))
-            case "tree":
-                chains = Draft.from_chains([1, 2][:limit] for limit in budget)
-                return Draft(chains.token_ids, chains.indptr, parents=(0,) * chains.indptr[-1])
-        return Draft.empty(len(batch))
+        self.num_proposed += 1
+        fault = FAULTS[self.fault][0] if self.num_proposed == self.due else None
+        return Draft.from_chains([[1, 2][:limit] for limit in budget]) if fault is None else fault(self, budget)
 
     def observe(self, outcome: Outcome) -> None:
         self.num_observed += 1
         if self.fault == "observe" and self.num_observed == self.due:
             raise ZeroDivisionError("of its own")
-        if self.fault == "exit in observe" and self.num_observed == self.due:
-            sys.exit(0)
 
     def release(self, request_ids: Iterable[str]) -> None:
         self.released += request_ids
         if self.fault == "release":
             raise ZeroDivisionError("of its own")
-
-
-FAULTS = {
-    "propose": r"failed in propose: ZeroDivisionError: of its own",
-    "observe": r"failed in observe: ZeroDivisionError: of its own",
-    "release": r"failed in release: ZeroDivisionError: of its own",
-    "no draft": "it returned a NoneType; return an emssd.drafting.Draft",
-    "no tensor": "its token_ids are a list; give one int64 tensor",
-    "exit in propose": r"failed in propose: SystemExit: 0",
-    "exit in observe": r"failed in observe: SystemExit: 0",
-    "mute": "failed in propose: MuteError: no message, as that raises SystemExit",
-    "talks": r"failed in propose: ValueError: x{600} …\Z|x{600} …\. It is",
-    "default device": "its token_ids are on the device meta",
-    "device": "its token_ids are on the device meta",
-    "default dtype": "failed in propose: it left the default dtype changed",
-    "autocast": "failed in propose: it left autocast changed",
-    "warnings": "failed in propose: it left warnings.filters changed",
-    "count": "its num_speculative_tokens is 2.5; it must be an integer, at least 0",
-    "candidates": "its num_candidates is -1; it must be an integer, at least 0",
-    "late tree": "it drafted a token tree for request .*, and its drafts_trees is False",
-    "dtype": "its token_ids are torch.int32",
-    "meta": "its token_ids are on the device meta",
-    "budget": r"it drafted \d tokens for request '\d' with a budget of \d",
-    "vocabulary": "it drafted token id 11, outside the target's vocabulary of 11",
-    "rows": "its draft has 3 rows .* but the batch has 2 rows",
-    "indptr": "broke its interface",
-    "tree": "node 0 of its tree for request .* has parent 0; a parent is an earlier node",
-}
 
 
 @pytest.mark.costly("several whole runs")
@@ -153,7 +134,7 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     message = str(caught[0].message)
     assert message.startswith(f"drafter {NAME} ")
     assert message.endswith("It is switched off; the output is not affected")
-    assert re.search(FAULTS[fault], message)
+    assert re.search(FAULTS[fault][1], message)
     assert engine.drafting.num_speculative_tokens == 0
     assert sorted(drafter.released) == ["0", "1", "2", "3", "4"], "what it holds of any request is still released"
     calls = drafter.num_proposed, drafter.num_observed
@@ -180,7 +161,7 @@ def test_or_it_ends_the_run_by_option(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
     engine = build(oracle, make_ragged, Faulty(fault), batch_size=2, drafter_name=NAME, on_drafter_error="fail")
-    with pytest.raises(PluginError, match=FAULTS[fault]) as caught:
+    with pytest.raises(PluginError, match=FAULTS[fault][1]) as caught:
         engine.generate(prompts, 9)
     assert f"drafter {NAME} " in str(caught.value)
     assert not engine.scheduler.has_work
@@ -194,17 +175,12 @@ CHANGES: dict[str, Callable[[Row], Any]] = {
     "delete": lambda row: row.tokens.__delitem__(0),
     "+=": lambda row: setattr(row, "tokens", row.tokens.__iadd__([1])),
     "tokens": lambda row: setattr(row, "tokens", [1, 2, 3]),
-    "num_cached": lambda row: setattr(row, "num_cached", 0),
-    "max_length": lambda row: setattr(row, "max_length", 99),
-    "finish_reason": lambda row: setattr(row, "finish_reason", None),
     "request": lambda row: setattr(row.request, "max_new_tokens", 99),
-    "extend": lambda row: row.extend([1]),
-    "advance": lambda row: row.advance([1], None, num_drafted=0, num_accepted=0),
 }
 
 
 class Changing(Drafter):
-    """Tries to change a row, which it may only read, when it is called at `where`."""
+    """Tries to change tokens, which it may only read, when it is called at `where`."""
 
     num_speculative_tokens = 2
 
@@ -223,7 +199,7 @@ class Changing(Drafter):
 
 @looped("where", ["propose", "observe"])
 @looped("change", CHANGES)
-def test_rows_cannot_be_changed_by_a_drafter(
+def test_tokens_cannot_be_changed_by_a_drafter(
     change: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
     drafter = Changing(CHANGES[change], where)
@@ -278,7 +254,7 @@ def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.Mo
 
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigError, match="on_drafter_error is 'ignore'; choose disable or fail"):
-        CheckedDrafter(Faulty("none"), None, 11, on_error="ignore")
+        CheckedDrafter(Faulty("propose"), None, 11, on_error="ignore")
 
 
 @looped(("name", "config"), [("cascade", CascadeConfig), ("union", UnionConfig)])

@@ -18,7 +18,7 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.errors import PluginError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import RandomDrafter
+from emssd.testing.drafters import TreeDrafter
 
 PLACES = ("fits", "plan", "forward", "last layer", "commit", "propose", "observe", "release", "policy")
 
@@ -40,9 +40,9 @@ class Faults:
             raise BrokenError(place)
 
 
-class FaultyDrafter(RandomDrafter):
-    def __init__(self, faults: Faults, vocab_size: int) -> None:
-        super().__init__(vocab_size, 4)
+class FaultyDrafter(TreeDrafter):
+    def __init__(self, faults: Faults, oracle: Any, prompts: list[list[int]]) -> None:
+        super().__init__(oracle.vocab_size, 6, oracle.references(prompts, 9), right=0.7)
         self._faults = faults
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -129,7 +129,7 @@ def test_after_any_error_the_next_step_goes_on(
     prompts: list[list[int]],
 ) -> None:
     faults = Faults(due)
-    drafter, policy = FaultyDrafter(faults, oracle.vocab_size), FaultyPolicy(faults)
+    drafter, policy = FaultyDrafter(faults, oracle, prompts), FaultyPolicy(faults)
     engine = build(
         oracle, make_backend, drafter, batch_size=3, prefix_caching=True, budget=policy, on_drafter_error="fail"
     )

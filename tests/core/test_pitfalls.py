@@ -31,7 +31,6 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from tests.support.backends import runner_of
 from tests.support.sampling import sampled
-from tests.support.strategies import EosDrafter
 from tests.support.tiers import looped
 
 MakeBackend = Callable[[], AttentionBackend]
@@ -150,20 +149,6 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
     assert draft_backend.kv_usage.held == 0
 
 
-def test_4_a_draft_model_of_the_same_weights_is_never_rejected_whatever_the_budgets(
-    oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
-) -> None:
-    drafter = spy(DraftModelDrafter(runner_of(oracle.target, make_backend()), 11, 3))
-    engine = build(oracle, make_backend, drafter, batch_size=3)
-    limits = [13, 6, 9, 2, 1]
-    requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
-    for generation in engine.run(requests):
-        n = limits[int(generation.request_id)]
-        assert generation.token_ids == oracle.reference(generation.prompt_ids, n)
-        assert generation.num_steps == -(-n // 4)
-    assert all(drafted == accepted for step in drafter.trace for _, drafted, accepted in step)
-
-
 @looped("place", range(6))
 def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
     place: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
@@ -175,28 +160,6 @@ def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
     assert [generation.token_ids for generation in done] == [oracle.reference(prompt, 10, eos) for prompt in prompts]
     assert done[0].finish_reason is FinishReason.EOS
     assert len(done[0].token_ids) == references["0"].index(references["0"][place]) + 1
-
-
-@looped("limit", [1, 2, 3])
-@looped("k", [1, 2, 6])
-def test_5_the_length_limit_is_never_overshot(
-    limit: int, k: int, oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
-) -> None:
-    drafter = spy(PerfectDrafter(11, k, oracle.references(prompts, 20)))
-    engine = build(oracle, make_backend, drafter, batch_size=3)
-    assert outputs(engine, prompts, limit) == [oracle.reference(prompt, limit) for prompt in prompts]
-    assert max(max(drafted for _, drafted, _ in step) for step in drafter.trace) == min(k, limit - 1)
-
-
-@looped("seed", range(5))
-def test_5_eos_in_drafts_and_in_the_prompt_ends_nothing(
-    seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
-) -> None:
-    eos = {prompts[0][0], 7}
-    drafter = EosDrafter(eos, 11, 5, oracle.references(prompts, 12), seed=seed)
-    engine = build(oracle, make_backend, drafter, eos_token_ids=eos)
-    assert outputs(engine, prompts, 12) == [oracle.reference(prompt, 12, eos) for prompt in prompts]
-    assert engine.report.num_drafted > 0
 
 
 def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(

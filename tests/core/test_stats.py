@@ -10,7 +10,7 @@ import pytest
 
 from emssd.attention import KVUsage
 from emssd.decoding.outcome import StepTimer
-from emssd.metrics.stats import NUM_TIMED_STEPS, RunReport, StageStats, StepStats
+from emssd.metrics.stats import _NUM_TIMED_STEPS, RunReport, StageStats, StepStats
 from tests.support.tiers import looped
 
 PREFILL = StepStats(
@@ -128,9 +128,9 @@ def test_metric_is_its_formula(name: str, value: object) -> None:
 
 def test_an_engine_that_never_ends_keeps_the_seconds_of_its_latest_steps_only() -> None:
     slow = dataclasses.replace(DECODE, seconds=DECODE.seconds | {"forward": 100.0})
-    report = report_of(*[slow] * 9, *[DECODE] * NUM_TIMED_STEPS)
-    assert report.decode_steps == NUM_TIMED_STEPS + 9
-    assert len(report.decode_step_seconds) == NUM_TIMED_STEPS
+    report = report_of(*[slow] * 9, *[DECODE] * _NUM_TIMED_STEPS)
+    assert report.decode.num_steps == _NUM_TIMED_STEPS + 9
+    assert len(report.decode_step_seconds) == _NUM_TIMED_STEPS
     assert max(report.decode_step_seconds) < 100
 
 

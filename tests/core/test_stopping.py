@@ -261,22 +261,6 @@ def test_ignore_eos_leaves_limits_and_stop_strings(
     assert (full.finish_reason, full.token_ids) == (FinishReason.LENGTH, tokens)
 
 
-def test_limits_per_prompt(oracle: Any, make_ragged: Callable[[], AttentionBackend], build: Any) -> None:
-    from emssd_none import NoneDrafter
-
-    engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
-    prompts = [[1, 2], [3], [4, 5, 6]]
-    done = engine.generate(prompts, [5, 1, 9])
-    assert [generation.token_ids for generation in done] == [
-        oracle.reference(prompt, limit) for prompt, limit in zip(prompts, (5, 1, 9), strict=True)
-    ]
-    with pytest.raises(ConfigError, match="max_new_tokens has 2 limits for 3 prompts; give one for each, or one"):
-        engine.generate(prompts, [5, 1])
-    with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number of at least 1"):
-        engine.generate(prompts, [5, 0, 3])
-    assert engine.generate([], 7) == []
-
-
 @given(st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=6), st.text("ab", min_size=1, max_size=3))
 def test_growing_in_pieces_equals_growing_at_once(pieces: list[str], string: str) -> None:
     piecewise, whole = _row([string], "ab", limit=12), _row([string], "ab", limit=12)

@@ -1,4 +1,4 @@
-"""The tools of `emssd.testing` do what they say: drafters, references, `DenseBackend`."""
+"""The tools of `emssd.testing` do what they say: references, `DenseBackend`."""
 
 from __future__ import annotations
 
@@ -12,34 +12,9 @@ from hypothesis import strategies as st
 from emssd.attention import KVCacheSpec, LayerSpec, additive_mask, masked_attention
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import (
-    PerfectDrafter,
-)
+from emssd.sequences import Request, Row
 from emssd.testing.oracle import DenseBackend, greedy_reference
 from emssd.testing.strategies import layer_specs
-
-REFERENCE = (3, 1, 4, 1, 5, 2, 6, 5)
-BY_ID, BY_PROMPT = {"a": REFERENCE}, {(7, 7): REFERENCE}
-
-
-def row(*generated: int) -> Row:
-    sequence = Row(Request("a", (7, 7), 20))
-    sequence.extend(list(generated))
-    return sequence
-
-
-def chain(drafter: Any, sequence: Row, limit: int) -> list[int]:
-    return drafter.propose(Batch((sequence,)), [limit]).token_ids.tolist()
-
-
-@pytest.mark.parametrize("references", [BY_ID, BY_PROMPT], ids=["by id", "by prompt"])
-def test_perfect_drafter_goes_on_where_the_sequence_is(references: Any) -> None:
-    drafter = PerfectDrafter(8, 4, references)
-    assert chain(drafter, row(), 4) == [3, 1, 4, 1]
-    assert chain(drafter, row(3, 1, 4), 2) == [1, 5]
-    assert chain(drafter, row(*REFERENCE[:7]), 4) == [5]
-    assert chain(drafter, row(*REFERENCE), 4) == []
 
 
 @pytest.mark.parametrize("name", ["opt-61", "llama-11", "mistral-17", "gemma2-7"])
@@ -56,13 +31,6 @@ def test_greedy_reference_is_what_transformers_generates(
             options = {"do_sample": False, "eos_token_id": list(stop) or None, "pad_token_id": 0}
             theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10, **options)
             assert greedy_reference(model, prompt, 10, stop) == theirs[0, len(prompt) :].tolist()
-
-
-def test_greedy_reference_leaves_the_model_as_it_was(oracle: Any) -> None:
-    model = oracle.target.model
-    before = model.config._attn_implementation
-    greedy_reference(model, [1], 2)
-    assert model.config._attn_implementation == before
 
 
 @given(layer_specs(), st.integers(1, 7), st.integers(0, 2**16))

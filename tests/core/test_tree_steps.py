@@ -19,7 +19,6 @@ from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
 from emssd.drafting import Outcome
 from emssd.model import TargetModel
-from emssd.sequences import Request
 from emssd.testing.conformance.setting import setting
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
@@ -129,42 +128,6 @@ def test_a_drafter_hears_the_targets_choice_at_every_node(
     done = build(oracle, make, drafter).generate(prompts, NEW)
     assert [generation.token_ids for generation in done] == list(references.values())
     assert WatchedTrees.num_nodes > 50
-
-
-@every_backend
-@pytest.mark.parametrize("at", [1, 3, 8, 13])
-def test_a_step_with_trees_that_fails_half_way_is_taken_again(
-    make: MakeBackend, at: int, oracle: Any, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    references = oracle.references(prompts, NEW)
-    engine = build(oracle, make, TreeDrafter(11, 8, references, right=0.7, seed=at))
-    backend, calls = engine.runner.backend, [0]
-
-    def failing(name: str) -> Callable[..., Any]:
-        real = getattr(backend, name)
-
-        def call(*arguments: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == at:
-                raise ArithmeticError(name)
-            return real(*arguments)
-
-        return call
-
-    for name in ("plan", "forward", "commit"):
-        monkeypatch.setattr(backend, name, failing(name))
-    for row, prompt in enumerate(prompts):
-        engine.add(Request(str(row), tuple(prompt), NEW))
-    done, num_failed = {}, 0
-    while engine.has_work:
-        try:
-            finished = engine.step()
-        except ArithmeticError:
-            num_failed += 1
-        else:
-            done |= {row.request_id: tuple(row.output_ids) for row in finished}
-    assert num_failed == 1
-    assert done == references
 
 
 @pytest.mark.parametrize("page_size", few([16, 1], ci=1))

@@ -42,17 +42,6 @@ def test_depth_counts_the_way_and_ancestors_lie_on_it(parents: tuple[int, ...]) 
     assert is_chain(parents) == all(path(parents, node) == list(range(node + 1)) for node in nodes)
 
 
-@given(FORESTS)
-def test_trees_come_back_row_by_row(forest: list[Tree]) -> None:
-    draft = Draft.from_trees(forest)
-    assert draft.num_rows == len(forest)
-    assert draft.lengths == [len(tree) for tree in forest]
-    for row, tree in enumerate(forest):
-        assert list(draft.tree(row)) == [parent for _, parent in tree]
-        assert draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist() == [token for token, _ in tree]
-    assert draft.is_chain == all(is_chain(draft.tree(row)) for row in range(draft.num_rows))
-
-
 @given(FORESTS, st.booleans(), st.data())
 def test_picked_nodes_keep_their_ways_and_their_confidence(
     forest: list[Tree], confidence: bool, data: st.DataObject
@@ -228,12 +217,3 @@ def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple
     found = [(owner[token], int(packed.position_ids[token])) for token in packed.logit_rows.tolist()]
     assert found == wanted
     assert len(found) == len(rows) + draft.token_ids.numel()
-
-
-@given(rows_and_drafts())
-def test_packing_changes_nothing_it_is_given(case: tuple[list[Row], Draft]) -> None:
-    rows, draft = case
-    before = [(list(row.tokens), row.num_cached) for row in rows], draft.token_ids.clone()
-    pack(rows, draft)
-    assert [(row.tokens, row.num_cached) for row in rows] == before[0]
-    assert torch.equal(draft.token_ids, before[1])

@@ -36,7 +36,8 @@ def test_engines_by_turns_decode_as_alone_and_side_by_side(
     assert len([*groupby(order)]) > len(turns.parts) > 20
     totals = [tuple(map(sum, zip(*parts, strict=True))) for parts in zip(*turns.parts, strict=True)]
     for engine, (tokens, seconds) in zip(engines, totals, strict=True):
-        assert (tokens, seconds) == (engine.report.decode_tokens, pytest.approx(engine.report.decode_seconds))
+        decode = engine.report.decode
+        assert (tokens, seconds) == (decode.num_new_tokens, pytest.approx(decode.total_seconds))
     with closing(turns.run()) as run:
         next(run)
     assert not any(engine.has_work or engine.runner.usage.held for engine in engines)

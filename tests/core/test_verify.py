@@ -198,15 +198,3 @@ def test_is_cut_after_the_first_eos_and_at_the_limit(
     assert row.tokens == [7, 2, 8, *output]
     assert row.finish_reason is reason
     assert row.num_remaining == 5 - len(output)
-
-
-@given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=6), st.integers(1, 12))
-def test_growing_in_pieces_equals_growing_at_once(pieces: list[list[int]], limit: int) -> None:
-    piecewise, whole = sequence(limit), sequence(limit)
-    for piece in pieces:
-        if piecewise.finish_reason is None:
-            piecewise.extend(piece)
-    whole.extend([token for piece in pieces for token in piece])
-    assert (piecewise.output_ids, piecewise.finish_reason) == (whole.output_ids, whole.finish_reason)
-    assert len(whole.output_ids) <= limit
-    assert 2 not in whole.output_ids[:-1]

@@ -14,8 +14,8 @@ from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec, PagedBackend
-from emssd.testing import PretendedCuda
 from tests.support.fused_kernels import Twins
+from tests.support.pretended import PretendedCuda
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels
 
 pytestmark = [

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from emssd.attention.packed import on_device, to_host
-from emssd.testing import PretendedCuda
-from emssd.testing.pretended import DeviceMixError
 from tests.pretended.conftest import pytestmark as pytestmark
+from tests.support.pretended import DeviceMixError, PretendedCuda
 
 
 def test_mixed_devices_raise(device: PretendedCuda) -> None:
@@ -85,11 +84,3 @@ def test_what_a_graph_cannot_record_is_listed(what: str, device: PretendedCuda) 
             values[values > 0] = values + 1
     assert device.illegal
     assert device.illegal[0].where.partition(":")[0].endswith("pretended/test_device.py")
-
-
-def test_outside_of_it_there_is_no_device() -> None:
-    with PretendedCuda():
-        assert torch.cuda.is_available()
-    assert not torch.cuda.is_available()
-    with torch.inference_mode():
-        assert torch.ones(1).is_inference()

@@ -23,13 +23,14 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Row
-from emssd.testing import PretendedCuda, tiny_model
+from emssd.testing import tiny_model
 from emssd.testing.drafters import RandomDrafter
 from tests.pretended.conftest import pytestmark as pytestmark
 from tests.support.looking_back import looking_back_model, write_looking_back_block
 from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
 from tests.support.perfect_hydra import write_perfect_hydra
 from tests.support.perfect_medusa import lagging_target, write_perfect_medusa
+from tests.support.pretended import PretendedCuda
 
 BACKENDS = {
     "eager": FlashInferConfig(cuda_graphs=False),

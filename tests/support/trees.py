@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Drafter
-from emssd.drafting.checked import check_draft
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.strategies import trees
@@ -108,5 +107,5 @@ def tree_of(drafter: Drafter, row: Row, budget: int, vocab_size: int = 99) -> Dr
     """The draft of `drafter` for one row, tested against the rules."""
     batch = Batch((row,))
     draft = drafter.propose(batch, [budget])
-    check_draft(draft, batch, [budget], vocab_size, trees=drafter.drafts_trees)
+    draft.check(batch, [budget], vocab_size, trees=drafter.drafts_trees)
     return draft

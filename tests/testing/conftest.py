@@ -24,6 +24,16 @@ class Config:
     words: dict[str, int] = field(default_factory=dict)
 
 
+def but(base: type, **attributes: Any) -> Any:
+    """A class that is `base` but for these attributes: methods, or values."""
+    return type(f"{base.__name__}But", (base,), attributes)
+
+
+def fails(*_: Any) -> Any:
+    """For a method that raises."""
+    raise KeyError("of its own")
+
+
 def planted(conformance: type[Suite], name: str, make: Callable[..., Any], **attributes: Any) -> type[Suite]:
     """A suite of something that is made by its method `name`."""
     return type("TestPlanted", (conformance,), {name: make, "derandomize": True, "config": Config} | attributes)

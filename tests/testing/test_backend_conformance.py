@@ -14,7 +14,7 @@ from emssd.errors import OutOfMemoryError
 from emssd.testing import AttentionBackendConformance
 from emssd.testing.conformance.suite import Suite
 from emssd.testing.oracle import DenseBackend
-from tests.testing.conftest import Verdicts, broken, planted
+from tests.testing.conftest import Verdicts, broken, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -33,11 +33,6 @@ class Fault(DenseBackend):
     """The dense reference, which is right, with something wrong."""
 
 
-class NoReasons(Fault):
-    def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        return None  # type: ignore[return-value]  # that is the fault
-
-
 class ForgetsItsReasons(Fault):
     def __init__(self) -> None:
         super().__init__()
@@ -51,45 +46,6 @@ class ForgetsItsReasons(Fault):
         return ["it is allocated already"] if self.allocated else []
 
 
-class WrongPositions(Fault):
-    def plan(self, packed: PackedInputs) -> StepPlan:
-        plan = super().plan(packed)
-        return replace(plan, position_ids=plan.position_ids + 1)
-
-
-class WrongTokens(Fault):
-    def plan(self, packed: PackedInputs) -> StepPlan:
-        return replace(super().plan(packed), token_index=torch.full((packed.num_tokens,), packed.num_tokens - 1))
-
-
-class WrongLogits(Fault):
-    def plan(self, packed: PackedInputs) -> StepPlan:
-        plan = super().plan(packed)
-        return replace(plan, logits_to_keep=plan.logits_to_keep * 0)
-
-
-class NotFinite(Fault):
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        return super().forward(*arguments) / 0
-
-
-class WrongShape(Fault):
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        return super().forward(*arguments).flatten(1)
-
-
-class NoWindow(Fault):
-    def allocate(self, spec: KVCacheSpec) -> None:
-        super().allocate(replace(spec, layers=tuple(replace(layer, sliding_window=None) for layer in spec.layers)))
-
-
-class MultipliesByZero(Fault):
-    """Hides what others hold behind a weight of zero, which NaN and infinity shine through."""
-
-    def forward(self, *arguments: Any) -> torch.Tensor:
-        return super().forward(*arguments) + 0 * arguments[4].sum()
-
-
 class MultipliesSiblingsByZero(Fault):
     """In rows with trees alone, so that chains are right."""
 
@@ -100,13 +56,6 @@ class MultipliesSiblingsByZero(Fault):
             if tree:
                 out[stop - len(tree) : stop] += 0 * arguments[3][stop - len(tree) : stop].sum()
         return out
-
-
-class KeepsRejectedSiblings(Fault):
-    """Keeps the first tokens of each row, not those that were accepted."""
-
-    def commit(self, kept: Kept) -> None:
-        super().commit(replace(kept, sources=()))
 
 
 class ReadsOldPages(Fault):
@@ -145,30 +94,6 @@ class RefusesToTryAgain(Fault):
         return super().plan(packed)
 
 
-class NoPadding(Fault):
-    @property
-    def kv_usage(self) -> KVUsage:
-        return replace(super().kv_usage, padding=None)  # type: ignore[arg-type]  # that is the fault
-
-
-class GainsByPadding(Fault):
-    @property
-    def kv_usage(self) -> KVUsage:
-        return replace(super().kv_usage, padding=-1)
-
-
-class FallingPeak(Fault):
-    @property
-    def kv_usage(self) -> KVUsage:
-        held = super().kv_usage.held
-        return KVUsage(held, held, held)
-
-
-class KeepsAll(Fault):
-    def release(self, request_ids: Iterable[str]) -> None:
-        pass
-
-
 class MissesUnknownIds(Fault):
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -186,18 +111,6 @@ class AlwaysFits(Fault):
         if not super().fits(dict(zip(packed.request_ids, packed.kv_lens, strict=True))):
             raise OutOfMemoryError("no room")
         return super().plan(packed)
-
-
-class AllocatesTooMuch(Fault):
-    @property
-    def kv_usage(self) -> KVUsage:
-        usage = super().kv_usage
-        return KVUsage(usage.held, usage.peak_held, usage.peak_pool + 10**6)
-
-
-class Crashes(Fault):
-    def commit(self, kept: Kept) -> None:
-        raise KeyError("of its own")
 
 
 class CountsRows(Fault):
@@ -223,36 +136,78 @@ class WrongAfterPieces(Fault):
         return super().fits(kv_lens)
 
 
+def planned(change: Callable[[PackedInputs, StepPlan], dict[str, Any]]) -> Any:
+    """The reference, of whose plans some fields are changed."""
+
+    def plan(self: DenseBackend, packed: PackedInputs) -> StepPlan:
+        made = DenseBackend.plan(self, packed)
+        return replace(made, **change(packed, made))
+
+    return but(Fault, plan=plan)
+
+
+def computed(change: Callable[..., torch.Tensor]) -> Any:
+    """The reference, whose results are changed; `change` also gets the values."""
+    return but(Fault, forward=lambda self, *given: change(DenseBackend.forward(self, *given), given[4]))
+
+
+def using(change: Callable[[KVUsage], KVUsage]) -> Any:
+    """The reference, whose memory is told wrong."""
+    return but(Fault, kv_usage=property(lambda self: change(DenseBackend.kv_usage.fget(self))))  # type: ignore[attr-defined]
+
+
+def committed(self: DenseBackend, kept: Kept) -> None:
+    DenseBackend.commit(self, kept)
+    torch.set_default_dtype(torch.float16)
+
+
+def without_windows(self: DenseBackend, spec: KVCacheSpec) -> None:
+    layers = tuple(replace(layer, sliding_window=None) for layer in spec.layers)
+    DenseBackend.allocate(self, replace(spec, layers=layers))
+
+
 SHARED = DenseBackend()
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "builds the same again": ("backend.build", lambda: SHARED),
     "builds no backend": ("backend.build", lambda: "dense"),
-    "gives no reasons": ("backend.unsupported", NoReasons),
+    "gives no reasons": ("backend.unsupported", but(Fault, unsupported=lambda self, spec: None)),
     "forgets its reasons": ("backend.unsupported", ForgetsItsReasons),
-    "counts positions from one": ("backend.plan", WrongPositions),
-    "points at the first logits": ("backend.plan", WrongLogits),
-    "takes the last token for every one": ("backend.plan", WrongTokens),
-    "divides by zero": ("backend.output", NotFinite),
-    "flattens heads": ("backend.output", WrongShape),
-    "ignores windows": ("backend.attention", NoWindow),
-    "keeps rejected siblings": ("backend.attention", KeepsRejectedSiblings),
+    "counts positions from one": (
+        "backend.plan", planned(lambda packed, plan: {"position_ids": plan.position_ids + 1})
+    ),
+    "points at the first logits": (
+        "backend.plan", planned(lambda packed, plan: {"logits_to_keep": plan.logits_to_keep * 0})
+    ),
+    "takes the last token for every one": (
+        "backend.plan",
+        planned(lambda packed, plan: {"token_index": torch.full((packed.num_tokens,), packed.num_tokens - 1)}),
+    ),
+    "divides by zero": ("backend.output", computed(lambda out, values: out / 0)),
+    "flattens heads": ("backend.output", computed(lambda out, values: out.flatten(1))),
+    "ignores windows": ("backend.attention", but(Fault, allocate=without_windows)),
+    "keeps rejected siblings": (
+        "backend.attention",
+        but(Fault, commit=lambda self, kept: DenseBackend.commit(self, replace(kept, sources=()))),
+    ),
     "multiplies siblings by zero": ("backend.isolation", MultipliesSiblingsByZero),
-    "multiplies by zero": ("backend.isolation", MultipliesByZero),
+    # It hides what others hold behind a weight of zero, which NaN and infinity shine through.
+    "multiplies by zero": ("backend.isolation", computed(lambda out, values: out + 0 * values.sum())),
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),
     "refuses to try again": ("backend.retry", RefusesToTryAgain),
-    "says nothing of padding": ("backend.commit", NoPadding),
-    "gains by padding": ("backend.commit", GainsByPadding),
-    "has a peak that falls": ("backend.memory", FallingPeak),
-    "keeps all": ("backend.release", KeepsAll),
+    "says nothing of padding": ("backend.commit", using(lambda usage: replace(usage, padding=None))),
+    "gains by padding": ("backend.commit", using(lambda usage: replace(usage, padding=-1))),
+    "has a peak that falls": ("backend.memory", using(lambda usage: KVUsage(usage.held, usage.held, usage.held))),
+    "keeps all": ("backend.release", but(Fault, release=lambda self, request_ids: None)),
     "misses unknown ids": ("backend.release", MissesUnknownIds),
     "always fits": ("backend.fits", AlwaysFits),
-    "allocates too much": ("backend.fits", AllocatesTooMuch),
-    "crashes": ("backend.raises", Crashes),
+    "allocates too much": ("backend.fits", using(lambda usage: replace(usage, peak_pool=usage.peak_pool + 10**6))),
+    "sets the default dtype": ("backend.process", but(Fault, commit=committed)),
+    "crashes": ("backend.raises", but(Fault, commit=fails)),
     "counts rows": ("backend.batch_invariant", CountsRows),
     "forgets when asked for room": ("backend.lossless", WrongAfterPieces),
-}
+}  # fmt: skip
 
 
 def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:

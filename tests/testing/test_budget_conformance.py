@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+import torch
 
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome, StepStats
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
+from emssd.sequences import Row
 from emssd.testing import BudgetPolicyConformance
 from emssd.testing.conformance.suite import Suite
-from tests.testing.conftest import Verdicts, planted
+from tests.testing.conftest import Verdicts, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -47,82 +48,12 @@ class Good(BudgetPolicy):
             self.accepted.pop(request_id, None)
 
 
-class OverTheLimit(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        return [limit + 1 for limit in step.limits]
-
-
-class Fractions(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        return [limit / 2 for limit in step.limits]  # type: ignore[misc]  # that is the fault
-
-
-class Booleans(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        return [length > 0 for length in draft.lengths]
-
-
-class TrimsBelowZero(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        return [length - 1 for length in draft.lengths]
-
-
-class AnswersOnce(Good):
-    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
-        return [any(map(len, newest))]
-
-
-class FailsToEnd(Good):
-    def goes_on(self, step: BudgetStep, newest: Seq[Seq[DraftedNode]]) -> Seq[bool]:
-        return [all(node.surprise > 0.1 for node in nodes) for nodes in newest]  # type: ignore[attr-defined]  # the fault
-
-
-class EditsTokens(Good):
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        super().observe(outcome, stats)
-        for row in outcome.batch:
-            list.__setitem__(row.tokens, -1, row.tokens[-1] + 1)  # as far out of reach as Python can put it
-
-
-class EditsDrafts(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        draft.token_ids.add_(1)
-        return draft.lengths
-
-
-class NeedsRows(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        return [min(limit, max(step.limits)) for limit in step.limits] or [min(step.limits)]
-
-
-class NeedsOneStage(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        assert step.is_first
-        return super().allot(step)
-
-
-class NeedsChains(Good):
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        assert draft.parents is None
-        return draft.lengths
-
-
 class CountsOnPrefixes(Good):
     """Takes the number of accepted nodes for the last of them."""
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         super().observe(outcome, stats)
         assert all(not nodes or nodes[-1] == len(nodes) - 1 for nodes in outcome.accepted)
-
-
-class Draws(Good):
-    def allot(self, step: BudgetStep) -> list[int]:
-        return [random.randint(0, limit) for limit in step.limits]
-
-
-class ForgetsToRelease(Good):
-    def release(self, request_ids: Iterable[str]) -> None:
-        pass
 
 
 class MissesUnknownIds(Good):
@@ -146,11 +77,6 @@ class KeepsWhatIsInTheMiddle(Good):
         super().release([name for name in request_ids if name in self.ended])
 
 
-class Crashes(Good):
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        raise SystemExit(0)
-
-
 class ChangesTheEngine(Good):
     """No other rule says what it may do with rows that it keeps."""
 
@@ -162,34 +88,59 @@ class ChangesTheEngine(Good):
 
     def release(self, request_ids: Iterable[str]) -> None:
         super().release(request_ids)
-        for row in self.rows:
-            list.__setitem__(row.tokens, -1, 0)
+        _edit(self.rows)
 
 
+def _edit(rows: Iterable[Row]) -> None:
+    for row in rows:
+        list.__setitem__(row.tokens, -1, row.tokens[-1] + 1)  # as far out of reach as Python can put it
+
+
+def _edit_draft(self: Good, step: BudgetStep, draft: Draft) -> list[int]:
+    draft.token_ids.add_(1)
+    return draft.lengths
+
+
+DRAWS = but(Good, allot=lambda self, step: [random.randint(0, limit) for limit in step.limits])
 SHARED = Good()
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "builds the same again": ("budget.build", lambda: SHARED),
     "builds no policy": ("budget.build", lambda: 5),
-    "gives more than the limit": ("budget.allot", OverTheLimit),
-    "gives fractions": ("budget.allot", Fractions),
-    "trims to truth values": ("budget.trim", Booleans),
-    "trims below zero": ("budget.trim", TrimsBelowZero),
-    "answers once for all rows": ("budget.goes_on", AnswersOnce),
-    "fails to end drafts": ("budget.raises", FailsToEnd),
-    "edits tokens": ("budget.batch", EditsTokens),
-    "edits drafts": ("budget.batch", EditsDrafts),
-    "needs rows": ("budget.limits", NeedsRows),
-    "needs one drafter": ("budget.limits", NeedsOneStage),
-    "needs chains": ("budget.trees", NeedsChains),
+    "gives more than the limit": (
+        "budget.allot", but(Good, allot=lambda self, step: [limit + 1 for limit in step.limits])
+    ),
+    "gives fractions": ("budget.allot", but(Good, allot=lambda self, step: [limit / 2 for limit in step.limits])),
+    "trims to truth values": (
+        "budget.trim", but(Good, trim=lambda self, step, draft: [length > 0 for length in draft.lengths])
+    ),
+    "trims below zero": (
+        "budget.trim", but(Good, trim=lambda self, step, draft: [length - 1 for length in draft.lengths])
+    ),
+    "answers once for all rows": (
+        "budget.goes_on", but(Good, goes_on=lambda self, step, newest: [any(map(len, newest))])
+    ),
+    "fails to end drafts": ("budget.raises", but(Good, goes_on=fails)),
+    "edits tokens": ("budget.batch", but(Good, observe=lambda self, outcome, stats: _edit(outcome.batch))),
+    "edits drafts": ("budget.batch", but(Good, trim=_edit_draft)),
+    "sets the default dtype": (
+        "budget.process", but(Good, observe=lambda self, outcome, stats: torch.set_default_dtype(torch.float16))
+    ),
+    "needs rows": ("budget.limits", but(Good, allot=lambda self, step: [min(step.limits) for _ in step.limits or [0]])),
+    "needs one drafter": (
+        "budget.limits", but(Good, allot=lambda self, step: Good.allot(self, step) if step.is_first else fails())
+    ),
+    "needs chains": (
+        "budget.trees", but(Good, trim=lambda self, step, draft: fails() if draft.parents else draft.lengths)
+    ),
     "takes accepted nodes for a prefix": ("budget.trees", CountsOnPrefixes),
-    "draws": ("budget.deterministic", Draws),
-    "forgets to release": ("budget.release", ForgetsToRelease),
+    "draws": ("budget.deterministic", DRAWS),
+    "forgets to release": ("budget.release", but(Good, release=lambda self, request_ids: None)),
     "misses unknown ids": ("budget.release", MissesUnknownIds),
     "keeps what is in the middle": ("budget.preemption", KeepsWhatIsInTheMiddle),
-    "crashes": ("budget.raises", Crashes),
+    "crashes": ("budget.raises", but(Good, observe=lambda self, outcome, stats: exit(0))),
     "changes rows when it releases": ("budget.lossless", ChangesTheEngine),
-}
+}  # fmt: skip
 
 
 def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:
@@ -204,6 +155,6 @@ def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Ve
 
 def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
     assert verdicts(suite(Good)) == {}
-    found = verdicts(suite(Draws, decides_at_random=True))
+    found = verdicts(suite(DRAWS, decides_at_random=True))
     assert set(found.values()) == {"skipped: it decides at random, and its decisions are not compared"}
     assert len(found) == 3

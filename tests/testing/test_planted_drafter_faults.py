@@ -9,12 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
 from emssd.testing import DrafterConformance
 from emssd.testing.conformance.suite import Suite
-from tests.testing.conftest import Verdicts, planted
+from tests.testing.conftest import Verdicts, but, fails, planted
 
 
 class Good(Drafter):
@@ -40,11 +41,6 @@ class Good(Drafter):
         return text[before[-1] + 1 :] if before else []
 
 
-class OverBudget(Good):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_chains((self.chain(row) * 4)[: limit + 1] for row, limit in zip(batch, budget, strict=True))
-
-
 class GoodTrees(Good):
     """Drafts all that followed the newest token earlier, as a tree, and how often that was."""
 
@@ -68,72 +64,6 @@ class GoodTrees(Good):
         return [(token, parent, 1 / (1 + len(starts))) for token, parent in nodes]
 
 
-class HidesItsTrees(GoodTrees):
-    drafts_trees = False
-
-
-class ChildrenFirst(GoodTrees):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        return replace(draft, parents=tuple(max(parent, 0) for parent in draft.parents or ()))
-
-
-class TooDeep(GoodTrees):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_chains([[1] * limit for limit in budget])
-
-
-class TooSure(GoodTrees):
-    def nodes(self, row: Row) -> list[tuple[int, int, float]]:
-        return [(token, parent, 100 * told) for token, parent, told in super().nodes(row)]
-
-
-class SureOfNothing(GoodTrees):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return replace(super().propose(batch, budget), confidence=())
-
-
-class TreesOverBudget(GoodTrees):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return super().propose(batch, [limit + 1 for limit in budget])
-
-
-class TakesWaysForPrefixes(GoodTrees):
-    def observe(self, outcome: Outcome) -> None:
-        assert all(list(nodes) == list(range(len(nodes))) for nodes in outcome.accepted)
-
-
-class OutsideTheVocabulary(Good):
-    def chain(self, row: Row) -> list[int]:
-        return [token + 1 for token in super().chain(row)]
-
-
-class NoTensor(Good):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        return Draft(draft.token_ids.tolist(), draft.indptr)  # type: ignore[arg-type]  # that is the fault
-
-
-class Int32(Good):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        return Draft(draft.token_ids.int(), draft.indptr)
-
-
-class Appends(Good):
-    def chain(self, row: Row) -> list[int]:
-        chain = super().chain(row)
-        list.extend(row.tokens, chain[:1])  # as far out of reach as Python can put it
-        return chain
-
-
-class Overwrites(Good):
-    def chain(self, row: Row) -> list[int]:
-        chain = super().chain(row)
-        list.__setitem__(row.tokens, 0, 0)
-        return chain
-
-
 class ReusesItsBuffer(Good):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self.draft = super().propose(batch, budget)
@@ -141,35 +71,6 @@ class ReusesItsBuffer(Good):
 
     def observe(self, outcome: Outcome) -> None:
         outcome.draft.token_ids.zero_()
-
-
-class CrashesWithoutBudget(Good):
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        if 0 in budget:
-            raise ZeroDivisionError("of its own")
-        return super().propose(batch, budget)
-
-
-class CrashesOnOneToken(Good):
-    def chain(self, row: Row) -> list[int]:
-        return [row.tokens[-2]]
-
-
-class CrashesWhenARowEnds(Good):
-    def observe(self, outcome: Outcome) -> None:
-        for row in outcome.batch:
-            assert row.finish_reason is None
-
-
-class CrashesSometimes(Good):
-    def observe(self, outcome: Outcome) -> None:
-        if any(len(accepted) == 3 for accepted in outcome.accepted):
-            raise KeyError("three")
-
-
-class IsRandom(Good):
-    def chain(self, row: Row) -> list[int]:
-        return [random.randrange(self.vocab_size) for _ in range(4)]
 
 
 class OneMemoryForAll(Good):
@@ -192,11 +93,6 @@ class CountsOnPlaces(Good):
             text += row.tokens[len(text) :]
             chains.append([text[0]][:limit])
         return Draft.from_chains(chains)
-
-
-class ForgetsToRelease(Good):
-    def release(self, request_ids: Iterable[str]) -> None:
-        pass
 
 
 class MissesUnknownIds(Good):
@@ -243,44 +139,98 @@ def shared(context: DrafterContext) -> Drafter:
     return SHARED[0]
 
 
-class WritesToStates(Good):
-    hidden_layers = (0, -1)
-
-    def observe(self, outcome: Outcome) -> None:
-        assert outcome.hidden is not None
-        outcome.hidden.states[1].mul_(0.5)
+def proposed(change: Callable[[Draft], Draft], base: type = Good) -> Any:
+    """`base`, whose drafts are changed."""
+    return but(base, propose=lambda self, batch, budget: change(base.propose(self, batch, budget)))  # type: ignore[attr-defined]
 
 
+def chained(change: Callable[[Any, Row, list[int]], Any]) -> Any:
+    """`Good`, whose chains are changed, or its rows."""
+    return but(Good, chain=lambda self, row: change(self, row, Good.chain(self, row)))
+
+
+def observed(is_wrong: Callable[[Outcome], Any], base: type = Good, **attributes: Any) -> Any:
+    """`base`, which does something else when it observes, and fails if that is true."""
+    return but(base, observe=lambda self, outcome: fails() if is_wrong(outcome) else None, **attributes)
+
+
+def forgotten(self: Good, row: Row, chain: list[int]) -> list[int]:
+    row.num_cached -= 1
+    return chain
+
+
+FORGETS_TO_RELEASE = but(Good, release=lambda self, request_ids: None)
+IS_RANDOM = chained(lambda self, row, chain: [random.randrange(self.vocab_size) for _ in range(4)])
 FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "builds the same again": ("drafter.build", shared),
     "builds nothing": ("drafter.build", lambda context: []),
-    "drafts lists": ("drafter.draft", NoTensor),
-    "drafts int32": ("drafter.draft", Int32),
-    "overruns its budget": ("drafter.budget", OverBudget),
-    "overruns its budget with a tree": ("drafter.budget", TreesOverBudget),
-    "does not say that it drafts trees": ("drafter.tree", HidesItsTrees),
-    "draws parents that are not before their children": ("drafter.tree", ChildrenFirst),
-    "drafts beyond the end": ("drafter.depth", TooDeep),
-    "is surer than sure": ("drafter.confidence", TooSure),
-    "says nothing of some": ("drafter.confidence", SureOfNothing),
-    "takes a way for a prefix": ("drafter.raises", TakesWaysForPrefixes),
-    "drafts outside of the vocabulary": ("drafter.vocabulary", OutsideTheVocabulary),
-    "appends to the batch": ("drafter.batch", Appends),
-    "overwrites a token in place": ("drafter.batch", Overwrites),
+    "drafts lists": (
+        "drafter.draft", proposed(lambda draft: replace(draft, token_ids=draft.token_ids.tolist()))
+    ),
+    "drafts int32": ("drafter.draft", proposed(lambda draft: replace(draft, token_ids=draft.token_ids.int()))),
+    "overruns its budget": (
+        "drafter.budget",
+        but(Good, propose=lambda self, batch, budget: Draft.from_chains([[1] * (limit + 1) for limit in budget])),
+    ),
+    "overruns its budget with a tree": (
+        "drafter.budget",
+        but(GoodTrees, propose=lambda self, batch, budget: GoodTrees.propose(self, batch, [9] * len(budget))),
+    ),
+    "does not say that it drafts trees": ("drafter.tree", but(GoodTrees, drafts_trees=False)),
+    "draws parents that are not before their children": (
+        "drafter.tree",
+        proposed(lambda draft: replace(draft, parents=tuple(max(each, 0) for each in draft.parents or ())), GoodTrees),
+    ),
+    "drafts beyond the end": (
+        "drafter.depth",
+        but(GoodTrees, propose=lambda self, batch, budget: Draft.from_chains([[1] * limit for limit in budget])),
+    ),
+    "is surer than sure": (
+        "drafter.confidence",
+        proposed(lambda draft: replace(draft, confidence=(100.0,) * draft.indptr[-1]), GoodTrees),
+    ),
+    "says nothing of some": ("drafter.confidence", proposed(lambda draft: replace(draft, confidence=()), GoodTrees)),
+    "takes a way for a prefix": (
+        "drafter.raises",
+        observed(lambda outcome: any(list(way) != [*range(len(way))] for way in outcome.accepted), GoodTrees),
+    ),
+    "drafts outside of the vocabulary": (
+        "drafter.vocabulary", chained(lambda self, row, chain: [token + 1 for token in chain])
+    ),
+    "appends to the batch": (  # as far out of reach as Python can put it
+        "drafter.batch", chained(lambda self, row, chain: list.extend(row.tokens, chain[:1]) or chain)
+    ),
+    "overwrites a token in place": (
+        "drafter.batch", chained(lambda self, row, chain: list.__setitem__(row.tokens, 0, 0) or chain)
+    ),
+    "forgets what is cached": ("drafter.batch", chained(forgotten)),
+    "sets the default dtype": (
+        "drafter.process", observed(lambda outcome: torch.set_default_dtype(torch.float16))
+    ),
     "reuses its buffer": ("drafter.accounting", ReusesItsBuffer),
-    "crashes without a budget": ("drafter.zero_budget", CrashesWithoutBudget),
-    "crashes on one token": ("drafter.limits", CrashesOnOneToken),
-    "crashes when a row ends": ("drafter.limits", CrashesWhenARowEnds),
-    "crashes sometimes": ("drafter.raises", CrashesSometimes),
-    "writes to hidden states": ("drafter.accounting", WritesToStates),
-    "is random": ("drafter.deterministic", IsRandom),
+    "crashes without a budget": (
+        "drafter.zero_budget",
+        but(Good, propose=lambda self, *given: fails() if 0 in given[1] else Good.propose(self, *given)),
+    ),
+    "crashes on one token": ("drafter.limits", chained(lambda self, row, chain: [row.tokens[-2]])),
+    "crashes when a row ends": (
+        "drafter.limits", observed(lambda outcome: any(row.finish_reason is not None for row in outcome.batch))
+    ),
+    "crashes sometimes": (
+        "drafter.raises", observed(lambda outcome: any(len(accepted) == 3 for accepted in outcome.accepted))
+    ),
+    "writes to hidden states": (
+        "drafter.accounting",
+        observed(lambda outcome: outcome.hidden.states[1].mul_(0.5).sum() is None, hidden_layers=(0, -1)),
+    ),
+    "is random": ("drafter.deterministic", IS_RANDOM),
     "has one memory for all": ("drafter.isolation", OneMemoryForAll),
     "counts on places": ("drafter.isolation", CountsOnPlaces),
-    "forgets to release": ("drafter.release", ForgetsToRelease),
+    "forgets to release": ("drafter.release", FORGETS_TO_RELEASE),
     "misses unknown ids": ("drafter.release", MissesUnknownIds),
     "keeps what is in the middle": ("drafter.preemption", KeepsWhatIsInTheMiddle),
     "overwrites tokens later": ("drafter.lossless", OverwritesLater),
-}
+}  # fmt: skip
 
 
 COMPARING = [  # tests that hold drafts against those of a drafter without a past
@@ -308,7 +258,7 @@ def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Ve
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
     assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared
-    assert verdicts(suite(ForgetsToRelease, learns_across_requests=True)) == uncompared
+    assert verdicts(suite(FORGETS_TO_RELEASE, learns_across_requests=True)) == uncompared
     found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
     found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.isolation")
@@ -318,7 +268,7 @@ def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_
 def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     why = "skipped: it drafts at random, and its drafts are not compared"
     expected = dict.fromkeys(["test_it_drafts_the_same_again", *COMPARING], why)
-    assert verdicts(suite(IsRandom, decides_at_random=True)) == expected
+    assert verdicts(suite(IS_RANDOM, decides_at_random=True)) == expected
     found = verdicts(suite(OverwritesLater, decides_at_random=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
 

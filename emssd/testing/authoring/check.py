@@ -17,6 +17,7 @@ from emssd.plugins import DrafterSpec
 from emssd.plugins.registry import Registry
 from emssd.testing.authoring import QUICK
 from emssd.testing.authoring.watched import Notes
+from emssd.testing.conformance.process import process_kept
 from emssd.testing.conformance.rules import RULES, rules_of
 
 if TYPE_CHECKING:
@@ -50,7 +51,13 @@ def check(given: Namespace, notes: Notes) -> int:
             f"emssd-plugins check runs tests, and {' and '.join(missing)} cannot be imported; "
             f"pip install 'emssd[testing]'"
         )
-    registry = notes.registry()
+    with process_kept() as changed:
+        registry = notes.registry()
+    if changed:
+        raise PluginError(
+            f"loading the plugins left {' and '.join(changed)} changed for the whole process; the plugin that does so "
+            f"must set that back, and EMSSD_SKIP_PLUGINS=NAME leaves one out"
+        )
     name, kind = given.name, given.kind or _kind(given.name, registry)
     spec = registry.find(kind, name)
     for flag, is_given, kinds, whose in (
@@ -77,7 +84,7 @@ def check(given: Namespace, notes: Notes) -> int:
         draws=given.decides_at_random,
         shrinks=given.thorough,
     )
-    with guarded(owner, "its tests", in_step=True):  # pytest has variables of its own in the environment
+    with guarded(owner, "its tests"):
         status = _run_pytest(source, None if given.thorough else given.examples or QUICK, given.model, results)
     status = results.print_and_judge(status, owner)
     if not (status or given.thorough or given.examples):
@@ -92,10 +99,10 @@ def _kind(name: str, registry: Registry) -> str:
         raise PluginError(f"{name!r} is the name of a {' and of a '.join(kinds)}; add {ways}")
     if kinds:
         return kinds[0]
-    known = "; ".join(f"{kind}s are {', '.join(registry.names(kind))}" for kind in _SUITES)
+    offers = "; ".join(f"{kind}s are {', '.join(registry.names(kind))}" for kind in _SUITES)
     failed = [f"{record.name!r} of {record.distribution} failed to load: {record.reason}"
               for record in registry.records if record.state == "failed"]  # fmt: skip
-    raise PluginError(". ".join([f"there is no drafter, backend or budget {name!r} to check; {known}", *failed]))
+    raise PluginError(". ".join([f"there is no drafter, backend or budget {name!r} to check; {offers}", *failed]))
 
 
 def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:

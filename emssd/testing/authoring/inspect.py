@@ -15,7 +15,7 @@ from emssd.errors.terminal import plain_console
 from emssd.plugins.hookspecs import DrafterSpec
 from emssd.testing.authoring.watched import Notes
 
-__all__ = ["inspect", "print_inspected", "print_plugins"]
+__all__ = ["print_inspected", "print_plugins"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NEEDED: dict[Format, tuple[str, ...]] = {
@@ -77,12 +77,12 @@ def _readers(kind: Format) -> list[str]:
 
 def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: list[str]) -> list[str]:
     config, tensors = checkpoint.config, checkpoint.tensors
-    of, numbers = "", sum(each.numel() for each in tensors.values())
+    of, numbers = "", sum(tensor.numel() for tensor in tensors.values())
     if (container := config.get("speculators_model_type")) is not None:
         of = f", {container} in a container of speculators {config.get('speculators_version', 'of an unknown version')}"
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     sizes = f"hidden size {config.get('hidden_size', 'unknown')}, vocabulary {config.get('vocab_size', 'unknown')}"
-    kinds = ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in tensors.values()}))
+    kinds = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}))
     use = " or ".join(f"drafter={name} drafter.path={checkpoint.path}" for name in readers)
     return [
         f"what it is: {kind.value}{of}",
@@ -96,11 +96,11 @@ def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: li
 def _lacking(checkpoint: Checkpoint, kind: Format) -> Iterator[str]:
     """The tensors that every checkpoint of this kind has, and this one lacks."""
     config = {**checkpoint.config, **(checkpoint.config.get("dflash_config") or {})}
-    own = {name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in checkpoint.tensors}
+    names = {name.removeprefix("model.").replace("midlayer.", "layers.0.") for name in checkpoint.tensors}
     yield from (f"{name} in config.json" for name in _OPTIONS.get(kind, ()) if config.get(name) is None)
-    yield from (name for name in _NEEDED.get(kind, ()) if name not in own)
+    yield from (name for name in _NEEDED.get(kind, ()) if name not in names)
     if kind in _NEEDED:
         for layer in range(min(int(config.get("num_hidden_layers") or 1), 128)):
             for part in _PROJECTIONS:
-                if f"layers.{layer}.self_attn.{part}.weight" not in own:
+                if f"layers.{layer}.self_attn.{part}.weight" not in names:
                     yield f"layers.{layer}.self_attn.{part}.weight"

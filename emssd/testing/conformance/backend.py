@@ -81,7 +81,7 @@ class AttentionBackendConformance(Suite):
         self._examples(10, check)
 
     @_rule("backend.plan", "backend.output", "backend.attention", "backend.commit", "backend.memory",
-           "backend.release", "backend.raises")  # fmt: skip
+           "backend.release", "backend.process", "backend.raises")  # fmt: skip
     def test_it_equals_the_dense_reference_after_any_history(self) -> None:
         """Prompts, ragged drafts, rollbacks, several steps before a rollback, releases, abandoned steps."""
         self._play(BackendMachine, 20, 12)
@@ -161,9 +161,9 @@ class AttentionBackendConformance(Suite):
         except Unsatisfiable:
             pytest.skip("it supports none of the layers that were drawn; set layers, dtype or device of the suite")
         except ExceptionGroup as error:
-            if (found := broken_rule(error)) is None:
+            if (rule := broken_rule(error)) is None:
                 raise
-            raise found from error
+            raise rule from error
 
     def _fill(self, data: st.DataObject, backend: WatchedBackend, limit: int) -> None:
         """Rows are added as long as they fit, grow, and go."""
@@ -172,18 +172,18 @@ class AttentionBackendConformance(Suite):
             broken("backend.fits", "fits says that no sequences at all have no room")
         for number in range(data.draw(st.integers(1, 8), label="steps")):
             row = Row(Request(f"r{number}", (1,) * data.draw(st.integers(1, 70), label="prompt"), 20))
-            lengths = {each.request_id: len(each.tokens) + 1 for each in rows}
+            lengths = {row.request_id: len(row.tokens) + 1 for row in rows}
             if len(rows) < 4 and backend.fits(lengths | {row.request_id: len(row.tokens)}):
                 rows.append(row)
-            while rows and not backend.fits({each.request_id: len(each.tokens) for each in rows}):
+            while rows and not backend.fits({row.request_id: len(row.tokens) for row in rows}):
                 backend.release([rows.pop().request_id])
             if not rows:
                 continue
-            with named("backend.fits", f"a step to {[len(each.tokens) for each in rows]} tokens, which fits allows,"):
+            with named("backend.fits", f"a step to {[len(row.tokens) for row in rows]} tokens, which fits allows,"):
                 backend.backend.plan(pack(rows, Draft.empty(len(rows))))
-            for each in rows:
-                each.advance([1], None, num_drafted=0, num_accepted=0)
-            backend.commit(Kept(tuple(each.request_id for each in rows), tuple(each.num_cached for each in rows)))
+            for row in rows:
+                row.advance([1], None, num_drafted=0, num_accepted=0)
+            backend.commit(Kept(tuple(row.request_id for row in rows), tuple(row.num_cached for row in rows)))
             if (usage := backend.kv_usage).peak_pool > limit:
                 broken("backend.fits", f"{usage.peak_pool} bytes were allocated under a limit of {limit}")
 

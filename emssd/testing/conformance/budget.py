@@ -63,7 +63,7 @@ class BudgetPolicyConformance(Suite):
         """Twice, so that nothing is shared."""
         self._policy()
 
-    @_rule("budget.allot", "budget.goes_on", "budget.trim", "budget.batch", "budget.raises")
+    @_rule("budget.allot", "budget.goes_on", "budget.trim", "budget.batch", "budget.process", "budget.raises")
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, limits, drafts and acceptances, with one drafter or several."""
 
@@ -162,8 +162,8 @@ class BudgetPolicyConformance(Suite):
 
     def _few_steps(self, num_stages: int, script: Seq[Decision], drafts: Drafts = "chains") -> PolicyWorld:
         world, rows = self._world(num_stages, drafts), [_row("a", 30), _row("b", 30)]
-        for each in [*script] * 3:
-            world.step(rows, [each] * len(rows))
+        for event in [*script] * 3:
+            world.step(rows, [event] * len(rows))
         return world
 
     def _unknown_ids(self) -> None:

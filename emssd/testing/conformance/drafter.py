@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.drafting.draft import checked_layers
+from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Row
 from emssd.testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
 from emssd.testing.conformance.rules import broken, named
@@ -67,7 +67,8 @@ class DrafterConformance(Probes):
             self._drafters(self._context())
 
     @_rule("drafter.draft", "drafter.budget", "drafter.tree", "drafter.depth", "drafter.confidence",
-           "drafter.vocabulary", "drafter.batch", "drafter.accounting", "drafter.raises")  # fmt: skip
+           "drafter.vocabulary", "drafter.batch", "drafter.accounting", "drafter.process",
+           "drafter.raises")  # fmt: skip
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, budgets, trims and acceptances."""
 
@@ -184,7 +185,10 @@ class DrafterConformance(Probes):
             watched = self._watched(run.setting.context)
             with self._explained():
                 engine = decode(run, DenseBackend, watched, "drafter.lossless")
-            heard = [sum(each.num_drafted.total() for each in watched), sum(e.num_accepted.total() for e in watched)]
+            heard = [
+                sum(drafter.num_drafted.total() for drafter in watched),
+                sum(drafter.num_accepted.total() for drafter in watched),
+            ]
             counted = [engine.report.num_drafted, engine.report.num_accepted]
             if heard != counted:
                 broken("drafter.accounting", f"outcomes told of {heard} drafted and accepted tokens; it was {counted}")
@@ -206,12 +210,12 @@ class DrafterConformance(Probes):
             while rows:
                 rows = world.step(rows, [step] * len(rows))
                 num_steps += 1
-        whole, seconds = time.perf_counter() - start, sum(each.seconds for each in watched)
-        num_tokens = sum(each.num_tokens for each in watched)
-        each = f"{1e6 * seconds / num_tokens:.1f} µs per drafted token" if num_tokens else "it drafted nothing"
+        whole, seconds = time.perf_counter() - start, sum(drafter.seconds for drafter in watched)
+        num_tokens = sum(drafter.num_tokens for drafter in watched)
+        cost = f"{1e6 * seconds / num_tokens:.1f} µs per drafted token" if num_tokens else "it drafted nothing"
         record_property(
             "emssd_cost",
-            f"{each}, {1e6 * seconds / num_steps:.1f} µs per step of up to {BATCH_SIZE} rows "
+            f"{cost}, {1e6 * seconds / num_steps:.1f} µs per step of up to {BATCH_SIZE} rows "
             f"({num_tokens} tokens in {num_steps} steps; the whole took {1e3 * whole:.1f} ms)",
         )
 

@@ -132,14 +132,14 @@ class TwiceMachine(BackendMachine):
 
     def _alone(self, turns: Seq[Turn]) -> dict[int, list[torch.Tensor]]:
         """By token the results of each layer."""
-        found = {}
+        results = {}
         for row, accepted in ((turn.row, turn.accepted) for turn in turns):
             new = [*row.tokens[row.num_cached :], *accepted]
             for length, token in enumerate(new, start=row.num_cached + 1):
                 packed = pack_nodes((row.request_id,), torch.tensor([token]), [1], [length])
-                found[token] = [result[0] for result in self._results(self.backend, packed)]
+                results[token] = [result[0] for result in self._results(self.backend, packed)]
                 self.backend.commit(Kept(packed.request_ids, packed.kv_lens))
-        return found
+        return results
 
     def _commit(self, kept: Kept) -> None:
         self.reference.commit(kept)

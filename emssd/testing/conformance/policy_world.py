@@ -1,4 +1,4 @@
-"""Steps without a model for a budget policy: what is drafted, accepted, and how long it took is told, call by call.
+"""Steps without a model for a budget policy: what is drafted, accepted, and how long it took comes from a script.
 
 The clock is a formula here, so that the same steps can be made again.
 """
@@ -88,16 +88,16 @@ _TOLD = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
 class PolicyWorld(World):
-    """A policy, and drafters that draft what they are told. Of several, the first has nothing for odd lengths."""
+    """A policy, and drafters that draft by the same script. Of several, the first has nothing for odd lengths."""
 
     kind, piece = "budget", 30
 
     def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:
-        drafters = [_AsTold(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
+        drafters = [_ScriptDrafter(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
         self.watched = watched
         super().__init__(ScriptedEngine(drafters, watched, _VOCAB_SIZE, _Formula))
         for drafter in drafters:
-            drafter.told = self.engine.told
+            drafter.decisions = self.engine.decisions
 
 
 class _Formula(StepTimer):
@@ -105,18 +105,18 @@ class _Formula(StepTimer):
 
     def timed(self, stats: StepStats) -> StepStats:
         seconds = dict.fromkeys(PHASES, 1e-5) | {"forward": 1e-3 * (1 + stats.num_tokens / 64)}
-        stages = tuple(replace(each, seconds=1e-5 * max(each.budget, default=0)) for each in stats.stages)
-        return replace(stats, seconds=seconds | {"draft": sum(each.seconds for each in stages)}, stages=stages)
+        stages = tuple(replace(stage, seconds=1e-5 * max(stage.budget, default=0)) for stage in stats.stages)
+        return replace(stats, seconds=seconds | {"draft": sum(stage.seconds for stage in stages)}, stages=stages)
 
 
-class _AsTold(Drafter):
-    """Drafts as many tokens as it is told, within its budget; which tree is drawn by what it is told to agree with.
+class _ScriptDrafter(Drafter):
+    """Drafts as many tokens as the script says, within its budget; which tree is drawn by what it is to agree with.
 
     It asks which rows go on, as drafters do that run a model.
     """
 
     num_speculative_tokens = _LONGEST
-    told: Mapping[str, Decision]
+    decisions: Mapping[str, Decision]
     _goes_on: GoesOn | None = None
 
     def __init__(self, stage: int | None, drafts: Drafts) -> None:
@@ -127,15 +127,15 @@ class _AsTold(Drafter):
         self._goes_on = goes_on
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        told = [self.told[row.request_id] for row in batch]
-        wanted = [0 if self._stage == 0 and each.keep % 2 else each.keep for each in told]
+        decisions = [self.decisions[row.request_id] for row in batch]
+        wanted = [0 if self._stage == 0 and decision.keep % 2 else decision.keep for decision in decisions]
         lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
         if self._goes_on is not None:  # any answer will do
             nodes = [DraftedNode(share, share / 2, length) for length, share in enumerate(_TOLD)]
             self._goes_on({name: nodes[:length] for name, length in zip(batch.request_ids, lengths, strict=True)})
         if self._drafts == "chains":
             return Draft.from_chains([1] * length for length in lengths)
-        draws = [Random(each.turn) for each in told]
+        draws = [Random(decision.turn) for decision in decisions]
         trees = [
             [(node % _VOCAB_SIZE, draw.randrange(-1, node)) for node in range(length)]
             for draw, length in zip(draws, lengths, strict=True)

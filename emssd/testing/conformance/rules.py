@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
-from emssd.errors.faults import told
+from emssd.errors.faults import described
+from emssd.testing.conformance.process import process_kept
 
-__all__ = ["RULES", "BrokenRule", "Rule", "assertions", "broken", "broken_rule", "named", "renamed", "rules_of"]
+__all__ = ["RULES", "BrokenRule", "assertions", "broken", "broken_rule", "named", "renamed", "rules_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ RULES: dict[str, Rule] = {
         Rule("drafter.isolation", "a request gets the same drafts whatever else runs before or beside it"),
         Rule("drafter.release", "a released request is forgotten; unknown ids are no error"),
         Rule("drafter.preemption", "a request that comes again after its release begins anew"),
+        Rule("drafter.process", "it leaves no setting of the process changed: PyTorch's, warnings, the environment"),
         Rule("drafter.raises", "no legal call raises"),
         Rule("drafter.lossless", "the tokens are those of plain greedy decoding"),
         Rule("backend.build", "each build gives a new backend"),
@@ -69,6 +71,7 @@ RULES: dict[str, Rule] = {
         Rule("backend.memory", "kv_usage covers what sequences hold, nothing is held for nobody, peaks never fall"),
         Rule("backend.release", "released sequences hold nothing; unknown ids are no error"),
         Rule("backend.fits", "what fits says is true: such steps run, and within the limit of memory"),
+        Rule("backend.process", "it leaves no setting of the process changed: PyTorch's, warnings, the environment"),
         Rule("backend.raises", "no legal call raises"),
         Rule("backend.lossless", "the tokens are those of plain greedy decoding"),
         Rule("budget.build", "each build gives a new BudgetPolicy"),
@@ -83,6 +86,7 @@ RULES: dict[str, Rule] = {
         Rule("budget.deterministic", "told the same again, it decides the same, unless it says that it draws"),
         Rule("budget.release", "a released request is forgotten; unknown ids are no error"),
         Rule("budget.preemption", "a request that comes again after its release is met as a new one"),
+        Rule("budget.process", "it leaves no setting of the process changed: PyTorch's, warnings, the environment"),
         Rule("budget.raises", "no legal call raises"),
         Rule("budget.lossless", "the tokens are those of plain greedy decoding"),
     )
@@ -116,7 +120,7 @@ def broken_rule(error: BaseException | None) -> BrokenRule | None:
         if isinstance(error, BrokenRule):
             return error
         if isinstance(error, BaseExceptionGroup):
-            return next((found for part in error.exceptions if (found := broken_rule(part))), None)
+            return next((rule for part in error.exceptions if (rule := broken_rule(part))), None)
         seen.add(id(error))
         error = error.__cause__ or error.__context__
     return None
@@ -124,18 +128,23 @@ def broken_rule(error: BaseException | None) -> BrokenRule | None:
 
 @contextmanager
 def named(rule: str, what: str) -> Iterator[None]:
-    """An exception of the body breaks `rule`, unless it is a `BrokenRule` already. `what` names the call."""
+    """An exception of the body breaks `rule`, unless it is a `BrokenRule` already. `what` names the call.
+
+    What the body leaves changed for the whole process is set back, and breaks ``KIND.process``.
+    """
     try:
-        yield
+        with process_kept() as changed:
+            yield
     except BaseException as error:  # a plugin may exit, too
-        if isinstance(error, KeyboardInterrupt) or type(error).__module__.partition(".")[0] in (
-            "hypothesis",
-            "_pytest",
-        ):
+        origin = type(error).__module__.partition(".")[0]
+        if isinstance(error, KeyboardInterrupt) or origin in ("hypothesis", "_pytest"):
             raise
         if (inner := broken_rule(error)) is not None:
             raise inner from None
-        broken(rule, f"{what} raised {told(error)}")
+        broken(rule, f"{what} raised {described(error)}")
+    if changed:
+        kind = rule.partition(".")[0]
+        broken(f"{kind}.process", f"{what} left {' and '.join(changed)} changed for the whole process; set that back")
 
 
 @contextmanager

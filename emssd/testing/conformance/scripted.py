@@ -27,7 +27,7 @@ from emssd.testing.conformance.setting import BATCH_SIZE
 
 _Text = tuple[int, ...]
 
-__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "World", "decision", "decisions", "in_turn", "lives"]
+__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "World", "decision", "lives"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +93,19 @@ def decisions(vocab_size: int) -> st.SearchStrategy[Decision]:
 @st.composite
 def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: int = 1) -> list[Life]:
     """Requests that come at different times, at most as many as a batch has rows."""
-    found = []
+    drawn = []
     for number in range(draw(st.integers(min_size, BATCH_SIZE))):
         pattern = draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=4))
         prompt = (pattern * 20)[: draw(st.sampled_from([1, 2, 3, 6, 12, 20]))]
         eos = draw(st.just(frozenset()) | st.frozensets(st.integers(0, vocab_size - 1), max_size=1))
         request = Request(f"r{number}", tuple(prompt), draw(st.integers(min_new_tokens, 24)), eos)
         script = draw(st.lists(decisions(vocab_size), min_size=1, max_size=5))
-        found.append(Life(request, tuple(script), draw(st.integers(0, 4))))
-    return found
+        drawn.append(Life(request, tuple(script), draw(st.integers(0, 4))))
+    return drawn
 
 
 class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the decisions that it is given; `told` has them by request id."""
+    """`Engine.step` for the rows and with the `decisions` of a script, by request id."""
 
     def __init__(
         self,
@@ -115,12 +115,12 @@ class ScriptedEngine(Engine):
         make_timer: Callable[[], StepTimer] = StepTimer,
         target: BorrowedTarget | None = None,
     ) -> None:
-        self.told: dict[str, Decision] = {}
-        self._told_scheduler = _ToldScheduler()
+        self.decisions: dict[str, Decision] = {}
+        self._scripted = _ScriptedScheduler()
         super().__init__(
-            _ToldRunner(vocab_size, target, self.told),
+            _ScriptedRunner(vocab_size, target, self.decisions),
             drafters,
-            scheduler=self._told_scheduler,
+            scheduler=self._scripted,
             budget=policy,
             on_drafter_error="fail",
             make_timer=make_timer,
@@ -128,8 +128,8 @@ class ScriptedEngine(Engine):
 
     def tell(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[int]:
         """Make these the decisions of the step. Returns ``[B]`` the most tokens to draft for each row."""
-        self.told.clear()
-        self.told.update((row.request_id, each) for row, each in zip(rows, decisions, strict=True))
+        self.decisions.clear()
+        self.decisions.update(zip((row.request_id for row in rows), decisions, strict=True))
         most, trees = self.drafting.num_speculative_tokens, self.drafting.drafts_trees
         depths = [max(0, row.num_remaining - 1) for row in rows]
         lengths = [most if trees and depth else min(most, depth) for depth in depths]
@@ -139,11 +139,11 @@ class ScriptedEngine(Engine):
         """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
         other = Row(Request("emssd.other", (1,) * (num_prefill + 1), 1))
         pieces = (Prefill(other, num_prefill),) if num_prefill else ()
-        self._told_scheduler.schedule = Schedule(Batch(tuple(rows)), tuple(self.tell(rows, decisions)), pieces)
+        self._scripted.schedule = Schedule(Batch(tuple(rows)), tuple(self.tell(rows, decisions)), pieces)
         try:
             self.step()
         finally:
-            self._told_scheduler.schedule = None
+            self._scripted.schedule = None
         return [row for row in rows if row.finish_reason is None]
 
 
@@ -163,24 +163,24 @@ class World:
         self._num_steps = 0
 
     def step(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
-        """Draft, verify as told, tell the plugins, and release rows that end; see `ScriptedEngine.take`."""
+        """Draft, verify as scripted, notify the plugins, and release rows that end; see `ScriptedEngine.take`."""
         self._num_steps += 1
         with named(f"{self.kind}.raises", "a step"):
             return self.engine.take(rows, decisions, num_prefill)
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """Tell the plugins that these requests are gone, if there are any."""
+        """Notify the plugins that these requests are gone, if there are any."""
         if names := list(request_ids):
             with named(f"{self.kind}.raises", "a step"):
                 self.engine.drafting.release(names)
 
     def live(self, lives: Seq[Life]) -> Self:
         """All of `lives`, each from its arrival to its end."""
-        in_turn(lives, lambda rows, told: self.step(rows, told, self.piece * (self._num_steps % 3 == 1)))
+        in_turn(lives, lambda rows, decisions: self.step(rows, decisions, self.piece * (self._num_steps % 3 == 1)))
         return self
 
 
-class _ToldScheduler(Scheduler):
+class _ScriptedScheduler(Scheduler):
     def __init__(self) -> None:
         super().__init__(batch_size=1)
         self.schedule: Schedule | None = None
@@ -194,12 +194,12 @@ class _ToldScheduler(Scheduler):
         return self.schedule
 
 
-class _ToldRunner(ChoiceRunner):
-    """Accepts as much as it is told. Hidden states are made up from token, position and index."""
+class _ScriptedRunner(ChoiceRunner):
+    """Accepts as many tokens as the script says. Hidden states are made up from token, position and index."""
 
-    def __init__(self, vocab_size: int, target: BorrowedTarget | None, told: Mapping[str, Decision]) -> None:
+    def __init__(self, vocab_size: int, target: BorrowedTarget | None, decisions: Mapping[str, Decision]) -> None:
         super().__init__(vocab_size)
-        self._target, self._told, self._hidden = target, told, tuple[int, ...]()
+        self._target, self._decisions, self._hidden = target, decisions, tuple[int, ...]()
 
     def take_hidden(self, indices: Seq[int]) -> None:
         if self._target is None:
@@ -214,7 +214,7 @@ class _ToldRunner(ChoiceRunner):
         return replace(output, hidden={index: torch.sin(embedded * (index + 2) + positions) for index in self._hidden})
 
     def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
-        decision, texts, children = self._told[request_id], list[_Text]([()]), dict[_Text, list[int]]()
+        decision, texts, children = self._decisions[request_id], list[_Text]([()]), dict[_Text, list[int]]()
         for token, parent in zip(drafted, tree, strict=True):
             before = texts[parent + 1]
             texts.append((*before, token))

@@ -27,7 +27,7 @@ from emssd.testing.models import ARCHITECTURES, tiny_model
 from emssd.testing.oracle import DenseBackend, References
 from emssd.testing.strategies import policies
 
-__all__ = ["BATCH_SIZE", "MODEL_LEN", "Run", "Setting", "decode", "drafters_of", "runs", "setting"]
+__all__ = ["BATCH_SIZE", "MODEL_LEN", "Setting", "decode", "drafters_of", "runs", "setting"]
 
 BATCH_SIZE = 4
 _NEW_TOKENS = 16
@@ -209,7 +209,7 @@ def decode(
     BrokenRule: `rule`, where a token differs; or any other that came to light on the way.
     """
     with named(f"{rule.partition('.')[0]}.raises", "a run of the engine"):
-        backend, spec = run.allocate(make_backend, trees=any(each.drafts_trees for each in drafters_of(drafter)))
+        backend, spec = run.allocate(make_backend, trees=any(one.drafts_trees for one in drafters_of(drafter)))
         engine = Engine(
             CausalLMRunner(run.setting.target, backend),
             drafter,

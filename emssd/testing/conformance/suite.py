@@ -22,7 +22,7 @@ from emssd.plugins.registry import Registry
 from emssd.plugins.structured import structured
 from emssd.testing.conformance.rules import broken, named
 
-__all__ = ["Suite", "from_text", "made", "round_trip"]
+__all__ = ["Suite", "from_text", "made"]
 
 _T = TypeVar("_T")
 

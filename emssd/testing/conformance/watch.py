@@ -14,19 +14,19 @@ import torch
 
 from emssd.attention.trees import is_chain
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
-from emssd.drafting.checked import check_ids, own_draft
+from emssd.drafting.draft import check_ids
 from emssd.errors import DraftError
 from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Row
 from emssd.testing.conformance.rules import broken, named
 from emssd.testing.conformance.scripted import Decision, ScriptedEngine, World
 
-__all__ = ["DrafterWorld", "Nodes", "WatchedDrafter", "nodes_of", "reading", "shown"]
+__all__ = ["DrafterWorld", "WatchedDrafter", "nodes_of", "reading", "shown"]
 
 Nodes = list[tuple[int, int]]
 """A row's draft: of each node the token id and the parent."""
 
-_FIELDS = [field.name for field in dataclasses.fields(Row)]
+_FIELDS = [field.name.removeprefix("_") for field in dataclasses.fields(Row)]
 
 
 class WatchedDrafter(Drafter):
@@ -63,7 +63,7 @@ class WatchedDrafter(Drafter):
             self.seconds += time.perf_counter() - start
         with named("drafter.draft", "reading the draft"):
             try:
-                own_draft(draft, batch, limits, self._vocab_size, trees=self.drafts_trees)
+                draft.check(batch, limits, self._vocab_size, trees=self.drafts_trees)
                 check_ids(draft.token_ids.tolist(), self._vocab_size)
             except DraftError as error:
                 broken(f"drafter.{error.rule}", str(error))
@@ -78,7 +78,7 @@ class WatchedDrafter(Drafter):
             self.num_drafted[name] += len(verified[name])
             self.num_accepted[name] += len(accepted)
         states = outcome.hidden.states if outcome.hidden is not None else ()
-        copies = [each.clone() for each in states]
+        copies = [tensor.clone() for tensor in states]
         with reading("drafter", f"observe of {list(map(len, outcome.accepted))} accepted tokens", outcome.batch):
             self.drafter.observe(outcome)
         if not all(map(torch.equal, states, copies)):
@@ -141,9 +141,9 @@ class DrafterWorld(World):
     kind = "drafter"
 
     def __init__(self, watched: list[WatchedDrafter], vocab_size: int, target: BorrowedTarget | None = None) -> None:
-        self.watched, policy = watched, _KeepAsTold()
+        self.watched, policy = watched, _KeepScripted()
         super().__init__(ScriptedEngine(watched, policy, vocab_size, target=target))
-        self.drafts, policy.told = policy.drafts, self.engine.told
+        self.drafts, policy.decisions = policy.drafts, self.engine.decisions
 
     def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> Draft:
         """The first half of a step."""
@@ -151,10 +151,10 @@ class DrafterWorld(World):
             return self.engine.drafting.propose(Batch(tuple(rows)), self.engine.tell(rows, decisions), 0)
 
 
-class _KeepAsTold(BudgetPolicy):
-    """Allots what is possible, trims as it was told before the step, and remembers what was drafted."""
+class _KeepScripted(BudgetPolicy):
+    """Allots what is possible, trims as the script says, and remembers what was drafted."""
 
-    told: Mapping[str, Decision]
+    decisions: Mapping[str, Decision]
 
     def __init__(self) -> None:
         self.drafts: dict[str, list[Nodes]] = {}
@@ -165,5 +165,5 @@ class _KeepAsTold(BudgetPolicy):
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         for name, nodes in nodes_of(step.batch, draft).items():
             self.drafts.setdefault(name, []).append(nodes)
-        keep = [self.told[name].keep for name in step.batch.request_ids]
+        keep = [self.decisions[name].keep for name in step.batch.request_ids]
         return [min(length, most) for length, most in zip(draft.lengths, keep, strict=True)]

@@ -24,7 +24,6 @@ from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.drafters import ModelDrafter, StaticShape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.checked import check_draft
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
@@ -99,7 +98,7 @@ def propose(drafter: Drafter, rows: Seq[Row], budget: Seq[int]) -> Draft:
     batch = Batch(tuple(rows))
     with torch.inference_mode():
         draft = drafter.propose(batch, budget)
-    check_draft(draft, batch, budget, VOCAB_SIZE, trees=True)
+    draft.check(batch, budget, VOCAB_SIZE, trees=True)
     return draft
 
 

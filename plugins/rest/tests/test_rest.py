@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd import Engine
 from emssd.drafting import DrafterContext
-from emssd.drafting.checked import check_draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
@@ -60,7 +59,7 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4]], "abcdef")))
     budget = [9, 1, 4, 0, 4, 4]
     draft = drafter.propose(batch, budget)
-    check_draft(draft, batch, budget, VOCAB_SIZE)
+    draft.check(batch, budget, VOCAB_SIZE)
     assert chains_of(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
 
 

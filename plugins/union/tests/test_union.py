@@ -30,7 +30,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.checked import CheckedDrafter, check_draft
+from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.model import TargetModel
 from emssd.plugins.registry import Registry
@@ -121,7 +121,7 @@ def test_each_drafter_hears_what_verifying_its_own_draft_would_have_told(
     batch = Batch(tuple(row_of([1], name=str(row), max_new_tokens=remaining[row]) for row in names))
     budget = [budgets[row] for row in names]
     draft = whole.propose(batch, budget)
-    check_draft(draft, batch, budget, VOCAB_SIZE, trees=True)
+    draft.check(batch, budget, VOCAB_SIZE, trees=True)
     offered = [proposed.draft for proposed in whole._proposed]
     if max_depth is not None:
         draft = draft.shallow([max_depth] * len(names))

@@ -11,9 +11,9 @@ from unittest import mock
 
 import torch
 
-from emssd.testing.pretended.functions import Functions
-from emssd.testing.pretended.journal import Graph, Journal, Note
-from emssd.testing.pretended.tensor import Dispatch, OnDevice
+from tests.support.pretended.functions import Functions
+from tests.support.pretended.journal import Graph, Journal, Note
+from tests.support.pretended.tensor import Dispatch, OnDevice
 
 __all__ = ["PretendedCuda"]
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from emssd.testing.pretended.journal import DeviceMixError, Journal
+from tests.support.pretended.journal import DeviceMixError, Journal
 
 __all__ = ["CPU", "CUDA", "Dispatch", "OnDevice", "is_cuda", "unwrapped"]
 

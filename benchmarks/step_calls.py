@@ -1,7 +1,7 @@
 """The files, functions and calls of one decode step of two rows of the demo.
 
-    python benchmarks/hops.py
-    python benchmarks/hops.py --calls suffix
+    python benchmarks/step_calls.py
+    python benchmarks/step_calls.py --calls suffix
 
 Counted are Python functions of emssd and its plugins, comprehensions included.
 `--calls` lists them for one drafter, with how often each is called.
@@ -31,7 +31,7 @@ PROMPTS = (
 ROOT, WARM_UP, NEW_TOKENS = Path(__file__).resolve().parents[1], 6, 60
 
 
-def calls_of_a_step(drafter: str, budget: str) -> Counter[CodeType]:
+def calls_of_a_step(drafter: str, budget: str = "fixed") -> Counter[CodeType]:
     """The number of calls of each function in a step that drafts for both rows."""
     engine = Engine.from_pretrained("demo", drafter=drafter, budget=budget, batch_size=2, compile=False)
     for name, prompt in enumerate(PROMPTS):
@@ -48,15 +48,20 @@ def calls_of_a_step(drafter: str, budget: str) -> Counter[CodeType]:
 
     while True:
         calls.clear()
-        drafted, steps = engine.report.num_drafted, engine.report.decode_row_steps
+        num_row_steps = engine.report.decode.num_row_steps
         sys.setprofile(count)
         try:
             engine.step()
         finally:
             sys.setprofile(None)
-        assert engine.report.decode_row_steps == steps + len(PROMPTS), "a row ended before both had a draft"
-        if all(engine.drafting.stats[0].drafted) and engine.report.num_drafted > drafted:
+        assert engine.report.decode.num_row_steps == num_row_steps + len(PROMPTS), "a row ended before both had a draft"
+        if all(engine.drafting.stats[0].drafted):
             return calls
+
+
+def num_files(calls: Counter[CodeType]) -> int:
+    """The files that hold the functions."""
+    return len({code.co_filename for code in calls})
 
 
 def num_statements() -> int:
@@ -75,14 +80,13 @@ def main() -> None:
     console = Console()
     if options.calls:
         for code, number in calls_of_a_step(options.calls, options.budget).most_common():
-            console.print(
-                f"{number:5} {Path(code.co_filename).relative_to(ROOT)}:{code.co_firstlineno} {code.co_qualname}"
-            )
+            path = Path(code.co_filename).relative_to(ROOT)
+            console.print(f"{number:5} {path}:{code.co_firstlineno} {code.co_qualname}")
         return
     table = Table("drafter", "files", "functions", "calls", title=f"Engine.step has {num_statements()} statements")
     for drafter in options.drafters:
         calls = calls_of_a_step(drafter, options.budget)
-        table.add_row(drafter, *map(str, (len({code.co_filename for code in calls}), len(calls), calls.total())))
+        table.add_row(drafter, *map(str, (num_files(calls), len(calls), calls.total())))
     console.print(table)
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from emssd.testing.pretended.journal import DeviceMixError, Journal
-from emssd.testing.pretended.tensor import CPU, CUDA, OnDevice, is_cuda, unwrapped
+from tests.support.pretended.journal import DeviceMixError, Journal
+from tests.support.pretended.tensor import CPU, CUDA, OnDevice, is_cuda, unwrapped
 
 __all__ = ["Functions"]
 
