@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from emssd.drafters import TargetSizes
-from emssd.model import BorrowedTarget, load_model
+from emssd.model import BorrowedTarget, ModelOptions, load_model
 from emssd_train.eagle3 import unroll
 from emssd_train.shared import Teacher
 
@@ -67,7 +67,7 @@ def sizes(model: str) -> TargetSizes:
 @torch.no_grad()
 def logits_of(model: str, path: str, ids: torch.Tensor, depth: int = 3) -> torch.Tensor:
     """``[depth, m, tokens]`` the logits of a head that reads the texts ``ids [b, n]``, and then its own drafts."""
-    target, _ = load_model(model, dtype="float32", device="cpu")
+    target, _ = load_model(ModelOptions(model, dtype="float32", device="cpu", compile=False))
     loaded, borrowed = load_eagle3(path, sizes(model)), BorrowedTarget(target)
     features = loaded.head.features(Teacher(target, loaded.layers)(ids).hidden[:, :-1])
     passes = unroll(loaded.head, loaded.head.embed(ids[:, 1:], borrowed.embed), features, depth)
@@ -81,7 +81,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.manual_seed(0)
     small, large, out = sizes(args.small), sizes(args.large), Path(args.out)
-    model = load_model(args.small, dtype="float32", device="cpu")[0].model
+    model = load_model(ModelOptions(args.small, dtype="float32", device="cpu", compile=False))[0].model
     tables = [table.weight.detach() for table in (model.get_input_embeddings(), model.get_output_embeddings())]
     config = json.loads((Path(args.head) / "config.json").read_text(encoding="utf-8"))
     weights = load_file(Path(args.head) / "model.safetensors")

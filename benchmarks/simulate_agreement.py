@@ -32,7 +32,7 @@ from emssd.decoding.warmup import warm_up
 from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.metrics.stats import RunReport, StepStats
-from emssd.model import TargetModel, load_model
+from emssd.model import ModelOptions, TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
 from emssd.simulate import Simulator, Trace
@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--json", type=Path, help="write the rows there")
     arguments = parser.parse_args()
-    target, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
+    target, tokenizer = load_model(ModelOptions(arguments.model, dtype=arguments.dtype, compile=False))
     registry, rows = Registry(), list[dict[str, Any]]()
     for template in arguments.template or [None]:
         prompts = _prompts(arguments, template, target, tokenizer)

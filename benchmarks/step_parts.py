@@ -30,7 +30,7 @@ from emssd.decoding.choosing import choices
 from emssd.decoding.packing import pack
 from emssd.decoding.verify import greedy_tokens, verify
 from emssd.drafting import Draft
-from emssd.model import CausalLMRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, ModelOptions, TargetModel, load_model
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
@@ -50,12 +50,14 @@ TEMPERATURE = 0.8
 
 def load(name: str, dtype: str, *, compile: bool) -> TargetModel:
     if name != "random":
-        return load_model(name, dtype=dtype, device="cpu", compile=compile)[0]
+        return load_model(ModelOptions(name, dtype=dtype, device="cpu", compile=compile))[0]
     config = transformers.LlamaConfig(
         vocab_size=32_000, hidden_size=768, intermediate_size=2048, num_hidden_layers=12, num_attention_heads=12,
         num_key_value_heads=12, max_position_embeddings=2048,
     )  # fmt: skip
-    return TargetModel(transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval(), compile=compile)
+    return TargetModel(
+        transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval(), ModelOptions(compile=compile)
+    )
 
 
 class Steps:

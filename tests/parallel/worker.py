@@ -13,7 +13,7 @@ import pytest
 from emssd import Engine
 from emssd.decoding.parallel import follow_unless_first
 from emssd.errors import ConfigError, EmssdError
-from emssd.model import load_model, loading
+from emssd.model import ModelOptions, load_model, loading
 from emssd.model.parallel.group import join
 from emssd.plugins.registry import Registry
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
@@ -49,17 +49,21 @@ def refused(act: Callable[[], Any]) -> str:
 def main(folder: Path) -> None:
     """Process 0."""
     choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
-    said["missing"] = refused(lambda: load_model(str(folder / "nowhere"), tensor_parallel=True))
-    said["unreadable"] = refused(lambda: load_model(str(folder / UNREADABLE), tensor_parallel=True))
+    said["missing"] = refused(
+        lambda: load_model(ModelOptions(str(folder / "nowhere"), tensor_parallel=True, compile=False))
+    )
+    said["unreadable"] = refused(
+        lambda: load_model(ModelOptions(str(folder / UNREADABLE), tensor_parallel=True, compile=False))
+    )
     for model in MODELS:
-        loaded = load_model(str(folder / f"{model}-0"), tensor_parallel=True)
+        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True, compile=False))
         heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
             found[f"{model} {name} {backend} {sampling}"] = tokens
-    again = preempted(load_model(str(folder / "llama-0"), tensor_parallel=True), "60KiB")
-    perfect = load_model(str(folder / "perfect"), tensor_parallel=True)
+    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True, compile=False)), "60KiB")
+    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True, compile=False))
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))

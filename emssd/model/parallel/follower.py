@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from emssd.attention import AttentionBackend, KVCacheSpec
+from emssd.data.model_options import ModelOptions
 from emssd.errors import EmssdError, GroupError, UnsupportedModelError
-from emssd.model.loading import Wanted, load_shard
+from emssd.model.loading import load_shard
 from emssd.model.parallel.group import Group, Shard, packed_of
 from emssd.model.parallel.lending import whole_weights
 from emssd.model.runner import CausalLMRunner
@@ -50,9 +51,9 @@ class _Follower:
                     else:  # commits, releases or shares KV between two steps, as process 0 does
                         getattr(self._runners[number], call)(*arguments)
 
-    def load(self, number: int, wanted: Wanted) -> None:
+    def load(self, number: int, options: ModelOptions) -> None:
         with suppress(EmssdError):  # process 0 has failed too, and says so; it may go on with something else
-            self._targets[number], _ = load_shard(wanted, Shard(self._group, number))
+            self._targets[number], _ = load_shard(options, Shard(self._group, number))
 
     def make_cache(self, number: int, model: int, recipe: Any, spec: KVCacheSpec) -> None:
         target = self._targets[model]
