@@ -155,6 +155,7 @@ def _context(
             path, dtype=str(target.dtype), device=str(target.device), compile=False, trust_remote_code=trust
         )
         model, model_tokenizer = load(draft_options, accept=accept, draft_of=target)
+        model.compile()
         cache = caches.make(model.kv_cache_spec(options.batch_size), trees=trees)
         return CausalLMRunner(model, cache), model_tokenizer
 
