@@ -29,7 +29,7 @@ from rich.progress import track
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from emssd.model.int8 import round_weights
 from emssd.model.program import LINEARS
 from emssd.sequences import Request
@@ -118,13 +118,13 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     model = random_model(options.shape, dtype)
     targets = {}
     if "compiled" in options.engines:
-        targets["compiled"] = TargetModel(model, compile=True)
+        targets["compiled"] = TargetModel(model, ModelOptions(compile=True))
     if "plain" in options.engines:
         targets["plain"] = TargetModel(model)
     if "int8" in options.engines:
         other = random_model(options.shape, dtype)
         round_weights(other)
-        targets["int8"] = TargetModel(other, compile=True)
+        targets["int8"] = TargetModel(other, ModelOptions(compile=True))
     for name in targets.keys() & {"compiled", "int8"}:
         if targets[name].compiled is None:
             raise SystemExit("the model could not be compiled; see the warning above")
@@ -230,7 +230,7 @@ def main() -> None:
         model = random_model(options.shape, dtype)
         if options.engines[0] == "int8":
             round_weights(model)
-        parts = profiled(TargetModel(model, compile=True), options.batch_sizes[0], options.context)
+        parts = profiled(TargetModel(model, ModelOptions(compile=True)), options.batch_sizes[0], options.context)
         result["profile"] = parts
         show(
             f"one step of {options.batch_sizes[0]} rows: {sum(part['ms'] for part in parts):.1f} ms",

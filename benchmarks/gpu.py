@@ -41,7 +41,7 @@ from gpu_profile import host_timeline, profile_step
 from gpu_tables import print_tables
 from rich.console import Console
 
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -159,7 +159,10 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     start, device, target = time.perf_counter(), torch.device(arguments.device), None
     if not LIBRARIES.keys() >= {*arguments.only}:
         longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-        target = TargetModel(model_of_shape(SHAPES[shape], _dtype(device), device, longest), max_model_len=longest)
+        target = TargetModel(
+            model_of_shape(SHAPES[shape], _dtype(device), device, longest),
+            ModelOptions(max_model_len=longest, compile=False),
+        )
         print(f"{shape}: the model is made ({time.perf_counter() - start:.1f} s)", flush=True)
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
     for number, (name, measure) in enumerate(todo, 1):

@@ -20,7 +20,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.drafting import stages
 from emssd.drafting.stages import ForcedTokens
-from emssd.model import load_model
+from emssd.model import ModelOptions, load_model
 from emssd.sampling import SamplingParams, choice, matching
 from emssd.sequences import Row
 
@@ -64,7 +64,7 @@ def main() -> None:
         timed(owner, name, "wait")
     timed(ForcedTokens, "propose", "wait")
     timed(Row, "_append", "wait")
-    target, tokenizer = load_model(options.model, compile=options.compile)
+    target, tokenizer = load_model(ModelOptions(options.model, compile=options.compile))
     sampling = SamplingParams(temperature=1.0, grammar=SCHEMA)
     print(
         "| rows | drafts | tokens/s | × no drafts | τ | masks, % | wait, % | equal rows |\n"

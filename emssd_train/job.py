@@ -22,7 +22,7 @@ from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, OutputError
 from emssd.errors.version import __version__
 from emssd.metrics.stats import RunReport
-from emssd.model import TargetModel, load_model
+from emssd.model import ModelOptions, TargetModel, load_model
 from emssd_train import eagle3, medusa, pard
 from emssd_train.loop import check_can_train, train
 from emssd_train.options import TrainOptions
@@ -96,7 +96,9 @@ def run(options: TrainOptions, console: Console) -> Acceptance | None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]  # it has no annotations
     began, folder = time.perf_counter(), Path(options.output).expanduser()
     _check_folder(folder, options)
-    target, tokenizer = load_model(options.model, dtype=options.model_dtype, device=options.device)
+    target, tokenizer = load_model(
+        ModelOptions(options.model, dtype=options.model_dtype, device=options.device, compile=False)
+    )
     dtype = _DTYPES.get(options.dtype or "", target.dtype)
     recipe = _RECIPES[options.kind](_of_few_tokens(options, target.vocab_size, console), target, tokenizer, dtype)
     prompts = read_prompts(options, recipe.max_len, tokenizer)

@@ -20,7 +20,7 @@ from emssd.attention import LayerSpec
 from emssd.attention.masked import additive_mask, masked_attention
 from emssd.drafters.heads.target import LAST_NORMED
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, TargetModel, load_model
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
 from emssd_train.options import PardOptions
 from emssd_train.shared import Recipe, Teacher, Trainee, choosable, divergence, weighted, whole_files
 from emssd_train.texts import Text
@@ -45,7 +45,9 @@ def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: tor
 def _load_draft(options: PardOptions, target: TargetModel, tokenizer: Any) -> tuple[TargetModel, Any]:
     """The model to begin with, in float32 or wider, and its tokenizer."""
     dtype = torch.promote_types(target.dtype, torch.float32)
-    draft, own = load_model(options.draft, dtype=str(dtype).removeprefix("torch."), device=str(target.device))
+    draft, own = load_model(
+        ModelOptions(options.draft, dtype=str(dtype).removeprefix("torch."), device=str(target.device), compile=False)
+    )
     if own is None or tokenizer is None or own.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"--draft {options.draft} has not the target's tokenizer; give a model that has it")
     return draft, own

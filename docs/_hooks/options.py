@@ -14,13 +14,13 @@ from omegaconf import DictConfig, OmegaConf
 from emssd.cli import option_texts as docstrings
 from emssd.cli.config import (
     ExperimentConfig,
-    ModelConfig,
     RunConfig,
     SamplingConfig,
     TaskConfig,
     conf_dir,
 )
 from emssd.cli.option_texts import option_texts, preset_text, written
+from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import EngineOptions
 from emssd.plugins.hookspecs import Spec
 from emssd.plugins.registry import Registry
@@ -31,9 +31,8 @@ _HEAD = """# Options
 
 Every option of `python -m emssd`, and of the plugins that come with it, with its default. They are set on the command
 line, as in `batch_size=16 drafter=llma drafter.copy_length=10`. In the library those of
-[the engine](#engine) are arguments of `Engine.from_pretrained`, as are `dtype`, `device`, `max_model_len`,
-`compile`, `device_map` and `trust_remote_code` of [the model](#model), and those of plugins are fields of their
-dataclasses, as in `drafter=LLMAConfig(copy_length=10)`. A name that does not exist is an error. `null` is
+[the engine](#engine) and [the model](#model) are arguments of `Engine.from_pretrained`, and those of plugins are fields
+of their dataclasses, as in `drafter=LLMAConfig(copy_length=10)`. A name that does not exist is an error. `null` is
 Python's `None`. `python -m emssd --help` lists the options of what is chosen, those of plugins from elsewhere included.
 
 This page is made from the dataclasses themselves.
@@ -69,7 +68,7 @@ def page() -> str:
     lines += ["## Engine", "", docstrings.introduction(EngineOptions), ""]
     lines += _options(EngineOptions, dataclasses.fields(EngineOptions))
     kinds = {
-        "model": ModelConfig,
+        "model": ModelOptions,
         "sampling": SamplingConfig,
         "experiment": ExperimentConfig,
         "task": TaskConfig,

@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.errors.faults import described
@@ -24,14 +25,8 @@ from emssd.sampling import SamplingParams
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "STDOUT",
-    "Check",
-    "ExperimentConfig",
-    "ModelConfig",
     "OnError",
     "RunConfig",
-    "SamplingConfig",
-    "Size",
-    "TaskConfig",
     "changed_options",
     "conf_dir",
     "no_size",
@@ -57,44 +52,6 @@ class OnError(str, Enum):
     auto = "auto"
     fail = "fail"
     skip = "skip"
-
-
-@dataclass
-class ModelConfig:
-    """Options of the target model.
-
-    Attributes:
-        path: local folder, id of the Hugging Face hub, or ``demo`` for the embedded model.
-        dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
-        device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
-        max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
-        compile: run the forward pass as one compiled program, on a CPU: ``auto``, ``true`` or ``false``. Compiling
-            takes half a minute or more, once for a model; the program is kept. ``auto`` uses a kept program, and
-            compiles where a run is long enough to pay for it. A draft model is compiled as well.
-        device_map: put a model's layers on several devices: ``auto``, ``balanced``, ``sequential``, or a device for
-            each module, as in ``{model.embed_tokens: 0, model.layers.0: cpu, …}``; see docs/how_to/tensor_parallel.md.
-        architecture: for timing without a checkpoint: make a model of this shape, a config of Transformers, with random
-            weights; `path` is then only its name. ``data=random`` gives it prompts.
-        trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
-            Transformers has none for it; that code can do anything.
-        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
-            model, somewhat worse and faster; speculation does not change its text.
-        batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
-            docs/explanation/batch_invariant.md.
-        tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
-    """
-
-    path: str = "demo"
-    dtype: str = "auto"
-    device: str = "auto"
-    max_model_len: int | None = None
-    compile: bool | str = "auto"
-    device_map: Any = None
-    architecture: dict[str, Any] = field(default_factory=dict)
-    trust_remote_code: bool = False
-    weights: str = "auto"
-    batch_invariant: bool = False
-    tensor_parallel: bool = False
 
 
 class Size(str, Enum):
@@ -189,7 +146,7 @@ class RunConfig(EngineOptions):
     budget: Any = MISSING
     prompt: str | None = None
     speculate: bool = True
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelOptions = field(default_factory=ModelOptions)
     data: Any = MISSING
     sampling: Any = field(default_factory=SamplingConfig)
     max_new_tokens: AtLeastOne = 128
@@ -225,7 +182,7 @@ def changed_options(before: str, now: str) -> list[str]:
     ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
-    default = {f"model.{option.name}": option.default for option in fields(ModelConfig)}
+    default = {f"model.{option.name}": option.default for option in fields(ModelOptions)}
     return [name for name in {**first, **second} if first.get(name, default.get(name)) != second.get(name)]
 
 
@@ -265,7 +222,7 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="run", node=structured(RunConfig))
-    store.store(group="model", name="hf", node=structured(ModelConfig), provider="emssd")
+    store.store(group="model", name="hf", node=structured(ModelOptions), provider="emssd")
     store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}
     offered = [(kind, spec) for kind in KINDS for spec in registry.specs(kind) if (kind, spec.name) not in absent]

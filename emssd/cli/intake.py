@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 from emssd.cli.config import OnError, RunConfig
@@ -89,8 +89,7 @@ def check_options(config: RunConfig) -> None:
             )
         with _named("data"):
             SamplingParams(temperature=config.data.temperature)
-    if config.model.compile not in (True, False, "auto"):
-        raise ConfigError(f"model.compile is {config.model.compile}; it must be true, false or auto")
+    config.model.check()
     sampling_of(config)
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
@@ -151,7 +150,7 @@ def make_engine(
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
     else:
-        target, tokenizer = models.target(**vars(config.model))
+        target, tokenizer = models.target(config.model)
         if num_steps is not None:
             target.compile_if_it_pays(num_steps(target.max_model_len))
         if config.experiment is not None:
@@ -165,7 +164,7 @@ def make_engine(
         budget=config.budget,
         options=replace(config, force_tokens=False) if plain else config,
         registry=registry,
-        load=partial(models.draft, trust_remote_code=config.model.trust_remote_code),
+        load=models.load,
     )
 
 

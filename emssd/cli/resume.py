@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from functools import cache
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from emssd.cli.config import RunConfig
@@ -18,12 +16,12 @@ from emssd.cli.output import OutputFolder, as_asked
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
 from emssd.model.checkpoint import files_of
+from emssd.model.checkpoint_files import content_digest
 from emssd.model.target import TargetModel
 from emssd.sampling.grammar import Grammar
 
 __all__ = ["check_compiled", "check_model", "made_with", "unfinished", "were_compiled"]
 
-_PART = 2**22  # bytes that a thread reads at a time
 _LENGTH = 16  # characters of a digest that are kept
 
 
@@ -40,7 +38,7 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
             f"resume=true: the rows in {output.path} were made with another value of {', '.join(changed)}; go on as "
             f"{output.path}/config.yaml says, or {again}"
         )
-    check_model(config, output)
+    check_model(config, output, warn=True)
     asked = {prompt.prompt_id: prompt for prompt in prompts}
     for (prompt_id, sample), made_of in output.finished.items():
         prompt, row = asked.get(prompt_id), f"the row {prompt_id!r} in {output.path}"
@@ -65,13 +63,25 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
     ]
 
 
-def check_model(config: RunConfig, output: OutputFolder) -> None:
-    """Make sure that the rows which `output` keeps were made with the model as its files are now."""
-    known = {digests.get("model") for digests in output.made_with.values()} - {None, ""}
-    if known and (now := _model_digest(config)) and known != {now}:
+def check_model(config: RunConfig, output: OutputFolder, *, warn: bool = False) -> None:
+    """Make sure that the rows which `output` keeps were made with the model as its files are now.
+
+    Args:
+        warn: say so if they seem the same but were written again, as a digest does not cover every weight.
+    """
+    now = _model_files(config)
+    made = {name: {row[name] for row in output.made_with.values() if name in row} for name in now}
+    if now and made["files"] - {now["files"]}:
         raise ConfigError(
             f"resume=true: the rows in {output.path} were made when the files of model.path={config.model.path} held "
             f"something else; bring the old ones back, or start again with overwrite=true or another output_dir"
+        )
+    if warn and now and made["written"] and now["written"] not in made["written"]:
+        logging.getLogger("emssd").warning(
+            "the files of model.path=%s were written again since rows in %s were made; their sizes, headers and "
+            "samples are the same",
+            config.model.path,
+            output.path,
         )
 
 
@@ -93,37 +103,23 @@ def check_compiled(output: OutputFolder, target: TargetModel) -> None:
 def made_with(config: RunConfig, target: TargetModel | None = None) -> Callable[[Prompt], dict[str, Any]]:
     """A function that gives what the rows of a prompt depend on, beside its text and the run's options.
 
-    ``model`` is a digest of the whole content of the files that loading reads, so that a copy has the same; it is empty
-    where they are not on this machine. ``request`` is one of the limit, the sampling and the stop strings. Where the
-    `target` is in this process, ``compiled`` says whether it is.
+    ``files`` and ``written`` are digests of the model's files, see `_model_files`. ``request`` is one of the limit, the
+    sampling and the stop strings. Where the `target` is in this process, ``compiled`` says whether it is.
     """
-    made: dict[str, Any] = {"model": _model_digest(config)}
+    made: dict[str, Any] = _model_files(config)
     made |= {} if target is None else {"compiled": target.compiled is not None}
     return lambda prompt: made | {"request": _request_digest(config, prompt)}
 
 
-def _model_digest(config: RunConfig) -> str:
-    named = []
+def _model_files(config: RunConfig) -> dict[str, Any]:
+    """Digests of the files' content, see `content_digest`, and times; none where they are not on this machine."""
     try:
-        for file in [] if config.model.architecture else files_of(config.model.path):
-            stat = file.stat()
-            named.append((file.name, _file_digest(file, stat.st_size, stat.st_mtime_ns)))
+        files = [] if config.model.architecture else files_of(config.model.path)
+        digests = [(file.name, content_digest(file)) for file in files]
+        times = [file.stat().st_mtime_ns for file in files]
     except OSError as error:
         raise ConfigError(f"{error.filename} of model.path={config.model.path}: {error.strerror}") from error
-    return _short(named) if named else ""
-
-
-@cache
-def _file_digest(file: Path, size: int, mtime_ns: int) -> str:
-    """Of the content, which this process reads again only where `size` or `mtime_ns` is another."""
-
-    def part(start: int) -> bytes:
-        with file.open("rb") as content:
-            content.seek(start)
-            return sha256(content.read(_PART)).digest()
-
-    with ThreadPoolExecutor() as pool:  # to hash holds no lock of Python's
-        return sha256(b"".join(pool.map(part, range(0, size, _PART)))).hexdigest()
+    return {"files": _short(digests), "written": _short(times)} if files else {}
 
 
 def _request_digest(config: RunConfig, prompt: Prompt) -> str:

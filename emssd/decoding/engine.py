@@ -6,15 +6,16 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding.assembly import Assembled
+from emssd.decoding.assembly import make_parts, parts_of_model, parts_of_path
 from emssd.decoding.choosing import choices, states_in, verdicts
 from emssd.decoding.logprobs import add_logprobs
+from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.decoding.outcome import StepTimer, outcome_of, step_stats
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
@@ -26,15 +27,20 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
 from emssd.metrics.stats import RunReport
-from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel
+from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel, load_model
+from emssd.model.loading import LoadModel
+from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import Grammars
 from emssd.sequences import FinishReason, Generation, Request, Row, StopStrings
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 __all__ = ["Engine"]
 
 
-class Engine(Assembled):
+class Engine:
     """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
 
     Args:
@@ -88,6 +94,81 @@ class Engine(Assembled):
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
         self._in_run = self._has_grammars = False
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str = "demo",
+        *,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        **options: Any,
+    ) -> Self:
+        """Load a model and make an engine for it.
+
+        Args:
+            path: local folder, hub id, or ``demo`` for the embedded model.
+            drafter: a name such as ``"llma"``, a plugin's config such as ``LLMAConfig(copy_length=10)``, a `Drafter`,
+                or a list of them, asked in turn.
+            backend: a name or a plugin's config.
+            budget: a name, a plugin's config, or a `BudgetPolicy`.
+            options: fields of `ModelOptions`, such as ``dtype="float32"``, and of `EngineOptions`, such as
+                ``batch_size=16``. With ``compile="auto"``, `generate` and `stream` also compile where a call is long
+                enough. With ``tensor_parallel=True``, this call does not return in all processes but 0: they do their
+                part until process 0 ends, and end then.
+        """
+        return cls(**parts_of_path({"path": path} | options, drafter, backend, budget))
+
+    @classmethod
+    def from_model(
+        cls,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        frozen: bool = False,
+        **options: Any,
+    ) -> Self:
+        """Make an engine for a model that is already loaded, and in evaluation mode; see `from_pretrained`.
+
+        The engine borrows the model: what it computes from the weights ends with each run, and a compiled program is
+        made again. So you may train or edit the model between two runs.
+
+        Args:
+            frozen: you promise not to, so the engine keeps what it computes, as if it had loaded the model. It raises
+                `UnsupportedModelError` where it sees a change; after `Engine.refresh`, it uses the model as it is then.
+            options: fields of `EngineOptions`; and of `ModelOptions` ``max_model_len``, ``compile``, which is false by
+                default, ``batch_invariant`` and ``trust_remote_code``.
+        """
+        return cls(**parts_of_model(model, tokenizer, options, drafter, backend, budget, frozen=frozen))
+
+    @classmethod
+    def assemble(
+        cls,
+        target: TargetModel,
+        tokenizer: Any,
+        *,
+        drafter: Any,
+        backend: Any,
+        budget: Any = "adaptive",
+        options: EngineOptions | None = None,
+        registry: Registry | None = None,
+        eos: Iterable[int] | None = None,
+        load: LoadModel = load_model,
+    ) -> Self:
+        """Make an engine for `target`, which is ready to run.
+
+        Args:
+            drafter, backend, budget: as in `from_pretrained`.
+            eos: what ends a sequence; what the model says by default.
+            load: loads draft models.
+        """
+        options, registry = options or EngineOptions(), registry or Registry()
+        parts = make_parts(target, tokenizer, drafter, backend, budget, options, registry, eos=eos, load=load)
+        return cls(**parts)
 
     @property
     def scheduler(self) -> Scheduler:

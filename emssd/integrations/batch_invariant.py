@@ -14,9 +14,10 @@ import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.attention import AttentionBackend, LayerSpec, StepMask
 from emssd.attention.masked import masked_attention
+from emssd.data.model_options import ModelOptions
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.integrations.hf import training_flags_kept
+from emssd.integrations.hf import evaluating
 from emssd.model.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
 from emssd.model.streams import replaced_forward
 from emssd.model.target import TargetModel
@@ -44,8 +45,8 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     """
     known: Any = model
     own = known.get_base_model() if hasattr(known, "get_base_model") else known
-    with training_flags_kept(own):
-        target = TargetModel(own, frozen=True, batch_invariant=True)
+    with evaluating(own):
+        target = TargetModel(own, ModelOptions(compile=False, batch_invariant=True), frozen=True)
     why = target.why_not_invariant
     if target.keeps_states or any(layer.sinks is not None for layer in target.layers):
         why = "some of its layers keep a state, or have attention sinks, which get no gradient"
@@ -73,7 +74,7 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _pass(target: TargetModel, keywords: dict[str, Any]) -> Iterator[None]:
     assert target.arithmetic is not None
-    known = keywords | {"emssd_numbers": target._numbers, "emssd_calls": None}
+    known = keywords | {"emssd_numbers": target._values_of, "emssd_calls": None}
     with implementation(ATTENTION_NAME, experts_in_loops=True), keywords_known(known), target.arithmetic:
         yield
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from emssd.sampling import SamplingParams
     from emssd.sequences import Generation, Request, Stop
 
-__all__ = ["Call", "custom_generate", "training_flags_kept"]
+__all__ = ["Call", "check_inputs", "custom_generate", "prompts_of"]
 
 # What `generate` itself hands on; each is checked or without influence on the tokens.
 _CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like
@@ -135,7 +135,7 @@ def custom_generate(
     others = [*call.criteria, *of_strings(stop_strings, draft_tokenizer)]
     prompts, num_samples = call.prompts, call.num_samples
     longest = max(map(len, prompts))
-    with training_flags_kept(model):
+    with evaluating(model):
         engine = Engine.from_model(
             model,
             draft_tokenizer,
@@ -288,9 +288,10 @@ def prompts_of(
 
 
 @contextmanager
-def training_flags_kept(model: PreTrainedModel) -> Iterator[None]:
-    """An engine switches its model to evaluation for good; whoever calls `generate` in training wants it back."""
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Within, `model` is in evaluation mode; then each module is in the mode that it had."""
     before = [(module, module.training) for module in model.modules()]
+    model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
     try:
         yield
     finally:

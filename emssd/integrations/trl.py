@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from emssd.decoding.assembly import find_plugins, options_of
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
-from emssd.drafting import BudgetPolicy, Drafter
-from emssd.errors import ConfigError, did_you_mean
-from emssd.integrations.hf import Call, training_flags_kept
+from emssd.decoding.options import DEFAULT_DRAFTER
+from emssd.errors import ConfigError
+from emssd.integrations.hf import Call, evaluating
 from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
 from emssd.model.streams import lock_of, replaced_forward
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["Rollouts"]
 
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
-_OPTIONS = [*(field.name for field in fields(EngineOptions)), "batch_invariant", "compile"]
 
 
 class Rollouts:
@@ -49,7 +48,7 @@ class Rollouts:
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
         options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
-            Also ``batch_invariant`` and ``compile``, see `emssd.model.load_model`. Each rollout copies the weights anew
+            Also ``batch_invariant`` and ``compile`` of `emssd.model.ModelOptions`. Each rollout copies the weights anew
             into its compiled program.
 
     Attributes:
@@ -60,15 +59,8 @@ class Rollouts:
         self, drafter: Any = DEFAULT_DRAFTER, backend: Any = "ragged", budget: Any = "adaptive", **options: Any
     ) -> None:
         check_installed("trl")
-        for name in options:
-            if name not in _OPTIONS:
-                guess = did_you_mean(name, _OPTIONS) or "."
-                raise ConfigError(f"unknown option {name!r}{guess} Rollouts takes {', '.join(_OPTIONS)}")
-        registry = Registry()
-        for kind, choice, ready in (("drafter", drafter, Drafter), ("budget", budget, BudgetPolicy)):
-            if not isinstance(choice, ready):
-                registry.resolve(kind, choice)
-        registry.resolve("backend", backend)
+        options_of(options, ("batch_invariant", "compile"))
+        find_plugins(Registry(), drafter, backend, budget)
         self.report: RunReport | None = None
         self._asked, self._backend, self._options = (drafter, budget), backend, options
         self._drafter, self._budget = drafter, budget  # from the first rollout on, what was made of these
@@ -149,7 +141,7 @@ class Rollouts:
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
         """The generations of `requests`, in their order."""
-        with training_flags_kept(model), _without_autocast(model, bool(self._options.get("compile"))):
+        with evaluating(model), _without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
             longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
             if longest > engine.target.max_model_len:

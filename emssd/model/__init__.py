@@ -1,5 +1,6 @@
 """The model: loaded, probed, and run on ragged inputs, with its KV in an attention backend."""
 
+from emssd.data.model_options import ModelOptions
 from emssd.model.borrowed import BorrowedTarget
 from emssd.model.checkpoint import load_tokenizer
 from emssd.model.interface import ATTENTION_NAME, Attend
@@ -16,6 +17,7 @@ __all__ = [
     "BorrowedTarget",
     "CausalLMRunner",
     "Growth",
+    "ModelOptions",
     "ModelOutput",
     "ModelRunner",
     "RoundedRunner",

@@ -21,7 +21,7 @@ from emssd.model.checkpoint_files import check_json, files_read, has_vocabulary,
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from emssd.model.spread import DeviceMap
+    from emssd.data.model_options import ModelOptions
 
 __all__ = ["files_of", "load_checkpoint", "load_tokenizer"]
 
@@ -36,44 +36,46 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def load_checkpoint(
-    path: str,
+    options: ModelOptions,
+    dtype: torch.dtype | None,
     *,
-    dtype: torch.dtype | str,
-    max_model_len: int | None = None,
-    trust_remote_code: bool = False,
     num_shards: int = 1,
-    device_map: DeviceMap | None = None,
     accept: Callable[[Any], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
 
-    What the model cannot take is refused before weights are read. Without a `device_map`, all are loaded to the host.
-    With `num_shards`, each process of the group loads one of so many shards.
+    A model that cannot be served is refused before weights are read. Without a ``device_map``, weights are loaded to
+    the host.
+
+    Args:
+        dtype: ``None`` takes the checkpoint's.
+        num_shards: each process of the group loads one of so many shards.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    path, trust = options.path, options.trust_remote_code
     source = source_of(path)
     check_folder(path)
     with _told(path, "its config.json is none that Transformers can read"):
         check_json(source)
         check_layers(path)
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
-        if not trust_remote_code or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
             support.check_config(config, None)
-        support.resolve_max_model_len(config, max_model_len)
+        support.resolve_max_model_len(config, options.max_model_len)
         shards = {"distributed_config": support.shards_of(config, num_shards)} if num_shards > 1 else {}
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
     if accept is not None:
         accept(tokenizer)
     what = "Transformers cannot make the model of its config.json and weights"
     with _told(path, what, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            dtype=dtype or "auto",
+            trust_remote_code=trust,
             ignore_mismatched_sizes=True,  # judged below, by name
             output_loading_info=True,
-            **({} if device_map is None else {"device_map": device_map}),
+            **({} if options.device_map is None else {"device_map": options.device_map}),
             **shards,
         )
     model, info = loaded

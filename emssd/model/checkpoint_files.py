@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,15 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = ["check_json", "file_fault", "files_read", "has_vocabulary", "tokenizer_fault", "weights_fault"]
+__all__ = [
+    "check_json",
+    "content_digest",
+    "file_fault",
+    "files_read",
+    "has_vocabulary",
+    "tokenizer_fault",
+    "weights_fault",
+]
 
 # Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -20,6 +29,8 @@ _WEIGHTS = (  # files, and the list of what is in which; the first kind that is 
 )
 _VOCABULARIES = ("tokenizer.json", "vocab*", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _OTHERS = ("added_tokens.json", "chat_template*", "*.py")
+_PIECES, _PIECE = 64, 4096  # of a large file of weights, and the bytes of each
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses longer ones
 _AGAIN = "copy or download it again"
 
 
@@ -49,6 +60,22 @@ def files_read(folder: Path) -> list[Path]:
     """The files of `folder` that Transformers reads of a model and its tokenizer, in order."""
     found = {file for name in (*_OBJECTS, *_VOCABULARIES, *_OTHERS) for file in folder.glob(name)}
     return sorted(file for file in found.union(_weights(folder)) if file.is_file())
+
+
+def content_digest(file: Path) -> str:
+    """A digest of the content. Of a large file of weights, it is one of the size, the header and pieces all over it."""
+    with file.open("rb", buffering=0) as content:
+        size = file.stat().st_size
+        if file.suffix not in (".safetensors", ".bin") or size <= _PIECES * _PIECE:
+            return file_digest(content, "sha256").hexdigest()
+        digest = sha256(str(size).encode())
+        if file.suffix == ".safetensors":
+            length = content.read(8)
+            digest.update(content.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
+        for start in range(0, size, size // _PIECES):
+            content.seek(start)
+            digest.update(content.read(_PIECE))
+        return digest.hexdigest()
 
 
 def _weights(folder: Path) -> list[Path]:

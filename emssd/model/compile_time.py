@@ -7,12 +7,23 @@ from datetime import timedelta
 from time import monotonic, process_time
 from typing import Self
 
-__all__ = ["Compiling"]
+__all__ = ["Compiling", "expected_seconds"]
 
 # Seconds of a processor that compilers take, at least and for each of tracing; see docs/decisions/0012-compiled-code.md
 _FIXED, _PER_TRACED = 13.0, 5.7
+_TRACING = 0.3  # seconds for each layer, as long as none is traced
 
 logger = logging.getLogger("emssd")
+
+
+def expected_seconds(num_layers: int) -> float:
+    """About how long compiling a model takes, to choose whether it pays."""
+    return _seconds(_TRACING * num_layers)
+
+
+def _seconds(tracing: float, waiting: float = 1.0) -> float:
+    """Seconds on the clock, of which tracing takes some; a second of a processor takes `waiting` seconds."""
+    return tracing * (1 + _PER_TRACED) + _FIXED * waiting
 
 
 class Compiling:
@@ -36,8 +47,7 @@ class Compiling:
         if self._seconds:
             return self._seconds
         elapsed, busy = monotonic() - self._start[0], process_time() - self._start[1]
-        tracing = elapsed * self._num_layers / self.num_traced
-        return tracing * (1 + _PER_TRACED) + _FIXED * elapsed / max(busy, 1e-3)
+        return _seconds(elapsed * self._num_layers / self.num_traced, elapsed / max(busy, 1e-3))
 
     @property
     def clock(self) -> str:

@@ -7,6 +7,7 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from emssd.errors import CompileError
-from emssd.model import hooked, interface, tracing
+from emssd.model import interface, tracing
 from emssd.model.fingerprint import fingerprint, refuse_hooks, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
 from emssd.model.program import Growth, Program
@@ -23,12 +24,12 @@ from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep, StepPlan
-    from emssd.model.hooked import HookedModel
     from emssd.model.int8 import Rounded
     from emssd.model.interface import Attend
     from emssd.model.streams import Hidden
+    from emssd.model.target import TargetModel
 
-__all__ = ["CompileError", "CompiledForward", "NotKeptError"]
+__all__ = ["CompiledForward", "NotKeptError"]
 
 
 class CompiledForward(ProvenProgram):
@@ -40,7 +41,7 @@ class CompiledForward(ProvenProgram):
 
     kind = "models"
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
+    def __init__(self, target: TargetModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
@@ -50,7 +51,7 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def reread(self, target: HookedModel) -> bool:
+    def reread(self, target: TargetModel) -> bool:
         """Read the weights as they are now. Returns whether this still is the program of the model."""
         self._target = target
         try:
@@ -60,7 +61,11 @@ class CompiledForward(ProvenProgram):
 
     def key(self) -> str:
         refuse_hooks(self._module)
-        parts = str(self._layers), str(self.hidden), *sources(__file__, hooked.__file__, interface.__file__)
+        parts = (
+            str(self._layers),
+            str(self.hidden),
+            *sources(__file__, inspect.getfile(type(self._target)), interface.__file__),
+        )
         return fingerprint(self._module, parts)
 
     def expected(self) -> Seq[torch.Tensor]:
@@ -91,7 +96,7 @@ class CompiledForward(ProvenProgram):
         hidden: Hidden | None = None,
         step: NativeStep | None = None,
     ) -> torch.Tensor:
-        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled.
+        """Like `TargetModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled.
 
         `step` is what `attend` does, where C++ code can do it.
         """

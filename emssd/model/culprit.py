@@ -20,7 +20,7 @@ _Numbers = dict[tuple[str, str], tuple[str, list[Any]]]  # by module and moment:
 
 @torch.inference_mode()
 def culprit(target: Any, rows: Any, tolerance: float) -> str | None:
-    """The name of that module of a `HookedModel`; ``None`` where every module has the same numbers.
+    """The name of that module of a `TargetModel`; ``None`` where every module has the same numbers.
 
     Args:
         rows: the probe's, `emssd.model.probe.ProbeRows`.

@@ -16,22 +16,32 @@ import torch.nn.functional as F  # PyTorch's own name for it
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from emssd.errors import UnsupportedModelError
+from emssd.model.spread import is_spread
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Audit", "BatchInvariant", "why_not_invariant"]
+__all__ = ["Audit", "arithmetic_of"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 _VECTORS = 64  # numbers; of each type a whole number of PyTorch's vectors, taken two at a time
 _GRAIN = 32_768  # numbers that PyTorch gives a thread at least
 
 
-def why_not_invariant(device: torch.device, dtype: torch.dtype) -> str | None:
-    """In words, why there is no such arithmetic for a model; ``None`` if there is. To answer, it may build kernels."""
-    if device.type != "cpu":
-        return f"it is on {device}"
-    if dtype not in _DTYPES:
-        return f"no kernel computes {str(dtype).removeprefix('torch.')}"
-    return why_unavailable()
+def arithmetic_of(model: Any, device: torch.device) -> BatchInvariant:
+    """The arithmetic for a model with its logits on `device`. Raises UnsupportedModelError: there is none."""
+    if is_spread(model):
+        why: str | None = "Accelerate moves it from device to device"
+    elif device.type != "cpu":
+        why = f"it is on {device}"
+    elif model.dtype not in _DTYPES:
+        why = f"no kernel computes {str(model.dtype).removeprefix('torch.')}"
+    else:
+        why = why_unavailable()  # which may build the kernels
+    if why is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not batch-invariant: {why}; leave model.batch_invariant out"
+        )
+    return BatchInvariant()
 
 
 class BatchInvariant(TorchFunctionMode):

@@ -20,7 +20,7 @@ import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
 
-__all__ = ["Convolution", "Mixer", "Recurrence", "install", "keeps_states", "mixed_by"]
+__all__ = ["Convolution", "Recurrence", "install", "keeps_states", "mixed_by"]
 
 
 class Convolution(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 
 from emssd.errors import ConfigError, UnsupportedModelError
 
-__all__ = ["DeviceMap", "check_device_map", "check_offloaded", "is_spread", "output_device"]
+__all__ = ["check_device_map", "check_offloaded", "is_spread", "output_device"]
 
 DeviceMap = str | Mapping[str, int | str]
 """Where the modules of a model go, as Transformers takes it: by name, or as Accelerate chooses."""

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules import module as of_all
 
-__all__ = ["Structure", "changed"]
+from emssd.errors import UnsupportedModelError
+
+__all__ = ["Structure", "changed", "refuse_training"]
 
 _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+_SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh}
 
 Marks = dict[str, tuple[Any, ...]]
 """By name, objects, which are the same or not, and numbers."""
@@ -45,9 +48,7 @@ class Structure:
 
 def changed(before: Marks, now: Marks) -> str | None:
     """The name of what is in one only, or has other marks."""
-    if before.keys() == now.keys():
-        return next((name for name, marks in now.items() if not _same(marks, before[name])), None)
-    return next((name for name in now if name not in before), None) or next(n for n in before if n not in now)
+    return next((name for name in now | before if not _same(now.get(name, ()), before.get(name, ()))), None)
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -65,3 +66,13 @@ def _marks(tensor: Any) -> Iterator[Any]:
     elif isinstance(tensor, torch.Tensor):
         yield -1 if tensor.is_inference() else tensor._version
         yield 0 if tensor.is_meta else tensor.data_ptr()
+
+
+def refuse_training(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for a model in training mode, as far as a module computes something else in it."""
+    for name, module in model.named_modules():
+        if module.training and type(module) not in _SAME_IN_TRAINING:
+            part = f" in {name}" if name else ""
+            raise UnsupportedModelError(
+                f"{type(model).__name__} is in training mode{part}, where dropout draws at random; call model.eval()"
+            )

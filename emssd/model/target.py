@@ -1,48 +1,55 @@
-"""`TargetModel`: a Hugging Face causal LM that was probed, and is ready to run ragged steps."""
+"""`TargetModel`: an unmodified Hugging Face causal LM that was probed, and is ready to run ragged steps.
+
+Its attention goes through one registered function, and between two calls the model is left as it was.
+"""
 
 from __future__ import annotations
 
-import time
+import inspect
+import timeit
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from emssd.attention import AttentionBackend, LayerSpec, StepPlan
+from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, StepPlan
+from emssd.data.model_options import ModelOptions
 from emssd.errors import CompileError, ConfigError, UnsupportedModelError
+from emssd.model.compile_time import expected_seconds
 from emssd.model.finding import find_streams
-from emssd.model.hooked import HookedModel
+from emssd.model.interface import (
+    ATTENTION_NAME,
+    MASKED_NAME,
+    Attend,
+    Visible,
+    implementation,
+    keywords_known,
+    register,
+    with_windows,
+)
+from emssd.model.invariant import arithmetic_of
 from emssd.model.masks import learn_windows
+from emssd.model.mixing import install
+from emssd.model.parallel import Group
 from emssd.model.probe import layer_devices, probe_layers
 from emssd.model.spread import is_spread, output_device
-from emssd.model.streams import Hidden, Streams
-from emssd.model.structure import Structure, changed
+from emssd.model.streams import Hidden, Streams, lock_of
+from emssd.model.structure import Structure, changed, refuse_training
+from emssd.model.support import check_config, check_whole, resolve_max_model_len
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from emssd.model.compiled import CompiledForward
-    from emssd.model.parallel import Group
 
-__all__ = ["Compile", "Computed", "TargetModel"]
-
-Compile = bool | Literal["auto"]
-"""Whether a model is compiled: yes, no, or where that costs nothing or pays; see `TargetModel.compile_if_it_pays`."""
-
-_ALIKE = {
-    torch.nn.Linear,
-    torch.nn.Embedding,
-    torch.nn.Identity,
-    torch.nn.SiLU,
-    torch.nn.GELU,
-    torch.nn.ReLU,
-    torch.nn.Tanh,
-}
-"""Modules that compute the same in training mode, so that a new one need not be told."""
+__all__ = ["Computed", "TargetModel"]
 
 _PAYS = 4  # times as long as compiling: a program saves about half of that, and rows may end before their limit
 
@@ -59,55 +66,81 @@ class Computed(NamedTuple):
     hidden: Hidden
 
 
-class TargetModel(HookedModel):
+class TargetModel:
     """A causal LM ready to run ragged steps.
 
     Args:
-        model: any `PreTrainedModel` that speaks the attention interface. Between two calls it is left as it was.
-        max_model_len: longest sequence to allow; ``None`` takes the model's own limit.
-        compile: run the forward pass as one compiled program, see `emssd.model.compiled`. Where that cannot be, a
-            warning says why, and the model runs as it is. ``"auto"`` takes a program that an earlier run has left, and
-            leaves the rest to `compile_if_it_pays`.
+        model: any `PreTrainedModel` that speaks the attention interface, in evaluation mode.
+        options: ``max_model_len``, ``compile`` and ``batch_invariant`` count, and ``trust_remote_code`` for its draft
+            models; by default it is not compiled. ``compile=True`` warns where it cannot be, and runs the model as it
+            is. ``"auto"`` takes a program that an earlier run has left, or compiles one; see `compile_if_it_pays`.
         group: the processes that have a shard of the model each; all of them do this, and every call, together.
         frozen: the model stays as it is, so what is computed from its weights is kept; else it is computed in each run.
-        batch_invariant: what no program computes has the same bits in any batch, see `emssd.model.invariant`. On CPUs.
 
     Attributes:
-        compiled: that program, or ``None``.
+        device: of the logits and of everything that belongs to no layer; `devices` of each layer, if they differ.
+        is_spread: whether Accelerate moves what the model computes from device to device.
+        layers: shape and rules of each attention layer; of each call, if `counts_calls`, as not all attend once.
+        keeps_states: whether layers mix tokens by a recurrence, see `emssd.model.mixing`; of `bytes_per_row`.
         why_compiled: in a line, whether it is compiled, and why.
-        may_compile: whether a program that is wanted is compiled if none is kept: ``False`` with ``compile=False``.
+        may_compile: whether a program that is wanted is compiled if none is kept.
+        arithmetic: of every pass that no program runs; ``None`` for PyTorch's own.
+        streams: where its hidden states are taken; ``None`` until `prepare_hidden`.
         num_renewals: how often the model was taken as it is then; what was computed from its weights before is old.
+        lock: held for a pass, by all that call this model through emssd.
 
     Raises:
-        UnsupportedModelError: with the reason, if its output would not be that of the model.
-        ConfigError: `max_model_len` beyond the model's limit, or `compile` is something else.
+        UnsupportedModelError: with the reason, if its output would not be that of the model; or it is in training mode.
+        ConfigError: ``max_model_len`` beyond the model's limit, or ``compile`` is something else.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
+        options: ModelOptions | None = None,
         *,
-        max_model_len: int | None = None,
-        compile: Compile = False,
         group: Group | None = None,
         frozen: bool = False,
-        batch_invariant: bool = False,
     ) -> None:
-        if compile is True and is_spread(model):
+        self.options = options = options or ModelOptions(compile=False)
+        options.check()
+        self.is_spread = is_spread(model)
+        if options.compile is True and self.is_spread:
             raise ConfigError("model.compile compiles a model on one device; leave it or model.device_map out")
-        if compile not in (True, False, "auto"):
-            raise ConfigError(f"model.compile is {compile}; it must be true, false or auto")
-        super().__init__(model, max_model_len=max_model_len, group=group, batch_invariant=batch_invariant)
+        check_config(model.config, type(model))
+        self.group = group or Group()
+        if self.group.size == 1:
+            check_whole(model)
+        refuse_training(model)
+        register(model)
+        self.model: Any = model  # Transformers' own annotations do not describe how its models are called
+        self._frozen = frozen
+        self.keeps_states = self.counts_calls = install(model)
+        parameters = inspect.signature(type(model).forward).parameters.values()  # the module's own may be wrapped
+        self._keywords = {"kwargs" if one.kind is one.VAR_KEYWORD else one.name for one in parameters}
+        self.takes_positions = bool({"position_ids", "kwargs"} & self._keywords)
+        self.lock = lock_of(model)
+        self.max_model_len = resolve_max_model_len(model.config, options.max_model_len)
+        self.device: torch.device = output_device(model)
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.arithmetic = arithmetic_of(model, self.device) if options.batch_invariant else None
+        self._sink_values: Any = WeakTensorKeyDictionary()  # of each tensor its numbers; it has no annotations
+        self._windows: dict[int, int] = {}  # those of layers that do not pass theirs to the attention function
+        self.bytes_per_row = self.num_renewals = 0
+        self.devices: tuple[torch.device, ...] = ()
+        self._program: CompiledForward | None = None
+        self._hidden: tuple[int, ...] = ()  # indices of the hidden states that a program gives
+        self.streams: Streams | None = None
+        self.layers: tuple[LayerSpec, ...] = ()
         self.layers = self._learned()
-        self.may_compile, self._can_compile = compile, False
+        self.may_compile, self._num_steps = options.compile, 0
         self.why_compiled = "not compiled: model.compile=false"
         if self.is_spread:
             devices = layer_devices(self)
             self.devices = devices if {*devices} != {self.device} else ()
             self.may_compile, self.why_compiled = False, "not compiled: Accelerate moves it from device to device"
-        self.compiled = self._compile() if self.may_compile else None
-        self.num_renewals = 0
-        self._frozen = frozen
+        self._is_untried, self._is_not_kept = bool(self.may_compile), False
         with self.lock:  # passes in other threads replace methods of modules for a while
             self._structure = Structure(model)
 
@@ -117,28 +150,18 @@ class TargetModel(HookedModel):
         Raises:
             UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
         """
-        name = type(self.model).__name__
-        trained = [
-            part for part, module in self.model.named_modules() if module.training and type(module) not in _ALIKE
-        ]
-        if trained:
-            part = f" in {trained[0]}" if trained[0] else ""
-            raise UnsupportedModelError(
-                f"{name} is in training mode{part}, where dropout draws at random; call model.eval()"
-            )
+        refuse_training(self.model)
         if not self._frozen:
             self.renew()
-        elif (change := self._change()) is not None:
-            raise UnsupportedModelError(
-                f"{name} was changed ({change}), and this engine keeps what it computed from the weights before; call "
-                f"engine.refresh()"
-            )
-        return self.num_renewals
-
-    def _change(self) -> str | None:
+            return self.num_renewals
         with self.lock:
             before, now = self._structure, Structure(self.model)
-        return changed(before.modules, now.modules) or changed(before.tensors, now.tensors)
+        if (change := changed(before.modules, now.modules) or changed(before.tensors, now.tensors)) is not None:
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} was changed ({change}), and this engine keeps what it computed from the "
+                f"weights before; call engine.refresh()"
+            )
+        return self.num_renewals
 
     def _learned(self) -> tuple[LayerSpec, ...]:
         """The layers as the model runs now, with the windows that masks alone know of."""
@@ -162,13 +185,12 @@ class TargetModel(HookedModel):
             )
         with self.lock:
             now = Structure(self.model)
-            self._sinks.clear()
+            self._sink_values.clear()
             other_code = changed(self._structure.modules, now.modules) is not None
             if other_code or any(layer.sinks is not None for layer in self.layers):
                 self._learn_again()
-            if self.compiled is not None and (other_code or not self.compiled.reread(self)):
-                hidden, self.compiled = self.compiled.hidden, None  # first, as a program holds weights of its own
-                self.compiled = self._compile(hidden)
+            if self._program is not None and (other_code or not self._program.reread(self)):
+                self._compile_again()
             self.num_renewals += 1
             self._structure = now
 
@@ -197,10 +219,28 @@ class TargetModel(HookedModel):
         """
         self.streams = self.streams or find_streams(self)
         self.streams.check(indices)
-        if self.compiled is not None and not {*indices} <= {*(given := self.compiled.hidden)}:
-            self.compiled = None  # first, as a program holds weights of its own
-            self.compiled = self._compile(tuple(sorted({*given, *indices})))
+        if not {*indices} <= {*self._hidden}:
+            self._hidden = tuple(sorted({*self._hidden, *indices}))
+            if self._program is not None:
+                self._compile_again()
         return self.streams
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers; those of `layers`, and those that keep a state."""
+        return int(self.model.config.get_text_config().num_hidden_layers)
+
+    def kv_cache_spec(self, max_batch_size: int) -> KVCacheSpec:
+        """The KV cache that this model needs for batches of up to `max_batch_size` rows."""
+        return KVCacheSpec(
+            self.layers,
+            self.dtype,
+            self.device,
+            max_batch_size,
+            self.max_model_len,
+            bytes_per_row=self.bytes_per_row,
+            devices=self.devices,
+        )
 
     def __call__(
         self,
@@ -242,45 +282,142 @@ class TargetModel(HookedModel):
         assert hidden.keys() >= {*indices}, "this step was recorded before these hidden states were asked for"
         return Computed(logits if plan.logit_index is None else logits[plan.logit_index], hidden)
 
+    def run(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attend: Attend,
+        logits_to_keep: torch.Tensor | int = 0,
+        *,
+        masks: dict[int, Visible] | None = None,
+        hidden: Hidden | None = None,
+        num_layers: int | None = None,
+    ) -> torch.Tensor:
+        """Call the model with `attend` in the place of its attention. Returns logits ``[b, m, vocab]``.
+
+        Given `masks`, the model makes its masks too, and it is filled with the function behind that of each layer. The
+        keys of `hidden` say which hidden states are wanted, see `Streams`; it is filled with these, ``[b, n, width]``.
+        Given `num_layers`, only so many of the first layers are run. `streams` is wanted for both.
+        """
+        if self.is_spread and isinstance(logits_to_keep, torch.Tensor):
+            logits_to_keep = logits_to_keep.tolist()  # type: ignore[assignment]  # which indexes on any device
+        keywords: dict[str, Any] = {"emssd_attend": with_windows(self._apart(attend), self._windows)}
+        keywords |= {} if masks is None else {"emssd_masks": masks}
+        calls = count() if self.counts_calls else None
+        taking = self.streams.taken(hidden) if self.streams is not None and hidden else nullcontext()
+        cut = self.streams.cut(num_layers) if self.streams is not None and num_layers is not None else nullcontext()
+        arithmetic = None if torch.compiler.is_compiling() else self.arithmetic
+        # PyTorch has no grouped matrix product of float64, nor one that is the same in any batch.
+        in_loops = self.dtype is torch.float64 or arithmetic is not None
+        with (
+            self.lock,
+            implementation(ATTENTION_NAME if masks is None else MASKED_NAME, experts_in_loops=in_loops),
+            keywords_known(keywords | {"emssd_numbers": self._values_of, "emssd_calls": calls}),
+            taking,
+            cut,
+            nullcontext() if arithmetic is None else arithmetic,
+        ):
+            output = self.call(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                use_cache=False,
+                logits_to_keep=logits_to_keep,
+                **({} if self.is_spread else keywords),  # Accelerate would pass on copies; they are known as it is
+            )
+        logits: torch.Tensor = output.logits
+        if "logits_to_keep" in self._keywords or isinstance(logits_to_keep, int):
+            return logits
+        return logits if logits.shape[1] == len(logits_to_keep) else logits[:, logits_to_keep]
+
+    def call(self, **keywords: Any) -> Any:
+        """Call the model with those of `keywords` that it takes."""
+        takes_all = "kwargs" in self._keywords
+        return self.model(**{name: value for name, value in keywords.items() if takes_all or name in self._keywords})
+
+    def _apart(self, attend: Attend) -> Attend:
+        """`attend`, which has its own arithmetic."""
+        if self.arithmetic is None or torch.compiler.is_compiling():
+            return attend
+
+        def attend_apart(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+            with torch._C.DisableTorchFunction():
+                return attend(layer, seen, *qkv)
+
+        return attend_apart
+
+    def _values_of(self, sinks: torch.Tensor) -> tuple[float, ...]:
+        """The numbers of ``sinks [heads]``, read once: on a GPU, the host waits for it."""
+        if (values := self._sink_values.get(sinks)) is None:
+            values = self._sink_values[sinks] = tuple(sinks.detach().flatten().tolist())
+        return values  # type: ignore[no-any-return]  # the dictionary has no annotations
+
+    @property
+    def why_not_invariant(self) -> str | None:
+        """In words, why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
+        if self.compiled is not None:
+            return self.compiled.why_not_invariant
+        if self.arithmetic is None:
+            return "model.batch_invariant=false"
+        if self.keeps_states:
+            return "some of its layers keep a state"
+        missed = sorted(self.arithmetic.missed)
+        return f"it calls {', '.join(missed)}" if missed else None
+
+    @property
+    def compiled(self) -> CompiledForward | None:
+        """The program that runs in the place of `run`, or ``None``; see `compile`."""
+        self.compile()
+        return self._program
+
+    def compile(self) -> None:
+        """Take or make the program that `options` ask for, unless that was tried. An engine does so last of all, when
+        no drafter was refused.
+        """
+        if self._is_untried:
+            self._is_untried = False
+            self._program = self._compile()
+            if self._is_not_kept and self._num_steps:
+                self.compile_if_it_pays(self._num_steps)
+
     def compile_if_it_pays(self, num_steps: int) -> None:
-        """After ``compile="auto"`` found no program: compile one now, if `num_steps` steps take long enough.
+        """With ``compile="auto"`` and no program kept, compile one if `num_steps` steps take long enough.
 
         Between runs only: a program rounds otherwise than the model, and each run has one arithmetic.
         """
-        if self.may_compile != "auto" or self.compiled is not None or not self._can_compile:
+        self._num_steps = num_steps
+        if self._is_untried or not self._is_not_kept:
             return
         from emssd.model.fingerprint import short_pass
-        from emssd.model.tracing import expected_seconds
 
-        passes = []
-        for _ in range(3):
-            start = time.perf_counter()
-            short_pass(self, self.run)
-            passes.append(time.perf_counter() - start)
-        seconds = num_steps * min(passes)
-        if seconds < _PAYS * expected_seconds(len(self.layers)):
+        seconds = min(timeit.repeat(lambda: short_pass(self, self.run), number=1, repeat=3))
+        if num_steps * seconds < _PAYS * expected_seconds(len(self.layers)):
             few = f"not compiled: {num_steps:,} steps at most are too few to pay for it"
             self.why_compiled = f"{few}; model.compile=true does it once, for all later runs"
             return
         self.may_compile = True
-        self.compiled = self._compile(asked_for=False)
+        self._program = self._compile(requested=False)
         self.num_renewals += 1  # it rounds otherwise than what computed the KV of prefixes
 
-    def _compile(self, hidden: tuple[int, ...] = (), *, asked_for: bool = True) -> CompiledForward | None:
-        """A program; ``None`` where there can be none, with a warning if it was `asked_for`."""
+    def _compile_again(self) -> None:
+        self._program = None  # first, as a program holds weights of its own
+        self._program = self._compile()
+
+    @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
+    def _compile(self, *, requested: bool = True) -> CompiledForward | None:
+        """A program; ``None`` where there can be none, with a warning if it was `requested`."""
         from emssd.model.compiled import CompiledForward, NotKeptError
 
-        only_kept, self._can_compile = self.may_compile == "auto", False
+        only_kept, self._is_not_kept = self.may_compile == "auto", False
         try:
             if self.counts_calls:
                 raise CompileError("some of its layers keep a state, or attend twice, which no compiled program does")
-            compiled = CompiledForward(self, hidden, only_kept=only_kept)
+            compiled = CompiledForward(self, self._hidden, only_kept=only_kept)
             if self.arithmetic is not None and (why := compiled.why_not_invariant) is not None:
                 raise CompileError(f"model.batch_invariant=true, and {why}")
         except CompileError as error:
-            self._can_compile = isinstance(error, NotKeptError)
+            self._is_not_kept = isinstance(error, NotKeptError)
             self.why_compiled = f"not compiled: {error}"
-            if asked_for and not only_kept:
+            if requested and not only_kept:
                 warnings.warn(f"the model runs without model.compile: {error}", RuntimeWarning, stacklevel=3)
             return None
         self.why_compiled = f"compiled: {compiled.origin}"

@@ -28,14 +28,13 @@ from emssd.model.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Program, de
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, private_folder, room_hint
 
 if TYPE_CHECKING:
-    from emssd.model.hooked import HookedModel
+    from emssd.model.target import TargetModel
 
 __all__ = [
     "NotKeptError",
     "ProvenProgram",
     "compile_module",
     "compile_program",
-    "expected_seconds",
     "has_kernel",
     "in_one_row",
     "sources",
@@ -52,7 +51,7 @@ logger = logging.getLogger("emssd")
 class _Traced(torch.nn.Module):
     """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...], work: Compiling) -> None:
+    def __init__(self, target: TargetModel, hidden: tuple[int, ...], work: Compiling) -> None:
         super().__init__()
         self.model = target.model
         self._target, self._hidden, self._work = target, hidden, work
@@ -74,17 +73,12 @@ class _Traced(torch.nn.Module):
         return logits, *states.values()
 
 
-def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
+def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
     """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
     with Compiling(type(target.model).__name__, len(target.layers)) as work:
         compile_module(_Traced(target, hidden, work), inputs, folder, work, own_linears=has_kernel(target.dtype))
-
-
-def expected_seconds(num_layers: int) -> int:
-    """About how long compiling a model takes, to choose whether it pays."""
-    return 10 + 2 * num_layers
 
 
 def compile_module(

@@ -13,7 +13,7 @@ import torch
 from emssd.attention import StepPlan
 from emssd.decoding.engine import Engine
 from emssd.errors import UnsupportedModelError
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from emssd.model.target import Computed
 
 from .oracle import Ask, Oracle
@@ -104,7 +104,7 @@ def draw_world(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            target = TargetModel(model, compile=compiled, batch_invariant=invariant)
+            target = TargetModel(model, ModelOptions(compile=compiled, batch_invariant=invariant))
     except UnsupportedModelError:
         if kind in MAY_BE_REFUSED:
             return None

@@ -17,7 +17,7 @@ from emssd_ragged.backend import ragged_backend
 from emssd.attention import Kept, PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.model import CausalLMRunner, ModelOutput, TargetModel
+from emssd.model import CausalLMRunner, ModelOptions, ModelOutput, TargetModel
 from emssd.sequences import Request
 from emssd.testing.drafters import TreeDrafter
 from emssd.testing.models import tiny_model
@@ -96,7 +96,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(architecture: str) -> N
 @pytest.mark.costly("compiles a model twice")
 def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding_also_by_a_program_that_gives_hidden_states() -> None:
     model = tiny_model("gemma2", dtype=torch.bfloat16, vocab_size=VOCAB_SIZE, max_model_len=64)
-    target = TargetModel(model, compile=True)
+    target = TargetModel(model, ModelOptions(compile=True))
     assert target.compiled is not None
     plain = WatchedRunner(target)
 

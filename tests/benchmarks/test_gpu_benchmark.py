@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from emssd.metrics.stats import PHASES
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,10 @@ def names(load: Any, **chosen: Any) -> list[str]:
 
 def tiny(load: Any) -> TargetModel:
     models = load("gpu_models")
-    return TargetModel(models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64), max_model_len=64)
+    return TargetModel(
+        models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64),
+        ModelOptions(max_model_len=64, compile=False),
+    )
 
 
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
@@ -206,6 +209,8 @@ def test_a_plain_loop_has_the_right_tokens(load: Any, model_type: str) -> None:
     models, small = load("gpu_models"), {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     grouped = models._grouped(model_type, 2, 96, 512) | small | {"head_dim": 16}
     shape = models.SHAPES["tiny"] if model_type == "opt" else grouped
-    target = TargetModel(models.model_of_shape(shape, torch.float32, CPU, 64), max_model_len=64)
+    target = TargetModel(
+        models.model_of_shape(shape, torch.float32, CPU, 64), ModelOptions(max_model_len=64, compile=False)
+    )
     for tokens in (1, 3):
         assert load("gpu_loop").loop_decode(target, tokens, 3, 16, 8)["equal_rows"] == 3

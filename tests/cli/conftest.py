@@ -36,7 +36,7 @@ from emssd import __main__
 from emssd.cli import command, config
 from emssd.cli.config import register_configs
 from emssd.decoding import engine
-from emssd.model import load_model, loading
+from emssd.model import ModelOptions, load_model, loading
 from emssd.plugins.registry import KINDS, Registry
 from emssd.sequences import Row
 from emssd.testing import authoring
@@ -207,12 +207,13 @@ def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
 def loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
 
-    def load(path: str, **options: Any) -> Any:
-        if (made := tmp_path / path).is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
-            return load_model(path, **options)
-        key = (path, *sorted((name, repr(value)) for name, value in options.items()))
+    def load(options: ModelOptions, **more: Any) -> Any:
+        made = tmp_path / options.path
+        if made.is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
+            return load_model(options, **more)
+        key = repr((options, more))
         if key not in _MODELS:
-            _MODELS[key] = load_model(path, **options)
+            _MODELS[key] = load_model(options, **more)
         return _MODELS[key]
 
     monkeypatch.setattr(loading, "load_model", load)

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from emssd.cli import command as cli
-from emssd.cli.config import ModelConfig, RunConfig, conf_dir, register_configs
+from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
 from emssd.cli.options import _GONE
+from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.model.random_weights import counted_on, counting_model
 from emssd.plugins.registry import KINDS, Registry
@@ -51,7 +52,7 @@ def test_every_preset_composes_to_its_plugins_dataclass(path: Path, store: Regis
     options = compose(f"{path.parent.name}={path.stem}")
     chosen = getattr(options, path.parent.name)
     if path.parent.name == "model":
-        assert isinstance(chosen, ModelConfig)
+        assert isinstance(chosen, ModelOptions)
     else:
         assert isinstance(chosen, store.find(path.parent.name, chosen.name).config)
     for key, value in OmegaConf.load(path).items():
@@ -63,7 +64,7 @@ def test_every_preset_composes_to_its_plugins_dataclass(path: Path, store: Regis
 def test_a_preset_says_only_what_differs(path: Path, store: Registry) -> None:
     preset = OmegaConf.load(path)
     (base,) = preset.defaults
-    defaults = ModelConfig if path.parent.name == "model" else store.find(path.parent.name, base).config
+    defaults = ModelOptions if path.parent.name == "model" else store.find(path.parent.name, base).config
     fields = [field for field in dataclasses.fields(defaults) if field.name in preset]
     same = {field.name for field in fields if preset[field.name] == field.default}
     assert same <= ({"path"} if path.stem == "demo" else set())  # the demo preset is there for its name

@@ -17,8 +17,9 @@ from emssd_rest.cli import main as rest_main
 
 import emssd as package
 from emssd.__main__ import main as emssd_main
-from emssd.cli.config import ModelConfig, RunConfig, conf_dir
+from emssd.cli.config import RunConfig, conf_dir
 from emssd.cli.option_texts import option_texts
+from emssd.data.model_options import ModelOptions
 from emssd.plugins.registry import KINDS, Registry
 from emssd.report.__main__ import main as report_main
 from emssd.simulate.__main__ import main as simulate_main
@@ -87,7 +88,7 @@ def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
     groups = {*KINDS, "model", "sampling", "experiment", "method", "task"}
     for field in dataclasses.fields(RunConfig):
         assert (field.name in options) == (field.name not in groups), field.name
-    for field in dataclasses.fields(ModelConfig):
+    for field in dataclasses.fields(ModelOptions):
         assert f"model.{field.name}" in options
     assert all(text for _, text in options.values()), options
     assert options["batch_size"] == ("3", "rows decoded together")
@@ -108,7 +109,7 @@ def test_the_examples_of_the_help_come_first_and_compose(emssd: Callable) -> Non
 
 def test_every_option_has_a_description_in_one_place() -> None:
     registry = Registry()
-    for kind in (RunConfig, ModelConfig, *(spec.config for name in KINDS for spec in registry.specs(name))):
+    for kind in (RunConfig, ModelOptions, *(spec.config for name in KINDS for spec in registry.specs(name))):
         assert all(option.text for option in option_texts(kind)), kind
 
 

@@ -11,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from emssd.cli import resume
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
 from emssd.errors import CompileError, OutputError
-from emssd.model import tracing
+from emssd.model import target, tracing
+from emssd.model.checkpoint_files import content_digest
 from emssd.sequences import Generation
+from emssd.testing.models import tiny_model
 
 from .conftest import RESUME, fenced, jsonl
 
@@ -55,7 +58,9 @@ def test_rows_of_other_weights_at_the_same_place_are_not_mixed(half: Callable, o
     file.write_bytes(content)
     os.utime(file, ns=(5, 5))
     (own_model / "optimizer.pt").write_bytes(b"nothing that a run reads")
-    assert len(half(*RESUME).rows) == 5
+    again = half(*RESUME)
+    assert len(again.rows) == 5
+    assert "model were written again since rows in out were made" in " ".join(again.err.split())
 
 
 def test_rows_of_another_chat_template_are_not_mixed(half: Callable, own_model: Path) -> None:
@@ -89,7 +94,7 @@ def test_rows_that_were_asked_for_otherwise_are_not_mixed(change: dict[str, Any]
 def test_rows_of_an_earlier_version_are_kept(half: Callable, work: Path) -> None:
     path = work / "out" / "generations.jsonl"
     rows = jsonl(path)
-    assert all(row.pop("made_with").keys() == {"model", "compiled", "request"} for row in rows)
+    assert all(row.pop("made_with").keys() == {"files", "written", "compiled", "request"} for row in rows)
     path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert len(half(*RESUME).rows) == 5
 
@@ -98,7 +103,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     half: Callable, work: Path, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`test_compiled_jobs` resumes one that is."""
-    monkeypatch.setattr(tracing, "expected_seconds", lambda *_: 0)  # so that each run is worth it
+    monkeypatch.setattr(target, "expected_seconds", lambda *_: 0)  # so that each run is worth it
     monkeypatch.setattr(tracing, "compile_program", lambda *given: pytest.fail("it compiles"))
     monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
     auto, path = (*RESUME, "model.compile=auto"), work / "out" / "generations.jsonl"
@@ -174,16 +179,33 @@ def test_rows_that_are_taken_away_during_a_run_end_it(
     assert {row["id"] for row in half(*RESUME).rows} == {f"prompts.txt:{line}" for line in (1, 2, 4, 5, 6)}
 
 
-def test_a_file_of_many_parts_is_known_by_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resume, "_PART", 8)
-    file, digests = tmp_path / "weights", set[str]()
-    for place in (None, 0, 7, 8, 15, 16, 99):
-        content = bytearray(100)
-        if place is not None:
-            content[place] = 1
-        file.write_bytes(content)
-        digests.add(resume._file_digest(file, 100, len(digests)))
-    assert len(digests) == 7
+def num_bytes_read() -> int:
+    """By this process so far, beside what is mapped into memory."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def test_a_digest_tells_other_weights_by_their_header_or_a_piece(tmp_path: Path) -> None:
+    file, digests = tmp_path / "model.safetensors", set[str]()
+    for name, value in (("a", 0.0), ("b", 0.0), ("a", 1.0)):
+        save_file({name: torch.full((2**20,), value)}, file)
+        os.utime(file, ns=(5, 5))
+        before = num_bytes_read()
+        digests.add(content_digest(file))
+        assert num_bytes_read() - before < 2**20
+    assert len(digests) == 3
+    shutil.copyfile(file, tmp_path / "copy.safetensors")
+    assert content_digest(tmp_path / "copy.safetensors") in digests
+
+
+def test_a_run_reads_no_weights_but_to_load_them(decode: Callable, work: Path, own_model: Path) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 4}
+    vocab_size = json.loads((own_model / "config.json").read_text())["vocab_size"]
+    tiny_model("llama", vocab_size=vocab_size, dtype=torch.float32, **sizes).save_pretrained(own_model)
+    run = (f"model.path={own_model}", "drafter=none", "max_new_tokens=2", "overwrite=true")
+    decode(*run)
+    before = num_bytes_read()
+    decode(*run)
+    assert num_bytes_read() - before < (own_model / "model.safetensors").stat().st_size / 2
 
 
 @pytest.mark.parametrize("name", ["errors.jsonl", "metrics.json", "config.yaml", "generations.jsonl"])

@@ -16,7 +16,7 @@ from emssd.cli import progress
 from emssd.cli.progress import Bar
 from emssd.data.chat import encode_chat
 from emssd.metrics.stats import RunReport
-from emssd.model import load_model
+from emssd.model import ModelOptions, load_model
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
 
@@ -182,5 +182,5 @@ def test_a_bar_tells_how_far_a_model_has_loaded_unless_that_is_soon_done(
     monkeypatch.setattr(progress, "_SOON", soon)
     console = Console(file=io.StringIO(), force_terminal=True, width=120)
     with progress.loading_shown(console):
-        load_model("demo")
+        load_model(ModelOptions("demo", compile=False))
     assert ("loading" in console.file.getvalue()) == (soon == 0)  # type: ignore[attr-defined]  # a StringIO

@@ -16,7 +16,7 @@ from emssd_ragged import Kernels, RaggedConfig
 
 from emssd.decoding.engine import Engine
 from emssd.errors import PluginError
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from emssd.native import (
     NativeError,
     build,
@@ -98,8 +98,7 @@ class TestWithoutACompiler:
     def test_a_model_to_be_compiled_runs_as_it_is(self) -> None:
         model = tiny_model("llama", vocab_size=11)
         with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {NO_COMPILER}"):
-            target = TargetModel(model, compile=True)
-        assert target.compiled is None
+            assert TargetModel(model, ModelOptions(compile=True)).compiled is None
 
 
 def test_a_compiler_that_fails_is_quoted(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

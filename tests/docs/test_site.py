@@ -16,7 +16,8 @@ from types import ModuleType
 
 import pytest
 
-from emssd.cli.config import ExperimentConfig, ModelConfig, RunConfig, TaskConfig, conf_dir
+from emssd.cli.config import ExperimentConfig, RunConfig, TaskConfig, conf_dir
+from emssd.data.model_options import ModelOptions
 from emssd.drafting import Drafter
 from emssd.plugins.registry import KINDS, Registry
 from emssd.simulate.appendix import acceptance_pmf, expected
@@ -44,7 +45,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Load:
 def places() -> Iterator[tuple[str, str, type]]:
     """The heading and option prefix of each class of options on the page."""
     yield "", "", RunConfig
-    for name, kind in (("model", ModelConfig), ("experiment", ExperimentConfig), ("task", TaskConfig)):
+    for name, kind in (("model", ModelOptions), ("experiment", ExperimentConfig), ("task", TaskConfig)):
         yield f"{name}=…", f"{name}.", kind
     registry = Registry()
     for kind in KINDS:

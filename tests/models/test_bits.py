@@ -18,7 +18,7 @@ from emssd.attention import LayerSpec
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.batch_invariant import batch_invariant
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from emssd.model.invariant import Audit, BatchInvariant
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
@@ -40,7 +40,9 @@ def make_model(architecture: str, dtype: torch.dtype) -> Any:
 
 
 def rollouts(model: Any) -> list[Generation]:
-    engine = engine_of(TargetModel(model, batch_invariant=True), RandomDrafter(VOCAB, 4), ragged_backend())
+    engine = engine_of(
+        TargetModel(model, ModelOptions(batch_invariant=True, compile=False)), RandomDrafter(VOCAB, 4), ragged_backend()
+    )
     params = SamplingParams(temperature=1.0, seed=3, logprobs=0)
     requests = [Request(str(row), ids, 9, sampling=params) for row, ids in enumerate(ROLLED_OUT)]
     done = {each.request_id: each for each in engine.run(requests)}
@@ -150,7 +152,7 @@ def target(architecture: str, dtype: torch.dtype) -> TargetModel:
     compiled = architecture.startswith("compiled ")
     name = architecture.removeprefix("compiled ")
     model = tiny_model(name, dtype=dtype, vocab_size=VOCAB, max_model_len=96, std=0.12)
-    served = TargetModel(model, batch_invariant=not compiled, compile=compiled)
+    served = TargetModel(model, ModelOptions(batch_invariant=not compiled, compile=compiled))
     assert (served.compiled is not None) == compiled
     return served
 
@@ -204,7 +206,7 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
-    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), batch_invariant=asked)
+    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), ModelOptions(batch_invariant=asked, compile=False))
     assert runner_of(served, ragged_backend()).batch_invariance == (
         "yes" if asked else "no: model.batch_invariant=false"
     )
@@ -262,4 +264,6 @@ def test_an_operator_that_is_not_known_to_keep_bits_is_named(name: str) -> None:
     model = tiny_model("llama", vocab_size=VOCAB)
     own = model.model.layers[0].mlp.forward
     model.model.layers[0].mlp.forward = lambda hidden: own(hidden) + UNKNOWN[name](hidden)
-    assert f"it calls {name}" in str(TargetModel(model, batch_invariant=True).why_not_invariant)
+    assert f"it calls {name}" in str(
+        TargetModel(model, ModelOptions(batch_invariant=True, compile=False)).why_not_invariant
+    )

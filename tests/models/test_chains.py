@@ -23,7 +23,7 @@ from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import DynamicShape, GrowingRow, ModelDrafter, PairedDrafter
 from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter
-from emssd.model import CausalLMRunner, Growth, TargetModel
+from emssd.model import CausalLMRunner, Growth, ModelOptions, TargetModel
 from emssd.model.program import Program
 from emssd.native import cache_dir
 from emssd.plugins.registry import Registry
@@ -77,7 +77,10 @@ def models(kernels: None) -> dict[str, TargetModel]:
     """A target, and a draft model with other weights, which shares its program."""
     make = partial(tiny_model, "opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=VOCAB_SIZE, max_model_len=64)
     with FileLock(cache_dir() / "opt-float32.lock"):
-        return {name: TargetModel(make(seed=seed), compile=True) for seed, name in enumerate(("target", "draft"))}
+        options = ModelOptions(compile=True)
+        made = {name: TargetModel(make(seed=seed), options) for seed, name in enumerate(("target", "draft"))}
+        assert all(target.compiled is not None for target in made.values())
+    return made
 
 
 def decoded(

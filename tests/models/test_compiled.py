@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 from filelock import FileLock
-from transformers import LlamaForCausalLM, PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from emssd.attention import LayerSpec
 from emssd.decoding.caches import make_backend
@@ -27,8 +30,9 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters import ModelDrafter
 from emssd.drafting.shapes import DynamicShape
-from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, TargetModel, tracing
+from emssd.errors import CompileError, ConfigError
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model, tracing
+from emssd.model.int8 import scales_of
 from emssd.native import cache_dir
 from emssd.plugins.registry import Registry
 from emssd.testing.drafters import RandomDrafter
@@ -78,8 +82,8 @@ def targets(kernels: None) -> dict[str, TargetModel]:
     made = {}
     for name in sorted(MODELS, reverse=int(worker) % 2 == 1):
         with FileLock(cache_dir() / f"{name}.lock"):
-            made[name] = TargetModel(make(name), compile=True, frozen=True)
-        assert made[name].compiled is not None
+            made[name] = TargetModel(make(name), ModelOptions(compile=True), frozen=True)
+            assert made[name].compiled is not None
     return made
 
 
@@ -147,9 +151,10 @@ def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, Target
 @pytest.fixture(scope="module")
 def with_hidden(targets: dict[str, TargetModel]) -> TargetModel:
     """A model whose program gives hidden states, too."""
-    target = TargetModel(make("opt-float32"), compile=True, frozen=True)
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True), frozen=True)
     with FileLock(cache_dir() / "hidden.lock"):
         target.prepare_hidden([1, -1, 0])
+        target.compile()
     return target
 
 
@@ -254,7 +259,7 @@ def no_compiling(targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("no_compiling")
 def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
     """As of a draft model with the shapes of its target."""
-    first, second = (TargetModel(make("opt-float32", seed), compile=True) for seed in (0, 1))
+    first, second = (TargetModel(make("opt-float32", seed), ModelOptions(compile=True)) for seed in (0, 1))
     results = [both(target, 1, 9, [3, 8]) for target in (first, second, first)]
     for got, right in results:
         assert_close(got, right)
@@ -266,18 +271,18 @@ def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
 def test_buffers_are_the_models_own_too() -> None:
     """As rotary frequencies that were scaled by hand: they are in no checkpoint, and so small that they become code."""
     model = make("gemma2-float64")
-    before = both(TargetModel(model, compile=True), 1, 40, [39])[0]
+    before = both(TargetModel(model, ModelOptions(compile=True)), 1, 40, [39])[0]
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):
             buffer *= 0.1
-    got, right = both(TargetModel(model, compile=True), 1, 40, [39])
+    got, right = both(TargetModel(model, ModelOptions(compile=True)), 1, 40, [39])
     assert_close(got, right)
     assert not torch.allclose(got, before, atol=0.1)
 
 
 @pytest.mark.usefixtures("no_compiling")
 def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -> None:
-    target = TargetModel(make("opt-float32"), compile=True)
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
 
     def broken(*arguments: Any) -> torch.Tensor:
         raise MemoryError("out of memory")
@@ -354,7 +359,7 @@ def test_auto_takes_a_program_that_is_kept_and_no_other(
     monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
     kept = targets["opt-float32"].compiled
     assert kept is not None
-    target = TargetModel(make("opt-float32"), compile="auto")
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
     assert target.compiled is not None
     assert target.compiled.folder == kept.folder
     assert target.why_compiled == "compiled: its program was kept"
@@ -369,7 +374,7 @@ def test_auto_compiles_where_the_work_is_worth_it(
 ) -> None:
     usual = str(cache_dir())
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "empty"))
-    target = TargetModel(make("opt-float32"), compile="auto")
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
     assert target.compiled is None
     target.compile_if_it_pays(10)
     assert target.compiled is None
@@ -381,27 +386,56 @@ def test_auto_compiles_where_the_work_is_worth_it(
     assert target.may_compile is True
 
 
+def test_a_program_that_is_compiled_late_gives_the_hidden_states_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    requested: list[tuple[int, ...]] = []
+
+    def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
+        requested.append(hidden)
+        raise CompileError("this is enough")
+
+    monkeypatch.setattr(tracing, "compile_program", compile_program)
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
+    target.compile()
+    target.prepare_hidden([0])
+    target.compile_if_it_pays(10**9)
+    assert requested == [(0,)]
+
+
 def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     model = make("opt-float32")
     model.register_forward_hook(lambda *given: None)
-    target = TargetModel(model, compile="auto")
+    target = TargetModel(model, ModelOptions(compile="auto"))
     target.compile_if_it_pays(10**9)
     assert target.compiled is None
     assert "hook" in target.why_compiled
     assert not [each for each in recwarn if each.category is RuntimeWarning]
     with pytest.raises(ConfigError, match="must be true, false or auto"):
-        TargetModel(make("opt-float32"), compile="maybe")  # type: ignore[arg-type]
+        TargetModel(make("opt-float32"), ModelOptions(compile="maybe"))  # type: ignore[arg-type]
 
 
-def test_a_drafters_model_is_compiled_if_the_target_is(
-    targets: dict[str, TargetModel],
+def test_a_drafters_model_is_compiled_and_rounded_if_the_target_is_compiled(
+    targets: dict[str, TargetModel], tmp_path: Path
 ) -> None:
-    asked: list[bool] = []
+    plain = make("opt-float32")
+    plain.save_pretrained(tmp_path)
+    words = Tokenizer(WordLevel({f"w{place}": place for place in range(13)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    options = ModelOptions(str(tmp_path), dtype="float32", compile=False)
+    for target, is_compiled in ((targets["opt-float32"], True), (TargetModel(plain), False)):
+        draft, _ = load_model(options, draft_of=target)
+        assert (draft.may_compile, bool(scales_of(draft.model))) == (is_compiled, is_compiled)
+        assert torch.equal(draft.model.lm_head.weight, plain.lm_head.weight) != is_compiled
+    assert not scales_of(load_model(replace(options, compile=True))[0].model)
 
-    def load(path: str, **options: Any) -> tuple[TargetModel, None]:
-        asked.append(options["compile"])
-        return target, None
 
-    for target in (targets["opt-float32"], TargetModel(make("opt-float32"))):
-        Engine.assemble(target, None, drafter=DraftModelConfig("small"), backend="ragged", load=load)
-    assert asked == [True, False]
+def test_a_target_is_not_compiled_for_a_drafter_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        Engine.assemble(target, None, drafter=DraftModelConfig(str(tmp_path / "none")), backend="ragged")

@@ -21,7 +21,7 @@ from transformers import OPTForCausalLM, PreTrainedModel
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
-from emssd.model import TargetModel, tracing
+from emssd.model import ModelOptions, TargetModel, tracing
 from emssd.model.compile_time import Compiling
 from emssd.native import cache_dir, load_kernels
 from emssd.testing.models import tiny_model
@@ -40,9 +40,9 @@ def opt(seed: int = 0) -> PreTrainedModel:
 def compiled_entry(kernels: None) -> Path:
     """The program of `opt` on disk."""
     with FileLock(cache_dir() / "opt-float32.lock"):
-        target = TargetModel(opt(), compile=True)
-    assert target.compiled is not None
-    return target.compiled.folder
+        program = TargetModel(opt(), ModelOptions(compile=True)).compiled
+    assert program is not None
+    return program.folder
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def twice(module: nn.Module) -> Change:
 def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_ownership` tests other changes."""
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
-    target = TargetModel(opt(), compile=True)
+    target = TargetModel(opt(), ModelOptions(compile=True))
     before = tokens(target)
     assert before == greedy_reference(target.model, PROMPT, 12)
     layer(target.model).fc2.weight.data.neg_()
@@ -114,9 +114,10 @@ def test_a_model_whose_code_changes_before_or_later_runs_as_it_is(
     (change, why), model = CHANGES[what], opt()
     change(model)
     reason = f"the model runs without model.compile: .*{why}"
+    changed = TargetModel(model, ModelOptions(compile=True))
     with pytest.warns(RuntimeWarning, match=reason):
-        changed = TargetModel(model, compile=True)
-    target = TargetModel(opt(), compile=True)
+        changed.compile()
+    target = TargetModel(opt(), ModelOptions(compile=True))
     before, expected = tokens(target), greedy_reference(model, PROMPT, 12)
     change(target.model)
     with pytest.warns(RuntimeWarning, match=reason):
@@ -134,12 +135,13 @@ def test_the_program_of_a_class_of_the_users_own_is_for_this_process_alone() -> 
     model = opt()
     kept = sorted((cache_dir() / "models").iterdir())
     model.__class__ = Own
-    target = TargetModel(model, compile=True)
+    target = TargetModel(model, ModelOptions(compile=True))
     assert target.compiled is not None
     folder, alone = target.compiled.folder, r"compiled: just now, for this process alone: .*\.Own is no library's"
     assert re.match(alone, target.why_compiled)
     assert tokens(target) == greedy_reference(model, PROMPT, 12)
-    assert TargetModel(model, compile="auto").why_compiled == "not compiled: no program of it is kept"
+    again = TargetModel(model, ModelOptions(compile="auto"))
+    assert (again.compiled, again.why_compiled) == (None, "not compiled: no program of it is kept")
     assert folder.exists()
     del target
     gc.collect()
@@ -178,13 +180,13 @@ def test_a_spoilt_program_is_compiled_again(
     spoil: Callable[[Path], None], entry_copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spoil(entry_copy)
-    target = TargetModel(opt(), compile=True)
+    target = TargetModel(opt(), ModelOptions(compile=True))
     assert target.compiled is not None
     assert tokens(target) == greedy_reference(target.model, PROMPT, 12)
     (record,) = [record for record in caplog.records if record.name == "emssd" and record.levelname == "WARNING"]
     assert f"{entry_copy} is not " in record.getMessage()
     caplog.clear()
-    assert TargetModel(opt(), compile=True).compiled is not None
+    assert TargetModel(opt(), ModelOptions(compile=True)).compiled is not None
     assert not [record for record in caplog.records if record.name == "emssd"]
 
 
@@ -200,8 +202,9 @@ def test_a_program_that_is_wrong_even_when_just_compiled_is_refused(
     swap_linears(entry_copy)
     monkeypatch.setattr(tracing, "compile_program", compile_wrongly)
     reason = r"is not the program of this model, though it was just compiled: its logits differ by \d"
+    target = TargetModel(opt(), ModelOptions(compile=True))
     with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {entry_copy} {reason}"):
-        target = TargetModel(opt(), compile=True)
+        target.compile()
     assert tokens(target) == greedy_reference(target.model, PROMPT, 12)
 
 
@@ -209,7 +212,7 @@ def test_a_program_in_a_cache_that_others_can_write_is_refused(entry_copy: Path)
     entry_copy.parents[1].chmod(0o777)
     reason = f"{entry_copy.parents[1]} belongs to .*set EMSSD_CACHE to a folder of your own"
     with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}"):
-        assert TargetModel(opt(), compile=True).compiled is None
+        assert TargetModel(opt(), ModelOptions(compile=True)).compiled is None
 
 
 @pytest.mark.parametrize("chosen", [None, "elsewhere"])
@@ -230,7 +233,7 @@ def test_inductor_keeps_its_files_in_the_cache_unless_another_folder_is_set(
 
 @pytest.mark.parametrize("mode", ["fake tensors", "export"])
 def test_a_program_that_is_collected_while_another_is_traced_frees_its_weights(mode: str, compiled_entry: Path) -> None:
-    target = TargetModel(opt(), compile=True)
+    target = TargetModel(opt(), ModelOptions(compile=True))
     assert target.compiled is not None
     program, handle = weakref.ref(target.compiled), target.compiled._program._handle
     ones = torch.ones(1, 2, 32)

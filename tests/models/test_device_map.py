@@ -17,7 +17,7 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
-from emssd.model import BorrowedTarget, TargetModel, load_model
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
@@ -150,20 +150,20 @@ def test_a_loaded_model_decodes_as_ever(device_map: Any, tmp_path: Path) -> None
 )
 def test_maps_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_model("demo", **options)
+        load_model(ModelOptions("demo", **options))
     assert said in str(caught.value)
 
 
 def test_without_accelerate_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'emssd\[devices\]'"):
-        load_model("demo", device_map="auto")
+        load_model(ModelOptions("demo", device_map="auto", compile=False))
 
 
 def test_what_cannot_be_spread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"leave it or model\.device_map out"):
-        TargetModel(hooked("opt"), compile=True)
-    target = TargetModel(hooked("llama"), compile="auto")
+        TargetModel(hooked("opt"), ModelOptions(compile=True))
+    target = TargetModel(hooked("llama"), ModelOptions(compile="auto"))
     assert (target.compiled, target.may_compile) == (None, False)
     monkeypatch.setattr("emssd.model.target.layer_devices", lambda target: (OTHER, CPU))
     with pytest.raises(UnsupportedModelError, match=r"with model\.device_map, no drafter runs"):

@@ -5,21 +5,18 @@ Oracle: the rounded model itself, uncompiled.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from filelock import FileLock
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from emssd.cli.config import changed_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.model import TargetModel, load_model, program
+from emssd.model import ModelOptions, TargetModel, load_model, program
 from emssd.model.fingerprint import short_pass
 from emssd.model.int8 import bytes_of, round_drafter, round_weights, scales_of
 from emssd.model.int8 import rounded as rounded_copy
@@ -71,8 +68,8 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     monkeypatch.setattr(program, "load_kernels", Watched)
     model, _ = rounded()
     with FileLock(cache_dir() / "opt-float32.lock"):
-        target = TargetModel(model, compile=True)
-    assert target.compiled is not None
+        target = TargetModel(model, ModelOptions(compile=True))
+        assert target.compiled is not None
     assert {*added} == {torch.int8}
     got, right = (short_pass(target, run)[0] for run in (target.compiled, target.run))
     assert torch.allclose(got, right, atol=1e-4 * float(right.std()))
@@ -105,25 +102,6 @@ def test_the_kernel_multiplies_what_bytes_stand_for(kernels: None, sizes: tuple[
         assert torch.equal(linear(rows[:count], handle, 0, num_out), out[:count])
 
 
-@pytest.mark.nightly
-def test_what_drafts_is_rounded_where_it_is_compiled(kernels: None, tmp_path: Path) -> None:
-    plain = tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64)
-    plain.save_pretrained(tmp_path)
-    words = Tokenizer(models.WordLevel({f"w{place}": place for place in range(13)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    with FileLock(cache_dir() / "opt-float32.lock"):
-        compiled, eager, target = (
-            load_model(str(tmp_path), dtype="float32", compile=compile, for_drafts=for_drafts)[0]
-            for compile, for_drafts in ((True, True), (False, True), (True, False))
-        )
-    assert compiled.compiled is not None
-    assert scales_of(compiled.model)
-    assert not scales_of(eager.model)
-    assert not scales_of(target.model)
-    assert not torch.equal(compiled.model.lm_head.weight, plain.lm_head.weight)
-    assert torch.equal(target.model.lm_head.weight, plain.lm_head.weight)
-
-
 def test_what_drafts_stays_as_it_is_without_kernels_for_it() -> None:
     broken = torch.nn.Linear(3, 2)
     with torch.no_grad():
@@ -145,25 +123,24 @@ def test_what_drafts_stays_as_it_is_without_kernels_for_it() -> None:
 )
 def test_what_cannot_be_is_one_sentence(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        load_model("demo-draft", **options)
+        load_model(ModelOptions("demo-draft", **options))
 
 
-def test_weights_that_are_no_numbers_are_not_rounded() -> None:
-    model = torch.nn.Linear(3, 2)
-    with torch.no_grad():
-        model.weight[1, 2] = torch.nan
-    with pytest.raises(ConfigError, match="infinite, or no numbers"):
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        (torch.tensor([[torch.nan]]), "infinite, or no numbers"),
+        (torch.ones(1, 1, dtype=torch.uint8), "the model is quantized already"),
+    ],
+)
+def test_weights_that_cannot_be_rounded_are_refused(weight: torch.Tensor, said: str) -> None:
+    model = torch.nn.Linear(1, 1)
+    model.weight = torch.nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ConfigError, match=said):
         round_weights(model)
 
 
-def test_weights_that_are_quantized_already_are_not_rounded_again() -> None:
-    model = torch.nn.Linear(3, 2)
-    model.weight = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ConfigError, match="the model is quantized already"):
-        round_weights(model)
-
-
-def test_a_job_goes_on_only_with_the_same_weights(tmp_path: Path) -> None:
+def test_a_job_goes_on_only_with_the_same_weights() -> None:
     before, now = "model: {path: demo, dtype: auto}", "model: {path: demo, dtype: auto, weights: %s}"
     assert changed_options(before, now % "auto") == [], "a folder of before there was a choice"
     assert changed_options(before, now % "int8") == ["model.weights"]

@@ -20,7 +20,7 @@ from transformers.models.llama import modeling_llama
 from emssd import Engine
 from emssd.attention import AttentionBackend
 from emssd.errors import CompileError, UnsupportedModelError
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from emssd.model.compiled import CompiledForward
 from emssd.model.masks import window_of
 from emssd.testing.models import tiny_model
@@ -85,7 +85,9 @@ class TestWindows:
     def test_a_window_longer_than_any_row_of_the_probe_is_learnt_from_the_mask(self) -> None:
         model = random_model("phimoe", sliding_window=33, num_local_experts=2)
         assert [layer.sliding_window for layer in TargetModel(model).layers] == [33, 33]
-        assert [layer.sliding_window for layer in TargetModel(model, max_model_len=33).layers] == [None, None]
+        assert [
+            layer.sliding_window for layer in TargetModel(model, ModelOptions(max_model_len=33, compile=False)).layers
+        ] == [None, None]
 
     def test_a_window_that_the_mask_does_not_have_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = modeling_llama.LlamaAttention.forward
@@ -96,7 +98,7 @@ class TestWindows:
         monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", with_window)
         with pytest.raises(UnsupportedModelError, match="gives layer 0 a sliding window of 30, and a mask without one"):
             TargetModel(tiny_model("llama"))
-        assert TargetModel(tiny_model("llama"), max_model_len=30).max_model_len == 30
+        assert TargetModel(tiny_model("llama"), ModelOptions(max_model_len=30, compile=False)).max_model_len == 30
 
     def test_two_windows_for_one_layer_are_refused(self) -> None:
         model = tiny_model("gemma2")
@@ -168,7 +170,7 @@ class TestPositionsBeyondTheProbe:
         with pytest.raises(UnsupportedModelError, match=r"counts the tokens of a call .* in sequences of 64 tokens"):
             TargetModel(model)
         with pytest.raises(UnsupportedModelError, match="in sequences of 32 tokens"):
-            TargetModel(model, max_model_len=32)
+            TargetModel(model, ModelOptions(max_model_len=32, compile=False))
         assert_exact(model, max_model_len=31)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

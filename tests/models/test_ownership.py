@@ -52,18 +52,6 @@ def step_of_an_optimizer(model: Any) -> None:
     model.zero_grad()
 
 
-def swap_rows(model: Any) -> None:
-    table = model.model.embed_tokens.weight.data
-    table[[3, 7]] = table[[7, 3]]
-
-
-def swap_tensors(model: Any) -> None:
-    one, other = (model.model.layers[i].mlp.down_proj.weight.data for i in range(2))
-    kept = one.clone()
-    one.copy_(other)
-    other.copy_(kept)
-
-
 def write_by_numpy(model: Any) -> None:
     weight(model).detach().numpy()[:] *= -1
 
@@ -92,12 +80,8 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a write by NumPy": write_by_numpy,
     "copy_": lambda model: weight(model).detach().copy_(torch.randn(weight(model).shape)),
     "load_state_dict": lambda model: model.load_state_dict(llama(seed=1).state_dict()),
-    "swapped rows": swap_rows,
-    "swapped tensors": swap_tensors,
     "another tensor": lambda model: setattr(mlp(model).down_proj, "weight", nn.Parameter(-weight(model).data)),
-    "a clamp of large values": lambda model: mlp(model).register_forward_hook(
-        lambda *given: given[-1].clamp(-0.1, 0.1)
-    ),
+    "a clamp of large values": lambda model: mlp(model).register_forward_hook(clamp),
     "a hook": lambda model: mlp(model).register_forward_hook(double),
     "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
     "a module": lambda model: setattr(model.model.layers[0], "mlp", Twice(mlp(model)).eval()),
@@ -129,8 +113,7 @@ def test_a_run_after_a_change_is_that_of_the_model_as_it_is(what: str) -> None:
     assert tokens(engine) == right(model)
 
 
-UNSEEN = {"an optimizer that is fused", "a write to data", "a write by NumPy", "swapped rows", "swapped tensors"}
-UNSEEN |= {"a number"}
+UNSEEN = {"an optimizer that is fused", "a write to data", "a write by NumPy", "a number"}
 
 
 @pytest.mark.parametrize("what", CHANGES)

@@ -210,7 +210,7 @@ def test_layers_that_give_more_than_a_stream_are_refused() -> None:
             self.model.layers[0].register_forward_hook(lambda module, given, out: (out,))
             self.model.layers[1].register_forward_pre_hook(lambda module, given: (given[0][0], *given[1:]))
 
-    there = TargetModel(Pairs(tiny_model("llama").config).double())
+    there = TargetModel(Pairs(tiny_model("llama").config).double().eval())
     with pytest.raises(
         UnsupportedModelError, match=r"^Pairs lends drafters no first layers: its layers give more than a residual"
     ):

@@ -142,7 +142,7 @@ class Skips(GPT2LMHeadModel):
     ],
 )
 def test_a_model_whose_streams_are_not_found_is_refused_in_words(kind: str, model: Any, reason: str) -> None:
-    there = TargetModel(model(tiny_model(kind).config).double())
+    there = TargetModel(model(tiny_model(kind).config).double().eval())
     with pytest.raises(UnsupportedModelError, match=f"^{model.__name__} gives drafters no hidden states: {reason}$"):
         there.prepare_hidden([1])
 

@@ -20,7 +20,7 @@ from emssd.cli.config import RunConfig, changed_options
 from emssd.cli.jobs import Jobs
 from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model import load_model
+from emssd.model import ModelOptions, load_model
 from emssd.model.support import shards_of
 from emssd.plugins.registry import Registry
 from emssd.testing import tiny_model
@@ -61,7 +61,7 @@ def found(checkpoints: Path) -> dict[str, Any]:
 @pytest.mark.torchrun
 @pytest.mark.parametrize("model", MODELS)
 def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, found: dict[str, Any]) -> None:
-    loaded = load_model(str(checkpoints / f"{model}-0"))
+    loaded = load_model(ModelOptions(str(checkpoints / f"{model}-0"), compile=False))
     alone = {name: decoded(loaded, "none", "ragged", params) for name, params in SAMPLING.items()}
     expected = {f"{model} {name} {backend} {how}": alone[how] for name, backend, how in cases(model)}
     assert {name: tokens for name, tokens in found["tokens"].items() if name.startswith(f"{model} ")} == expected
@@ -70,14 +70,14 @@ def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, fou
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
 def test_a_trained_head_drafts_as_well_for_a_spread_target(name: str, checkpoints: Path, found: dict[str, Any]) -> None:
-    alone = headed(load_model(str(checkpoints / "perfect")), name, checkpoints)
+    alone = headed(load_model(ModelOptions(str(checkpoints / "perfect"), compile=False)), name, checkpoints)
     assert found["headed"][name] == alone
     assert max(alone["accepted"]) > 3, "the head is perfect"
 
 
 @pytest.mark.torchrun
 def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path, found: dict[str, Any]) -> None:
-    alone, num_preempted = preempted(load_model(str(checkpoints / "llama-0")), "1MiB")
+    alone, num_preempted = preempted(load_model(ModelOptions(str(checkpoints / "llama-0"), compile=False)), "1MiB")
     tokens, num_preempted_spread = found["preempted"]
     assert (tokens, num_preempted) == (alone, 0)
     assert num_preempted_spread > 0, "there was room for all rows"
@@ -192,7 +192,7 @@ def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, 
 )
 def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_model("demo", **{"tensor_parallel": True} | options)
+        load_model(ModelOptions("demo", **{"tensor_parallel": True} | options))
     assert said in str(caught.value)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from emssd import Engine
 from emssd.errors import ConfigError, EmssdError
-from emssd.model import load_model, loading
+from emssd.model import ModelOptions, load_model, loading
 from emssd.model.parallel import join
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
@@ -22,10 +22,10 @@ UNREADABLE = "opt-1"  # by the other processes than the first
 def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
     """`load`, on a machine whose disk has no folder `name`."""
 
-    def other(path: str, **options: Any) -> Any:
-        if Path(path).name == name:
+    def other(options: ModelOptions, *arguments: Any, **keywords: Any) -> Any:
+        if Path(options.path).name == name:
             raise ConfigError("there is no such folder here")
-        return load(path, **options)
+        return load(options, *arguments, **keywords)
 
     return other
 
@@ -40,21 +40,24 @@ def refused(act: Callable[[], Any]) -> str:
 def main(folder: Path) -> None:
     """Decode every case."""
     choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
-    said["missing"] = refused(lambda: load_model(str(folder / "nowhere"), tensor_parallel=True))
+    missing, unreadable = (
+        ModelOptions(str(folder / name), tensor_parallel=True, compile=False) for name in ("nowhere", UNREADABLE)
+    )
+    said["missing"] = refused(lambda: load_model(missing))
     with pytest.MonkeyPatch.context() as patch:
         if join().rank:
             patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
-        said["unreadable"] = refused(lambda: load_model(str(folder / UNREADABLE), tensor_parallel=True))
+        said["unreadable"] = refused(lambda: load_model(unreadable))
     for model in MODELS:
-        loaded = load_model(str(folder / f"{model}-0"), tensor_parallel=True)
+        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True, compile=False))
         heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
             budget = "adaptive" if name == "adaptive" else "fixed"
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling], budget)
             found[f"{model} {name} {backend} {sampling}"] = tokens
-    again = preempted(load_model(str(folder / "llama-0"), tensor_parallel=True), "60KiB")
-    perfect = load_model(str(folder / "perfect"), tensor_parallel=True)
+    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True, compile=False)), "60KiB")
+    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True, compile=False))
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "self", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))

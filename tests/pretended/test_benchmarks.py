@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.model import TargetModel
+from emssd.model import ModelOptions, TargetModel
 from tests.benchmarks.conftest import load as load
 from tests.pretended.conftest import pytestmark as pytestmark
 
@@ -24,7 +24,9 @@ def test_pieces_are_recorded(load: Any, request: pytest.FixtureRequest, monkeypa
         monkeypatch.setattr(products, name, value)
     only = ["host", "products", "tuned", "loop"]
     chosen = Namespace(device="cuda", only=only, quick=True, batch=[2], new_tokens=8, repeats=2, acceptance_length=4.0)
-    for name, measure in gpu.pieces(TargetModel(model.to("cuda"), max_model_len=40), "tiny", chosen):
+    for name, measure in gpu.pieces(
+        TargetModel(model.to("cuda"), ModelOptions(max_model_len=40, compile=False)), "tiny", chosen
+    ):
         assert measure().get("equal_rows", 2) == 2, name
         assert not device.illegal, (name, device.illegal)
     assert {*libraries} == {"cublas", "cublaslt", "default"}

@@ -38,7 +38,7 @@ from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
 from emssd.drafters.heads.options import LayerTreeKind, TreeKind
-from emssd.model import BorrowedTarget, TargetModel
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel
 from emssd.testing.models import tiny_model
 from tests.support import random_drafters as written
 
@@ -149,6 +149,6 @@ class EveryDrafter:
             model.lm_head.weight.add_(tiny_model("llama", seed=1, std=0.05, **sizes).lm_head.weight)
         return TargetModel(model)
 
-    def load(self, path: str, **_: Any) -> tuple[TargetModel, None]:
+    def load(self, options: ModelOptions, **_: Any) -> tuple[TargetModel, None]:
         """A function that loads a drafter's model."""
         return self.near, None

@@ -27,7 +27,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.target import TargetSizes
-from emssd.model import load_model
+from emssd.model import ModelOptions, load_model
 from emssd.testing.models import tiny_model
 from emssd_train import job
 from emssd_train.cli import main
@@ -100,7 +100,13 @@ def test_other_kinds_are_opened_and_draft(kind: str, trained_by: Callable[[str],
     medusa = MedusaConfig(path=str(folder), tree=TreeKind.dynamic)
     drafter: Any = medusa if kind == "medusa" else PardConfig(path=str(folder), num_speculative_tokens=2)
     options = EngineOptions(on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(*load_model("demo"), drafter=drafter, backend="ragged", budget="fixed", options=options)
+    engine = Engine.assemble(
+        *load_model(ModelOptions("demo", compile=False)),
+        drafter=drafter,
+        backend="ragged",
+        budget="fixed",
+        options=options,
+    )
     engine.generate([prompt.text for prompt in demo.prompts(4)], 16)
     assert engine.report.num_accepted > 0
     assert json.loads((folder / "training.json").read_text())["options"]["kind"] == kind
@@ -112,7 +118,7 @@ def test_files_of_other_kinds(trained_by: Callable[[str], Path]) -> None:
     loaded = load_medusa(str(trained_by("medusa")), TargetSizes(2048, 192, 6))
     assert loaded.head.target_ids is not None
     assert len(loaded.head.target_ids) == 50
-    model, tokenizer = load_model(str(trained_by("pard")))
+    model, tokenizer = load_model(ModelOptions(str(trained_by("pard")), compile=False))
     assert (model.vocab_size, model.model.config.pard_token, len(tokenizer)) == (2049, 2048, 2048)
 
 

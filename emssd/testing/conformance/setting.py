@@ -19,7 +19,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
+from emssd.model import BorrowedTarget, CausalLMRunner, ModelOptions, ModelRunner, TargetModel, load_model
 from emssd.plugins.registry import Registry
 from emssd.sequences import Request
 from emssd.testing.conformance.rules import broken, named
@@ -233,7 +233,7 @@ def decode(
 
 @cache
 def _loaded(path: str) -> tuple[TargetModel, Any]:
-    return load_model(path, dtype="float64", device="cpu", max_model_len=MODEL_LEN)
+    return load_model(ModelOptions(path, dtype="float64", device="cpu", max_model_len=MODEL_LEN, compile=False))
 
 
 @cache
