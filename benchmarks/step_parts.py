@@ -28,11 +28,12 @@ from emssd_ragged.backend import ragged_backend
 from emssd.attention import Kept
 from emssd.decoding.choosing import choices
 from emssd.decoding.packing import pack
-from emssd.decoding.verify import greedy_tokens, verify
+from emssd.decoding.verify import verify
 from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
+from emssd.sampling.choice import greedy_tokens
 from emssd.sequences import Batch, Request, Row
 
 TREES: dict[str, Callable[[int], list[int]]] = {  # parents by number of nodes
@@ -86,7 +87,7 @@ class Steps:
     def step(self, draft: Draft) -> torch.Tensor:
         """One step, in which each row keeps a drafted token if there is one. Returns the logits."""
         logits = self.runner.run(pack(self.batch.rows, draft)).logits
-        verify(greedy_tokens(logits), draft)
+        verify(greedy_tokens(logits), self.batch.rows, draft)
         kept = self.context + (2 if len(draft.token_ids) else 0)
         moved = ((self.context + 2,),) * len(self.prompts) if draft.parents is not None else ()
         self.runner.commit(Kept(tuple(row.request_id for row in self.batch), (kept,) * len(self.prompts), moved))

@@ -15,7 +15,7 @@ from emssd.errors import ConfigError, PluginError
 from emssd.errors.faults import guarded
 from emssd.plugins.registry import Registry
 
-__all__ = ["Caches", "make_backend", "shares"]
+__all__ = ["Caches", "make_backend"]
 
 _GPU_SHARE = "0.9"  # of the free memory; the rest is for activations
 

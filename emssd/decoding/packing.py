@@ -15,7 +15,7 @@ from emssd.attention.packed import Drafted, runs
 from emssd.attention.trees import Parents, depths, is_chain
 from emssd.drafting import Draft
 
-__all__ = ["Packable", "pack", "pack_nodes"]
+__all__ = ["pack", "pack_nodes"]
 
 
 class Packable(Protocol):

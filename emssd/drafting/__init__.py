@@ -3,7 +3,7 @@
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode, GoesOn
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.context import DrafterContext
-from emssd.drafting.draft import Draft, HiddenStates, Outcome
+from emssd.drafting.draft import Draft, DraftExtra, HiddenStates, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, check_branches, grow_tree, joined_trees
 from emssd.drafting.lookup import LookupDrafter, Occurrence
@@ -15,6 +15,7 @@ __all__ = [
     "BudgetStep",
     "CheckedDrafter",
     "Draft",
+    "DraftExtra",
     "DraftedNode",
     "Drafter",
     "DrafterContext",

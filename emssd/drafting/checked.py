@@ -147,7 +147,7 @@ class CheckedDrafter(Drafter):
 def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
     """A copy of `draft` that keeps the rules, and that nobody else can write to; see `check_draft`.
 
-    The distributions of its `q` are not copied, as they are large. Writing to them changes the claims of the draft.
+    Its `extra` is not copied, as it may be large. Writing to it changes the claims of the draft.
     Raises DraftError: it is no `Draft`, or breaks a rule.
     """
     if not isinstance(draft, Draft):
@@ -161,7 +161,7 @@ def own_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *, 
         indptr=tuple(map(index, draft.indptr)),
         parents=None if draft.parents is None else tuple(map(index, draft.parents)),
         confidence=None if draft.confidence is None else tuple(map(float, draft.confidence)),
-        q=None if draft.q is None else tuple(None if row is None else tuple(row) for row in draft.q),
+        extra=None if draft.extra is None else tuple(draft.extra),
     )
     check_draft(own, batch, budget, vocab_size, trees=trees)
     return own
@@ -172,8 +172,8 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
 
     Raises:
         DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a tree
-            that is too deep or was not announced, distributions of the wrong number or shape, or with NaN, or, where
-            they lie on the host, ids outside the vocabulary.
+            that is too deep or was not announced, an `extra` that does not fit, or, where they lie on the host, ids
+            outside the vocabulary.
     """
     if draft.token_ids.dtype != torch.int64 or draft.token_ids.ndim != 1:
         raise DraftError(
@@ -201,8 +201,12 @@ def check_draft(draft: Draft, batch: Batch, budget: Seq[int], vocab_size: int, *
     if not ((sure >= 0) & (sure <= 1)).all():
         raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
     _check_trees(draft, lengths, batch, trees)
-    if draft.q is not None:
-        _check_q(draft, vocab_size)
+    if draft.extra is not None and len(draft.extra) != draft.num_rows:
+        count = len(draft.extra)
+        raise DraftError(f"its draft has extra for {count} rows of {draft.num_rows}; give None where there is none")
+    for place, extra in enumerate(draft.extra or ()):
+        if extra is not None:
+            extra.check(draft.tree(place), vocab_size)
     if draft.on_host:
         check_ids(draft.token_ids.tolist(), vocab_size)
 
@@ -237,28 +241,6 @@ def _check_trees(draft: Draft, lengths: Seq[int], batch: Batch, announced: bool)
                 f"{num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
                 "depth",
             )
-
-
-def _check_q(draft: Draft, vocab_size: int) -> None:
-    assert draft.q is not None
-    if len(draft.q) != draft.num_rows:
-        raise DraftError(f"its draft has q for {len(draft.q)} rows of {draft.num_rows}; give None where there is none")
-    for row, (q, length) in enumerate(zip(draft.q, draft.lengths, strict=True)):
-        if q is None:
-            continue
-        if len(q) != 1 + length:
-            raise DraftError(
-                f"its q has {len(q)} distributions for a row of {length} tokens; give one behind the newest token, and "
-                f"one behind each of its own"
-            )
-        for place in {parent + 1 for parent in draft.tree(row)}:
-            if q[place].shape != (vocab_size,) or not q[place].is_floating_point():
-                raise DraftError(
-                    f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
-                    f"children; give {vocab_size} probabilities"
-                )
-            if not q[place].sum().isfinite():
-                raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:

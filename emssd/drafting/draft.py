@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 from collections.abc import Iterator
 from itertools import pairwise
 
-__all__ = ["Draft", "HiddenStates", "Outcome", "checked_layers"]
+__all__ = ["Draft", "DraftExtra", "HiddenStates", "Outcome", "checked_layers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,16 @@ def checked_layers(layers: object) -> tuple[int, ...]:
     return tuple(layers)
 
 
+class DraftExtra(Protocol):
+    """What a drafter tells a rule of verification about the tokens of one row. The engine only passes it on."""
+
+    def pick(self, nodes: Seq[int], /) -> DraftExtra:
+        """The same for these nodes alone."""
+
+    def check(self, tree: Parents, vocab_size: int, /) -> None:
+        """Raises DraftError: it does not fit a row with this tree."""
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """Drafted tokens of a whole batch: one token tree per row, ragged, a chain being the special case.
@@ -89,18 +99,15 @@ class Draft:
             a child of the sequence's newest token. ``None``: every row is a chain.
         confidence: ``[num_draft]`` host numbers from 0 to 1: how sure the drafter is that a node follows its parent.
             ``None``: it does not say.
-        q: ``[B]`` for each row whose tokens were drawn as `emssd.sampling.residual` says, ``[1 + n]`` distributions:
-            after its newest token and after each node, the ``q [vocab]`` that its children were drawn from, or any
-            tensor if it has none. ``None`` for other rows, or for all. `residual` sampling relies on it: a wrong ``q``
-            changes the output's law. Nodes stand in the order of their drawing, and nobody drops one for its
-            token.
+        extra: ``[B]`` what a rule of verification must know of a row's tokens; ``None`` for other rows, or for all. No
+            token of a row that has it may be dropped for what it is, so such a row is verified whole.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     confidence: tuple[float, ...] | None = None
-    q: tuple[Seq[torch.Tensor] | None, ...] | None = None
+    extra: tuple[DraftExtra | None, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
@@ -159,15 +166,19 @@ class Draft:
     def pick(self, rows: Seq[Seq[int]]) -> Draft:
         """The nodes `rows` of each row, ``[B]`` ascending indices within the row; with a node its parent is picked."""
         places = [start + node for start, nodes in zip(self.indptr, rows, strict=False) for node in nodes]
-        parents = None
+        parents = extra = None
         if self.parents is not None:
             parents = tuple(parent for row, nodes in enumerate(rows) for parent in _renumbered(self.tree(row), nodes))
+        if self.extra is not None:
+            extra = tuple(
+                None if each is None else each.pick(nodes) for each, nodes in zip(self.extra, rows, strict=True)
+            )
         return Draft(
             self.token_ids[on_device(places, self.token_ids.device)],
             (0, *accumulate(map(len, rows))),
             parents,
             None if self.confidence is None else tuple(self.confidence[place] for place in places),
-            None if self.q is None else tuple(map(_picked, self.q, rows)),
+            extra,
         )
 
     @property
@@ -221,11 +232,6 @@ def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[
     if told is not None and (given := list(map(len, told))) != lengths:
         raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
     return None if told is None else tuple(chain.from_iterable(told))
-
-
-def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:
-    """The distributions of a row's `q` after its newest token and after each of `nodes`."""
-    return None if q is None else tuple(q[place] for place in (0, *(node + 1 for node in nodes)))
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:

@@ -11,7 +11,7 @@ from emssd.plugins.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
 if TYPE_CHECKING:
     from emssd.drafting import BudgetPolicy
 
-__all__ = ["FixedBudgetConfig", "emssd_budget_policies", "emssd_prompt_sources"]
+__all__ = ["FixedBudgetConfig"]
 
 
 @dataclass

@@ -154,7 +154,8 @@ def test_packing_gives_the_same_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_verification_brings_the_drafted_ids_to_the_host(unseen: None) -> None:
-    first, second = verify(torch.tensor([7, 3, 1, 4]), Draft.from_chains([[7, 8], []]))
+    rows = [Row(Request("a", (1,), 9))] * 2
+    first, second = verify(torch.tensor([7, 3, 1, 4]), rows, Draft.from_chains([[7, 8], []]))
     assert (first.drafted, second.drafted) == ([7, 8], [])
     assert (first.new_tokens, second.new_tokens) == ([7, 3], [4])
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from emssd_residual.drafter import BeamShape, ChildrenShape, SampledDrafter, SampledShape
+
 from emssd.drafters import (
-    BeamShape,
-    ChildrenShape,
     DynamicShape,
     ModelDrafter,
-    SampledDrafter,
-    SampledShape,
     Shape,
     StaticShape,
     check_at_least_one,
@@ -23,7 +21,7 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_draft_model.sequoia import SequoiaShape, read_acceptance
 from emssd_draft_model.translated import Speech, TranslatedDrafter, shared_ids
 
-__all__ = ["build", "shape_of"]
+__all__ = ["build"]
 
 _NEARLY_ALL = 0.9  # of the target's tokens: where so many are shared, the others are seldom missed
 

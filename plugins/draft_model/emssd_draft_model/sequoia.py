@@ -18,7 +18,7 @@ from pathlib import Path
 from emssd.drafters import Expansion, GrowingTree, Shape
 from emssd.errors import ConfigError
 
-__all__ = ["MeasuredAcceptance", "SequoiaShape", "best_tree", "read_acceptance"]
+__all__ = ["SequoiaShape", "read_acceptance"]
 
 Table = Seq[Seq[float]]
 """The probability that the target chooses a child, by depth and rank; levels below the last are like the last."""
