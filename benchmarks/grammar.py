@@ -60,7 +60,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     options = parser.parse_args()
     timed(matching._Matcher, "mask", "masks")
-    for owner, name in ((engine, "states_in"), (choosing, "states_of"), (stages, "_allowed"), (choice, "masked")):
+    for owner, name in ((engine, "states_in"), (choosing, "_states_of"), (stages, "_allowed"), (choice, "masked")):
         timed(owner, name, "wait")
     timed(ForcedTokens, "propose", "wait")
     timed(Row, "_append", "wait")

@@ -27,7 +27,6 @@ from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
-from emssd.decoding.distribution_check import check_distribution
 from emssd.decoding.engine import Engine
 from emssd.decoding.turns import Turns, ratio_interval
 from emssd.errors import ConfigError, PromptError
@@ -260,14 +259,10 @@ class _Run:
         backend = make_backend(target.kv_cache_spec(1), config.backend, self.registry)
         judge = CausalLMRunner(target, backend)
         rows = {request.prompt_id: engine.row(request) for request in requests}
-        same, tested = list[tuple[str, int]](), list[Generation]()
-        for request in requests:
-            if request.sampling and request.sampling.is_residual:  # its tokens are others, of the same law
-                tested.append(done[_place(request)])
-            else:
-                same.append(_place(request))
+        others = dict.fromkeys(_place(each) for each in requests if each.sampling and each.sampling.is_residual)
+        same = [place for place in map(_place, requests) if place not in others]
         report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
-        law = check_distribution(tested, judge, rows) if tested else None
+        law = engine.rule.check([done[place] for place in others], judge, rows) if others else None
         return dataclasses.replace(report, law=law)
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
@@ -352,8 +347,8 @@ def _check_metrics(report: CheckReport) -> dict[str, Any]:
             for difference in report.differences
         ],
     }
-    if (law := report.law) is not None:
-        check["law"] = {**dataclasses.asdict(law), "p_value": law.p_value, "right": law.is_right}
+    if report.law is not None:
+        check["law"] = report.law.metrics
     return check
 
 

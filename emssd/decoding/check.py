@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import permutations, product
+from itertools import product
 
 import torch
 
 from emssd.decoding.choosing import drawn_nodes
-from emssd.decoding.distribution_check import DistributionReport
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
+from emssd.drafting.rule import LawReport
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, processed_at, scores_of
 from emssd.sequences import Generation, Request, Row
 
-__all__ = ["TIE_TOLERANCE", "CheckReport", "Difference", "compare"]
+__all__ = ["CheckReport", "Difference", "compare"]
 
 # Two tokens are tied when their logits differ by no more than this times the largest logit: a few units of rounding
 # of the dtype, accumulated over the layers. See docs/exactness.md.
@@ -33,8 +33,8 @@ class Difference:
         position: index among the new tokens.
         token, greedy_token: the tokens of the run and of plain decoding there (``None`` if it has ended).
         margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
-            what is compared to choose the token differs: processed logits with noise. A token that a cut-off such as
-            top-p may have kept or not, as rounding has it, is compared as either.
+            what is compared to choose the token differs: processed logits with noise. A token at a cut-off such as
+            top-p, which rounding may keep or not, need not be kept, and may be.
         tolerance: up to which margin that is a numerical tie.
     """
 
@@ -62,7 +62,7 @@ class CheckReport:
 
     num_exact: int
     differences: tuple[Difference, ...]
-    law: DistributionReport | None = None
+    law: LawReport | None = None
 
     @property
     def ties(self) -> list[Difference]:
@@ -107,40 +107,41 @@ def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner,
     prefix = (*ours.prompt_ids, *ours.token_ids[:position])
     logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
-    compared, tokens = [logits], [each for each in (token, greedy_token) if each is not None]
+    tokens = [each for each in (token, greedy_token) if each is not None]
+    scores, certain, possible = logits, *[torch.ones_like(logits, dtype=torch.bool)] * 2
     if begun is not None and begun.request.sampling is not None:
         row = Row(replace(begun.request, sample=ours.sample), grammar=begun.grammar)
         row.extend(ours.token_ids[:position])
-        compared = _compared(logits, next(drawn_nodes(row, Draft.empty(1), 0)), tokens, tolerance)
+        scores, certain, possible = _cut(logits, next(drawn_nodes(row, Draft.empty(1), 0)), tokens, tolerance)
         tolerance /= begun.request.sampling.temperature or 1.0
     margin = float("inf")  # one of them ended where the other went on: never a matter of rounding
-    if len(tokens) == 2:
-        margin = max(min(float(scores.max() - scores[each]) for scores in compared) for each in tokens)
+    if len(tokens) == 2 and all(possible[tokens]):
+        best = max(scores[certain].tolist(), default=-float("inf"))
+        margin = max(0.0, best - float(scores[tokens].min()))
     return Difference(ours.request_id, position, token, greedy_token, margin, tolerance, ours.sample)
 
 
-def _compared(logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float) -> list[torch.Tensor]:
-    """Scores that may have been compared at `node`, ``[vocab]`` each, also with cut-offs that rounding moved.
+def _cut(
+    logits: torch.Tensor, node: Node, tokens: Seq[int], tolerance: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Scores without cut-offs at `node`, and the tokens that top-k and the like certainly, or possibly, keep.
 
-    Top-k and the like cut sharply, so that a token at the edge is in or out by the last bits of logits.
+    These cut sharply: where logits are within `tolerance` of a cut-off, their last bits decide. So logits are moved by
+    that much: for each of `tokens` once in favour of it, and once in favour of those above it, or of all others.
     """
     whole = replace(node, params=replace(node.params, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0))
-    every = scores_of(logits[None], [whole])[0]
-    order = processed_at(logits[None], [whole])[0]
-    compared = [scores_of(logits[None], [node])[0]]
-    itself = {token: (torch.arange(len(order), device=order.device) == token).double() for token in tokens}
-    orders = [order]
-    if node.params.typical_p < 1:
+    ranks = [processed_at(logits[None], [whole])[0]]
+    if node.params.typical_p < 1:  # it keeps the least unexpected
         rest = processed_at(logits[None], [replace(node, params=replace(node.params, typical_p=1.0))])[0]
         surprise = -rest.log_softmax(0)
-        orders.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())  # it takes the largest first
-    for (token, other), ranks in product(permutations(tokens, 2), orders):
-        raised = (ranks <= ranks[token]).double() * 2 - 1
-        # Each way to keep the token, alone or with the other one, and to cut it off, from above or from below.
-        for moves in (raised, itself[token] - itself[other], -raised, -itself[token]):
-            kept = scores_of((logits + tolerance * moves)[None], [node])[0].isfinite()
-            compared.append(every.masked_fill(~kept, -float("inf")))
-    return compared
+        ranks.append(-(surprise - (rest.softmax(0) * surprise).nansum()).abs())
+    moves = [torch.zeros_like(logits)]
+    for token, rank in product(tokens, ranks):
+        is_below, is_itself = (rank <= rank[token]).double(), torch.zeros_like(logits)
+        is_itself[token] = 1
+        moves += [tolerance * (2 * is_below - 1), tolerance * (1 - 2 * is_below), -tolerance * is_itself]
+    kept = torch.stack([scores_of((logits + move)[None], [node])[0].isfinite() for move in moves])
+    return scores_of(logits[None], [whole])[0], kept.all(dim=0), kept.any(dim=0)
 
 
 @torch.inference_mode()

@@ -10,13 +10,12 @@ import torch
 from emssd.attention.trees import Parents, depths
 from emssd.drafting import Draft
 from emssd.sampling import SamplingParams
-from emssd.sampling.choice import Node, choose, greedy_tokens, probabilities
+from emssd.sampling.choice import Node, choose, greedy_tokens
 from emssd.sampling.matching import MatcherState
-from emssd.sampling.noise import noise_key, uniforms
-from emssd.sampling.residual import Verdict, verify_deterministic, verify_traversal
+from emssd.sampling.noise import noise_key
 from emssd.sequences import Row
 
-__all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "nodes_of", "states_in", "states_of", "verdicts"]
+__all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "states_in"]
 
 GREEDY = Node(SamplingParams(temperature=0.0))
 """The node of a row of which nothing but greedy tokens is wanted, wherever it is."""
@@ -33,43 +32,13 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
     """
     if all(map(_is_greedy, rows)):
         return greedy_tokens(logits)
-    return choose(logits, [node for place, row in enumerate(rows) for node in nodes_of(row, draft, place)])
+    return choose(logits, [node for place, row in enumerate(rows) for node in _nodes_of(row, draft, place)])
 
 
-def verdicts(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> dict[int, Verdict]:
-    """By index, what each row with `residual` sampling emits; nothing for other rows. See `emssd.sampling.residual`.
-
-    A row that was drawn with a known `Draft.q` is verified by traversal. Of any other draft, the tokens that the target
-    draws itself are accepted. They are not drawn with the noise of `coupled` sampling. A drafter can compute that noise
-    beforehand, so whether it gives a ``q`` could depend on it.
-
-    On a GPU, the host waits several times for each node.
-
-    Args:
-        logits: ``[B + num_draft, vocab]``: of each row the logits after its newest token, then after each of its
-            drafted tokens.
-    """
-    found = dict[int, Verdict]()
-    for place, row in enumerate(rows):
-        params = row.request.sampling
-        if params is None or not params.is_residual:
-            continue
-        start, stop = draft.indptr[place], draft.indptr[place + 1]
-        nodes = list(drawn_nodes(row, draft, place))
-        target = probabilities(logits[start + place : stop + place + 1], nodes)
-        numbers = uniforms(nodes[0].key, "verify", len(row.tokens))
-        tokens, q = draft.token_ids[start:stop].tolist(), None if draft.q is None else draft.q[place]
-        if q is None:
-            found[place] = verify_deterministic(target, (), tokens, draft.tree(place), numbers)
-        else:
-            found[place] = verify_traversal(target, q, tokens, draft.tree(place), numbers)
-    return found
-
-
-def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
+def _nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     """The places where tokens are chosen for row `place` of `draft`: after its newest token, and each drafted one.
 
-    Those of a row with `residual` sampling are greedy: nobody knows beforehand what `verdicts` will draw there.
+    Those of a row with `residual` sampling are greedy: nobody knows beforehand what its rule will draw there.
     """
     if _is_greedy(row):
         yield from [GREEDY] * (1 + len(draft.tree(place)))
@@ -78,7 +47,7 @@ def nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
 
 
 def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
-    """As `nodes_of`, with the params of the request, of a row that is sampled; also by the `residual` method."""
+    """As `_nodes_of`, with the params of the request, of a row that is sampled; also by the `residual` method."""
     params, tokens, tree = row.request.sampling, row.tokens, draft.tree(place)
     assert params is not None
     request = row.request
@@ -89,7 +58,7 @@ def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
         return
     drafted = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
     prefixes: list[Seq[int]] = [list(tokens) if params.reads_prefix else ()] * (1 + len(drafted))
-    states = states_of(row.grammar, drafted, tree)
+    states = _states_of(row.grammar, drafted, tree)
     if params.reads_prefix:
         for node, (token, parent) in enumerate(zip(drafted, tree, strict=True), start=1):
             prefixes[node] = [*prefixes[parent + 1], token]
@@ -97,7 +66,7 @@ def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
         yield Node(params, key, position, prefix, num_prompt, state)
 
 
-def states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> list[MatcherState | None]:
+def _states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> list[MatcherState | None]:
     """``[1 + n]`` the states after a row's newest token, whose own is `origin`, and after each node of a draft."""
     states = [origin]
     for token, parent in zip(tokens, tree, strict=True):
@@ -112,13 +81,13 @@ def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
     for place, row in enumerate(rows):
         if row.grammar is not None:
             tokens = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-            found += states_of(row.grammar, tokens, draft.tree(place))
+            found += _states_of(row.grammar, tokens, draft.tree(place))
     return [state for state in found if state is not None]
 
 
 def first_node(row: Row) -> Node:
     """The place where the token after the newest one of `row` is chosen: there a draft model begins to draw."""
-    return next(nodes_of(row, Draft.empty(1), 0))
+    return next(_nodes_of(row, Draft.empty(1), 0))
 
 
 def _is_greedy(row: Row) -> bool:

@@ -13,26 +13,27 @@ import torch
 from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
 from emssd.decoding.assembly import make_parts, parts_of_model, parts_of_path
-from emssd.decoding.choosing import choices, states_in, verdicts
+from emssd.decoding.choosing import states_in
 from emssd.decoding.logprobs import add_logprobs
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.decoding.outcome import StepTimer, outcome_of, step_stats
 from emssd.decoding.packing import pack
 from emssd.decoding.prefixes import Prefixes
-from emssd.decoding.scheduler import ContinuousScheduler, Schedule, Scheduler
-from emssd.decoding.verify import Verified, best_tokens, greedy_tokens, verify
+from emssd.decoding.scheduler import ContinuousScheduler, Prefill, Schedule, Scheduler
+from emssd.decoding.verify import SharedNoise, best_tokens, verify
 from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.rule import VerificationRule, Verified
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
 from emssd.metrics.stats import RunReport
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel, load_model
 from emssd.model.loading import LoadModel
-from emssd.plugins.registry import Registry
+from emssd.plugins.registry import Registry, verification_rule
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import Grammars
-from emssd.sequences import FinishReason, Generation, Request, Row, StopStrings
+from emssd.sequences import Generation, Request, Row, StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,6 +91,7 @@ class Engine:
         self.scheduler = scheduler or ContinuousScheduler(batch_size)
         self.batch_size = self.scheduler.batch_size
         self.report = RunReport()
+        self.rule: VerificationRule = SharedNoise()
         self.grammars, self.force_tokens = Grammars(tokenizer, runner.vocab_size), force_tokens
         self._make_timer = make_timer
         self._finished: list[Row] = []  # to be returned by `step`
@@ -212,9 +214,9 @@ class Engine:
             with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
-            verified = self._verify(schedule.batch.rows, draft, known, output, packed.greedy)
+            verified = self._verify(schedule.batch.rows, draft, output)
             timer.lap("verify")
-            self._advance(schedule, draft, verified)
+            self._advance(schedule, verified)
             outcome = outcome_of(schedule.batch, draft, verified, packed, output)
             self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
         return self._handed_over()
@@ -364,6 +366,8 @@ class Engine:
         check_limit(request.max_new_tokens, f"request {name!r} has max_new_tokens")
         if request.sampling is not None:
             request.sampling.check_vocabulary(self.runner.vocab_size)
+            if request.sampling.is_residual:
+                self.rule = verification_rule(request.sampling.method.value)
         row = Row(request, max_length=min(num_prompt + request.max_new_tokens, self.runner.max_model_len))
         if request.sampling is not None and request.sampling.grammar is not None:
             self._has_grammars = True
@@ -405,37 +409,26 @@ class Engine:
         """Computes the masks of grammars during what is done within."""
         return self.grammars.beside(states_in(rows, draft))
 
-    def _verify(
-        self, rows: Seq[Row], draft: Draft, known: Draft, output: ModelOutput, is_plain: bool
-    ) -> list[Verified]:
-        """Compare the draft of each row with the choices of the target; `known` has ids of the vocabulary only."""
-        logits, best = output.logits, best_tokens(output.logits, self.drafting.num_candidates)
-        if is_plain:
-            verified = verify(greedy_tokens(logits) if output.greedy is None else output.greedy, draft, best)
+    def _verify(self, rows: Seq[Row], draft: Draft, output: ModelOutput) -> list[Verified]:
+        """Verify the draft of each row; the host has waited for the device once, unless a rule has to do so."""
+        best = best_tokens(output.logits, self.drafting.num_candidates)
+        if output.greedy is None:
+            verified = self.rule.verify(output.logits, rows, draft, best)
         else:
-            drawn = verdicts(logits, rows, known)
-            verified = verify(choices(logits, rows, known), draft, best, drawn)
+            verified = verify(output.greedy, rows, draft, best)
         if not draft.on_host:
             self.drafting.check_ids([each.drafted for each in verified])
-        if not is_plain:
-            add_logprobs(logits, rows, draft, verified)
+        add_logprobs(output.logits, draft, verified)
         return verified
 
-    def _advance(self, schedule: Schedule, draft: Draft, verified: Seq[Verified]) -> None:
+    def _advance(self, schedule: Schedule, verified: Seq[Verified]) -> None:
         """Advance every row by its own acceptance, or none."""
         rows, pieces = schedule.batch.rows, schedule.prefills
         prompts = [row for row in rows if len(row.tokens) > row.num_cached + 1] + [piece.row for piece in pieces]
-        taken, kept, sources = list[tuple[list[int], FinishReason | None]](), list[int](), list[tuple[int, ...]]()
-        for row, each in zip(rows, verified, strict=True):
-            taken.append(row.taken(each.new_tokens))
-            kept.append(len(row.tokens) + len(each.accepted))
-            sources.append(() if draft.parents is None else _moved(len(row.tokens), each.accepted))
-        kept += [piece.row.num_cached + piece.num_tokens for piece in pieces]
-        names = [row.request_id for row in (*rows, *[piece.row for piece in pieces])]
-        moves = (*sources, *((),) * len(pieces)) if any(sources) else ()
-        self.runner.commit(Kept(tuple(names), tuple(kept), moves))
-        for row, each, (tokens, reason) in zip(rows, verified, taken, strict=True):
-            row.advance(tokens, reason, len(each.drafted), len(each.accepted), each.logprobs)
+        taken = [each.row.taken(each.new_tokens) for each in verified]
+        self.runner.commit(_kept(verified, pieces))
+        for each, (tokens, reason) in zip(verified, taken, strict=True):
+            each.row.advance(tokens, reason, len(each.drafted), len(each.accepted), each.logprobs)
         for piece in pieces:
             piece.row.num_cached += piece.num_tokens
         finished = [row for row in rows if row.finish_reason is not None]
@@ -493,6 +486,17 @@ def _one_by_one(steps: Generator[list[Generation], None, None]) -> Iterator[Gene
             yield from finished
 
 
-def _moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
-    """The KV of accepted `nodes` after `num_tokens` tokens, as `Kept.sources`: nothing moves if they lie together."""
-    return () if not nodes or nodes[-1] == len(nodes) - 1 else tuple(num_tokens + node for node in nodes)
+def _kept(verified: Seq[Verified], pieces: Seq[Prefill]) -> Kept:
+    """The KV that stays of rows, with their accepted nodes, and of pieces of prompts; nodes that lie together stay."""
+    names, kv_lens, sources = list[str](), list[int](), list[tuple[int, ...]]()
+    for each in verified:
+        num_tokens, nodes = len(each.row.tokens), each.accepted
+        names.append(each.row.request_id)
+        kv_lens.append(num_tokens + len(nodes))
+        is_beginning = not nodes or nodes[-1] == len(nodes) - 1
+        sources.append(() if is_beginning else tuple(num_tokens + node for node in nodes))
+    for piece in pieces:
+        names.append(piece.row.request_id)
+        kv_lens.append(piece.row.num_cached + piece.num_tokens)
+        sources.append(())
+    return Kept(tuple(names), tuple(kv_lens), tuple(sources) if any(sources) else ())

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import torch
 
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import drawn_nodes
-from emssd.decoding.verify import Verified
 from emssd.drafting import Draft
+from emssd.drafting.rule import Verified
 from emssd.sampling.choice import BLOCK, Node, alike, processed_at, within_grammars
 from emssd.sequences import Row, TokenLogprob
 
 __all__ = ["add_logprobs"]
 
 
-def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verified: Seq[Verified]) -> None:
+def add_logprobs(logits: torch.Tensor, draft: Draft, verified: Seq[Verified]) -> None:
     """Set the `Verified.logprobs` of the rows that ask for them.
 
     Nothing is computed where nobody asks. Else a GPU's host waits once more than without.
@@ -25,21 +24,19 @@ def add_logprobs(logits: torch.Tensor, rows: Iterable[Row], draft: Draft, verifi
     Args:
         logits: ``[R, vocab]``: for each row the logits after its newest token, then after each of its drafted tokens.
     """
-    widths = [_width(row) for row in rows]
-    if widths.count(None) == len(widths):
+    asking = [(place, each, width) for place, each in enumerate(verified) if (width := _width(each.row)) is not None]
+    if not asking:
         return
-    places, tokens, deepest = list[int](), list[int](), max(width or 0 for width in widths)
-    nodes = list[Node | None]()
-    for place, (row, width, own) in enumerate(zip(rows, widths, verified, strict=True)):
-        if width is not None:
-            start = draft.indptr[place] + place
-            places += [start, *(start + 1 + node for node in own.accepted)]
-            tokens += own.new_tokens
-            nodes += _nodes(row, own.new_tokens)
-    found = iter(_found(logits, places, tokens, nodes, deepest))
-    for width, own in zip(widths, verified, strict=True):
-        if width is not None:
-            own.logprobs = [_told(token, next(found), width, deepest) for token in own.new_tokens]
+    places, tokens, nodes = list[int](), list[int](), list[Node | None]()
+    for place, each, _ in asking:
+        start = draft.indptr[place] + place
+        places += [start, *(start + 1 + node for node in each.accepted)]
+        tokens += each.new_tokens
+        nodes += _nodes(each.row, each.new_tokens)
+    deepest = max(width for *_, width in asking)
+    numbers = iter(_numbers(logits, places, tokens, nodes, deepest))
+    for _, each, width in asking:
+        each.logprobs = [_logprob(token, next(numbers), width, deepest) for token in each.new_tokens]
 
 
 def _width(row: Row) -> int | None:
@@ -55,7 +52,7 @@ def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
     return [*drawn_nodes(row, Draft.from_chains([new[:-1]]), 0)]
 
 
-def _found(
+def _numbers(
     logits: torch.Tensor, places: list[int], tokens: list[int], nodes: list[Node | None], width: int
 ) -> list[list[float]]:
     """``[n][1 + 2 width]``: for each token, chosen at a row of `logits`, its own, the best ids, and theirs."""
@@ -81,6 +78,6 @@ def _scores(logits: torch.Tensor, nodes: list[Node | None]) -> torch.Tensor:
     return scores
 
 
-def _told(token: int, numbers: list[float], width: int, deepest: int) -> TokenLogprob:
+def _logprob(token: int, numbers: list[float], width: int, deepest: int) -> TokenLogprob:
     ids, shares = map(int, numbers[1 : 1 + width]), numbers[1 + deepest : 1 + deepest + width]
     return TokenLogprob(token, numbers[0], tuple(zip(ids, shares, strict=True)))

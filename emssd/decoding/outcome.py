@@ -14,8 +14,8 @@ from operator import attrgetter
 from emssd.attention import KVUsage, PackedInputs
 from emssd.attention.trees import depths
 from emssd.decoding.scheduler import Schedule
-from emssd.decoding.verify import Verified
 from emssd.drafting import Draft, HiddenStates, Outcome
+from emssd.drafting.rule import Verified
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.model import ModelOutput
 from emssd.model.parallel import Group

@@ -21,7 +21,7 @@ from emssd.attention.packed import on_device, to_host
 from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
-__all__ = ["behind", "likelihood", "top_choices", "top_draws", "top_tokens"]
+__all__ = ["behind", "likelihood", "top_choices", "top_tokens"]
 
 
 def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:

@@ -1,43 +1,31 @@
-"""Decides which drafted tokens the target would have chosen itself; pure functions (paper Appendix A)."""
+"""The rule of shared noise: a drafted token is accepted if the target chooses it itself (paper Appendix A)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
 from emssd.attention.packed import to_host
 from emssd.attention.trees import Parents
+from emssd.decoding.choosing import choices
 from emssd.drafting import Draft
-from emssd.sampling.choice import greedy_tokens
-from emssd.sampling.residual import Verdict
-from emssd.sequences import TokenLogprob
+from emssd.drafting.rule import VerificationRule, Verified
+from emssd.sequences import Row
 
-__all__ = ["Verified", "best_tokens", "greedy_tokens", "verify"]
+__all__ = ["SharedNoise", "best_tokens", "verify"]
 
 
-@dataclass(slots=True)
-class Verified:
-    """The result of verifying the draft of one row.
+class SharedNoise(VerificationRule):
+    """Accepts what plain decoding gives: the noise of a sampled token is a function of its place.
 
-    Attributes:
-        drafted: ``[n]`` the drafted token ids, now on the host.
-        accepted: the accepted draft nodes in order, ``range(n)`` for a chain.
-        new_tokens: the accepted tokens followed by one token of the target's own: *recovered* where a draft token was
-            rejected, *bonus* where all were accepted. Its length is the acceptance length τ.
-        target_ids: ``[1 + n]`` the target's choice after the row's newest token, then after each node of its draft.
-        candidates: ``[1 + n]`` at the same places the target's best tokens, if a drafter wants them.
-        logprobs: of `new_tokens`, if the request asks for them.
+    So what is accepted is what sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
     """
 
-    drafted: list[int]
-    accepted: Seq[int]
-    new_tokens: list[int]
-    target_ids: list[int]
-    candidates: list[list[int]] | None = None
-    logprobs: Seq[TokenLogprob] = ()
+    def verify(
+        self, logits: torch.Tensor, rows: Seq[Row], draft: Draft, candidates: torch.Tensor | None = None
+    ) -> list[Verified]:
+        return verify(choices(logits, rows, draft.within(logits.shape[1])), rows, draft, candidates)
 
 
 def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
@@ -49,36 +37,24 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 
 
 def verify(
-    choices: torch.Tensor,
-    draft: Draft,
-    candidates: torch.Tensor | None = None,
-    verdicts: Mapping[int, Verdict] | None = None,
+    choices: torch.Tensor, rows: Seq[Row], draft: Draft, candidates: torch.Tensor | None = None
 ) -> list[Verified]:
     """Accept each row's longest way through its tree that equals the target's own choices (Equations 4 and 5).
-
-    It does not matter how these were made: with noise that is a function of the position, what is accepted is what
-    sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
 
     Args:
         choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token after each row's newest token, then
             after each of its drafted tokens.
         candidates: ``[R, num_candidates]`` int64, the target's best tokens at every node, if a drafter wants to know.
-        verdicts: by row, those that were decided already; there, only drafters get `choices`.
     """
     targets, drafted, best = _on_host(choices, draft, candidates)
-    found = list[Verified]()
-    for row, (start, stop) in enumerate(zip(draft.indptr, draft.indptr[1:], strict=False)):
-        places = slice(start + row, stop + row + 1)
+    verified = list[Verified]()
+    for index, (row, start, stop) in enumerate(zip(rows, draft.indptr, draft.indptr[1:], strict=False)):
+        places = slice(start + index, stop + index + 1)
         chosen, tokens = targets[places], drafted[start:stop]
-        path: Seq[int]
-        if verdicts and row in verdicts:
-            path = verdicts[row].path
-            _tell(chosen, tokens, verdicts[row])
-        else:
-            path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(row), chosen)
+        path = _chain_path(tokens, chosen) if draft.parents is None else _path(tokens, draft.tree(index), chosen)
         new = [*[tokens[node] for node in path], chosen[path[-1] + 1 if path else 0]]
-        found.append(Verified(tokens, path, new, chosen, None if candidates is None else best[places]))
-    return found
+        verified.append(Verified(row, tokens, path, new, chosen, None if candidates is None else best[places]))
+    return verified
 
 
 def _on_host(
@@ -103,12 +79,6 @@ def _on_host(
     end = len(chosen) * number
     drafted = draft.token_ids.tolist() if on_host else host[end : end + draft.indptr[-1]]
     return chosen, drafted, [host[at : at + number] for at in range(0, end, number)] if number else []
-
-
-def _tell(choices: list[int], tokens: list[int], verdict: Verdict) -> None:
-    emitted = [*(tokens[node] for node in verdict.path), verdict.token]
-    for place, token in zip([0, *(node + 1 for node in verdict.path)], emitted, strict=True):
-        choices[place] = token
 
 
 def _chain_path(tokens: list[int], choices: list[int]) -> range:

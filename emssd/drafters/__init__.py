@@ -19,7 +19,6 @@ from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.models import ModelDrafter, load_draft_model, shallow_runner
 from emssd.drafters.paired import PairedDrafter, PairedHead
-from emssd.drafters.sampled import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
@@ -30,9 +29,7 @@ __all__ = [
     "LAST_NORMED",
     "Angles",
     "Attend",
-    "BeamShape",
     "Checkpoint",
-    "ChildrenShape",
     "DecoderConfig",
     "DynamicShape",
     "Embed",
@@ -58,8 +55,6 @@ __all__ = [
     "PairedHead",
     "Project",
     "Rotary",
-    "SampledDrafter",
-    "SampledShape",
     "Shape",
     "SharedDrafter",
     "SlotDrafter",

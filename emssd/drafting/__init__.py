@@ -3,7 +3,7 @@
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode, GoesOn
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.context import DrafterContext
-from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.draft import Draft, DraftExtra, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.drafting.growth import Tree, grow_tree, joined_trees
 from emssd.drafting.hidden import HiddenStates
@@ -16,6 +16,7 @@ __all__ = [
     "BudgetStep",
     "CheckedDrafter",
     "Draft",
+    "DraftExtra",
     "DraftedNode",
     "Drafter",
     "DrafterContext",

@@ -84,7 +84,7 @@ class BudgetPolicy(ABC):
     def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
         """After it has drafted: how many of the first nodes of each row to verify, ``[B]``; all of them by default.
 
-        Rows with a `Draft.q` are verified in full: trimming by token would bias `residual` sampling. Only `allot`,
+        Rows with a `Draft.extra` are verified in full: trimming by token would bias `residual` sampling. Only `allot`,
         `goes_on` and `max_depth`, as it is before drafting, limit them.
         """
         return draft.lengths

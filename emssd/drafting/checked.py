@@ -87,10 +87,7 @@ class CheckedDrafter(Drafter):
                 draft = self.drafter.propose(batch, limits)
                 if not isinstance(draft, Draft):
                     raise DraftError(f"it returned a {type(draft).__name__}; return an emssd.drafting.Draft")
-                draft = draft.check(batch, limits, self._vocab_size, trees=self.drafts_trees)
-                if draft.q is not None:
-                    _check_q(draft, self._vocab_size)
-                return draft
+                return draft.check(batch, limits, self._vocab_size, trees=self.drafts_trees)
             except BaseException as error:
                 self._fail("propose", error)
         return Draft.empty(len(batch))
@@ -148,25 +145,3 @@ class CheckedDrafter(Drafter):
             raise failure
         self.failure = failure
         warnings.warn(f"{failure}. It is switched off; the output is not affected", PluginWarning, stacklevel=2)
-
-
-def _check_q(draft: Draft, vocab_size: int) -> None:
-    assert draft.q is not None
-    if len(draft.q) != draft.num_rows:
-        raise DraftError(f"its draft has q for {len(draft.q)} rows of {draft.num_rows}; give None where there is none")
-    for row, (q, length) in enumerate(zip(draft.q, draft.lengths, strict=True)):
-        if q is None:
-            continue
-        if len(q) != 1 + length:
-            raise DraftError(
-                f"its q has {len(q)} distributions for a row of {length} tokens; give one behind the newest token, and "
-                f"one behind each of its own"
-            )
-        for place in {parent + 1 for parent in draft.tree(row)}:
-            if q[place].shape != (vocab_size,) or not q[place].is_floating_point():
-                raise DraftError(
-                    f"its q has a tensor of shape {list(q[place].shape)} and {q[place].dtype} behind a token with "
-                    f"children; give {vocab_size} probabilities"
-                )
-            if not q[place].sum().isfinite():
-                raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from operator import index, sub
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from emssd.sequences import Batch
 
 __all__ = ["check_ids"]
+
+
+class DraftExtra(Protocol):
+    """What a drafter tells a rule of verification about the tokens of one row. The engine only passes it on."""
+
+    def pick(self, nodes: Seq[int], /) -> DraftExtra:
+        """The same for these nodes alone."""
+
+    def check(self, tree: Parents, vocab_size: int, /) -> None:
+        """Raises DraftError: it does not fit a row with this tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +47,15 @@ class Draft:
             a child of the sequence's newest token. ``None``: every row is a chain.
         confidence: ``[num_draft]`` host numbers from 0 to 1: how sure the drafter is that a node follows its parent.
             ``None``: it does not say.
-        q: ``[B]`` for each row whose tokens were drawn as `emssd.sampling.residual` says, ``[1 + n]`` distributions:
-            after its newest token and after each node, the ``q [vocab]`` that its children were drawn from, or any
-            tensor if it has none. ``None`` for other rows, or for all. `residual` sampling relies on it: a wrong ``q``
-            changes the output's law. Nodes stand in the order of their drawing, and nobody drops one for its
-            token.
+        extra: ``[B]`` what a rule of verification must know of a row's tokens; ``None`` for other rows, or for all. No
+            token of a row that has it may be dropped for what it is, so such a row is verified whole.
     """
 
     token_ids: torch.Tensor
     indptr: tuple[int, ...]
     parents: tuple[int, ...] | None = None
     confidence: tuple[float, ...] | None = None
-    q: tuple[Seq[torch.Tensor] | None, ...] | None = None
+    extra: tuple[DraftExtra | None, ...] | None = None
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
@@ -107,15 +114,19 @@ class Draft:
     def pick(self, rows: Seq[Seq[int]]) -> Draft:
         """The nodes `rows` of each row, ``[B]`` ascending indices within the row; with a node its parent is picked."""
         places = [start + node for start, nodes in zip(self.indptr, rows, strict=False) for node in nodes]
-        parents = None
+        parents = extra = None
         if self.parents is not None:
             parents = tuple(parent for row, nodes in enumerate(rows) for parent in _renumbered(self.tree(row), nodes))
+        if self.extra is not None:
+            extra = tuple(
+                None if each is None else each.pick(nodes) for each, nodes in zip(self.extra, rows, strict=True)
+            )
         return Draft(
             self.token_ids[on_device(places, self.token_ids.device)],
             (0, *accumulate(map(len, rows))),
             parents,
             None if self.confidence is None else tuple(self.confidence[place] for place in places),
-            None if self.q is None else tuple(map(_picked, self.q, rows)),
+            extra,
         )
 
     @property
@@ -140,8 +151,8 @@ class Draft:
     def check(self, batch: Batch, budget: Seq[int], vocab_size: int, *, trees: bool = False) -> Draft:
         """A copy that keeps the rules of the interface, and that nobody else can write to.
 
-        Ids on a device are checked once verification has brought them to the host, see `check_ids`. The distributions
-        of a `q` are not copied, as they are large: writing to them changes what the draft claims.
+        Ids on a device are checked once verification has brought them to the host, see `check_ids`. What is in `extra`
+        is not copied, as it may be large: writing to it changes the claims of the draft.
 
         Args:
             batch, budget: the arguments of `Drafter.propose`.
@@ -166,11 +177,13 @@ class Draft:
             tuple(map(index, self.indptr)),
             None if self.parents is None else tuple(map(index, self.parents)),
             None if self.confidence is None else tuple(map(float, self.confidence)),
-            None if self.q is None else tuple(None if row is None else tuple(row) for row in self.q),
+            None if self.extra is None else tuple(self.extra),
         )
         _check_rows(draft, batch, budget)
         if trees or draft.parents:
             _check_trees(draft, batch, trees)
+        if draft.extra is not None:
+            _check_extra(draft, vocab_size)
         if ids.device.type == "cpu":
             check_ids(draft.token_ids.tolist(), vocab_size)
         return draft
@@ -207,11 +220,6 @@ def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[
     if told is not None and (given := list(map(len, told))) != lengths:
         raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
     return None if told is None else tuple(chain.from_iterable(told))
-
-
-def _picked(q: Seq[torch.Tensor] | None, nodes: Seq[int]) -> Seq[torch.Tensor] | None:
-    """The distributions of a row's `q` after its newest token and after each of `nodes`."""
-    return None if q is None else tuple(q[place] for place in (0, *(node + 1 for node in nodes)))
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:
@@ -266,6 +274,16 @@ def _check_trees(draft: Draft, batch: Batch, announced: bool) -> None:
                 f"{row.num_remaining} tokens; its depth is at most row.num_remaining - 1 (Draft.shallow cuts it)",
                 "depth",
             )
+
+
+def _check_extra(draft: Draft, vocab_size: int) -> None:
+    assert draft.extra is not None
+    if len(draft.extra) != draft.num_rows:
+        count = len(draft.extra)
+        raise DraftError(f"its draft has extra for {count} rows of {draft.num_rows}; give None where there is none")
+    for row, extra in enumerate(draft.extra):
+        if extra is not None:
+            extra.check(draft.tree(row), vocab_size)
 
 
 def check_ids(token_ids: Seq[int], vocab_size: int) -> None:

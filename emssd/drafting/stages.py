@@ -19,7 +19,7 @@ import torch
 from emssd.attention.packed import on_device
 from emssd.drafting.budget import BudgetPolicy, BudgetStep, DraftedNode
 from emssd.drafting.checked import CheckedDrafter
-from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.draft import Draft, DraftExtra, Outcome
 from emssd.drafting.drafter import Drafter
 from emssd.errors import PluginError
 from emssd.errors.faults import blame
@@ -230,7 +230,7 @@ def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
     """The nodes of `draft` that the grammars of their rows allow, each with all on its path; its ids are on the host.
 
-    Rows with a `q` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
+    Rows with an `extra` stay as they are, as in `_untrimmed`: the target never accepts what is not allowed.
     """
     if not draft.indptr[-1] or not any(map(attrgetter("grammar"), batch.rows)):
         return draft
@@ -241,7 +241,7 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
             return Draft.empty(len(batch))
     tokens, kept = draft.token_ids.tolist(), list[Seq[int]]()
     for place, (row, start, stop) in enumerate(zip(batch, draft.indptr, draft.indptr[1:], strict=False)):
-        if row.grammar is None or (draft.q is not None and draft.q[place] is not None):
+        if row.grammar is None or (draft.extra is not None and draft.extra[place] is not None):
             kept.append(range(stop - start))
             continue
         states = {-1: row.grammar}
@@ -253,14 +253,11 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
-    """The number of tokens to verify of each row, if the policy wants ``lengths [B]``: rows with a `q` are left whole.
-
-    Otherwise tokens would be dropped by what they are, or by what followed them; see `emssd.sampling.residual`.
-    """
-    if draft.q is None:
+    """The number of tokens to verify of each row, if the policy wants ``lengths [B]``; see `Draft.extra`."""
+    if draft.extra is None:
         return lengths
-    rows = zip(draft.q, draft.lengths, lengths, strict=True)
-    return [length if q is None else whole for q, whole, length in rows]
+    rows = zip(draft.extra, draft.lengths, lengths, strict=True)
+    return [length if extra is None else whole for extra, whole, length in rows]
 
 
 def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
@@ -280,14 +277,14 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
     device = next((part.token_ids.device for part in filled if part.token_ids.device.type != "cpu"), None)
     offsets = [0, *accumulate(part.token_ids.numel() for part in filled)]
     nodes, indptr, parents, confidence = list[int](), [0], list[int](), list[float]()
-    q: list[Seq[torch.Tensor] | None] = [None] * num_rows
+    extra: list[DraftExtra | None] = [None] * num_rows
     for row in range(num_rows):
         for part, offset in zip(filled, offsets, strict=False):
             start, stop = part.indptr[row], part.indptr[row + 1]
             nodes.extend(range(offset + start, offset + stop))
             parents.extend(part.tree(row))
-            if start < stop and part.q is not None:
-                q[row] = part.q[row]
+            if start < stop and part.extra is not None:
+                extra[row] = part.extra[row]
             confidence.extend(part.confidence[start:stop] if part.confidence is not None else ())
         indptr.append(len(nodes))
     together = torch.cat([part.token_ids.to(device or "cpu", non_blocking=True) for part in filled])
@@ -296,5 +293,5 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
         tuple(indptr),
         None if all(part.parents is None for part in filled) else tuple(parents),
         tuple(confidence) if len(confidence) == len(nodes) else None,
-        tuple(q) if any(each is not None for each in q) else None,
+        tuple(extra) if any(each is not None for each in extra) else None,
     )

@@ -1,4 +1,4 @@
-"""The four hooks of a plugin, each with its own record, and tests of what a plugin needs, offers and builds.
+"""The hooks of a plugin, each with its own record, and tests of what a plugin needs, offers and builds.
 
 All hooks run once, at start-up; none is in the decode loop.
 """
@@ -23,8 +23,9 @@ if TYPE_CHECKING:  # a plugin module is imported at every start, so nothing here
     from emssd.attention import AttentionBackend
     from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
+    from emssd.drafting.rule import VerificationRule
 
-__all__ = ["KINDS", "DrafterSpec", "Spec", "check_spec", "held", "specs_of", "unmet_requirement"]
+__all__ = ["HOOKS", "KINDS", "DrafterSpec", "Spec", "check_spec", "held", "specs_of", "unmet_requirement"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 
@@ -98,6 +99,17 @@ class PromptSourceSpec(Spec):
     build: Callable[[Any], Iterable[Prompt | FailedPrompt]]
 
 
+@dataclass(frozen=True, slots=True)
+class RuleSpec(Spec):
+    """A rule of verification that the plugin of this name offers, as ``sampling.method=NAME``. It has no options.
+
+    Attributes:
+        build: ``build(config)`` gives the rule.
+    """
+
+    build: Callable[[Any], VerificationRule]
+
+
 KINDS: dict[str, tuple[str, type[Spec]]] = {
     "drafter": ("emssd_drafters", DrafterSpec),
     "backend": ("emssd_attention_backends", BackendSpec),
@@ -105,6 +117,9 @@ KINDS: dict[str, tuple[str, type[Spec]]] = {
     "data": ("emssd_prompt_sources", PromptSourceSpec),
 }
 """The kinds of plugin, as the user chooses them: the hook, and its record."""
+
+HOOKS: dict[str, tuple[str, type[Spec]]] = {**KINDS, "rule": ("emssd_verification_rules", RuleSpec)}
+"""The same with rules of verification, which `SamplingParams.method` chooses."""
 
 
 @hookspec
@@ -125,6 +140,11 @@ def emssd_budget_policies() -> list[BudgetSpec]:  # type: ignore[empty-body]  # 
 @hookspec
 def emssd_prompt_sources() -> list[PromptSourceSpec]:  # type: ignore[empty-body]  # as above
     """Prompt sources that this plugin offers."""
+
+
+@hookspec
+def emssd_verification_rules() -> list[RuleSpec]:  # type: ignore[empty-body]  # as above
+    """Rules of verification that this plugin offers."""
 
 
 def unmet_requirement(name: str) -> str | None:
@@ -153,10 +173,10 @@ def unmet_requirement(name: str) -> str | None:
 
 def specs_of(result: Any, kind: str) -> list[Spec]:
     """The records that the hook of `kind` returned, which must be a list of its own."""
-    hook, record = KINDS[kind]
+    hook, record = HOOKS[kind]
     if isinstance(result, list) and all(isinstance(spec, record) for spec in result):
         return result
-    for other, stranger in KINDS.values():
+    for other, stranger in HOOKS.values():
         if isinstance(result, list) and stranger is not record and any(isinstance(spec, stranger) for spec in result):
             name = stranger.__name__
             raise PluginError(f"hook {hook} returned a {name}, not a {record.__name__}; return a {name} from {other}")
@@ -206,10 +226,12 @@ def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
     from emssd.attention import AttentionBackend
     from emssd.data import FailedPrompt, Prompt
     from emssd.drafting import BudgetPolicy, Drafter
+    from emssd.drafting.rule import VerificationRule
 
     return {
         "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
         "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
         "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
         "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
+        "rule": ((VerificationRule,), "an emssd.drafting.rule.VerificationRule"),
     }[kind]

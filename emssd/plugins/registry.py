@@ -8,8 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import Distribution, EntryPoint, entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
@@ -17,12 +18,15 @@ from emssd.errors import ConfigError, PluginError, PluginWarning, did_you_mean
 from emssd.errors.faults import described, guarded, named_if_slow
 from emssd.errors.ranges import check_options
 from emssd.plugins import hookspecs
-from emssd.plugins.hookspecs import KINDS, Spec, check_spec, held, specs_of, unmet_requirement
+from emssd.plugins.hookspecs import HOOKS, KINDS, Spec, check_spec, held, specs_of, unmet_requirement
 
-__all__ = ["KINDS", "Registry"]
+if TYPE_CHECKING:
+    from emssd.drafting.rule import VerificationRule
+
+__all__ = ["KINDS", "Registry", "verification_rule"]
 
 _SKIP = "EMSSD_SKIP_PLUGINS"
-_HOOKS = ", ".join(hook for hook, _ in KINDS.values())
+_HOOKS = ", ".join(hook for hook, _ in HOOKS.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class PluginRecord:
     """The load status of an entry point, or of one of its offers.
 
     Attributes:
-        kind: ``drafter``, ``backend``, ``budget``, ``data``, or ``plugin`` where nothing was offered.
+        kind: ``drafter``, ``backend``, ``budget``, ``data``, ``rule``, or ``plugin`` where nothing was offered.
         name: of what is offered, or of the entry point.
         state: ``ready``, ``unavailable`` (cannot run on this machine), ``failed``, or ``skipped`` (the user said so).
         reason: why it is not ready.
@@ -188,7 +192,7 @@ class Registry:
         except pluggy.PluginValidationError as error:
             raise PluginError(f"{error}; the hooks are {_HOOKS}") from None
         offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
-        for kind, (hook, _) in KINDS.items():
+        for kind, (hook, _) in HOOKS.items():
             called = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
             for spec in [spec for each in called for spec in specs_of(each.function(), kind)]:
                 check_spec(spec, kind)
@@ -203,6 +207,15 @@ class Registry:
         if not offers:
             raise PluginError(f"none of the hooks {_HOOKS} returns anything")
         return offers
+
+
+@cache
+def verification_rule(name: str) -> VerificationRule:
+    """The rule of verification that the plugin `name` offers. Raises PluginError: it offers none, or failed."""
+    registry = Registry(entry_points(group="emssd", name=name))
+    spec = registry.find("rule", name)
+    rule: VerificationRule = registry.build("rule", spec, spec.config())
+    return rule
 
 
 def _origin(dist: Distribution | None) -> tuple[str, str]:

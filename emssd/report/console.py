@@ -14,7 +14,6 @@ from rich.text import Text
 
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.decoding.check import CheckReport, Difference
-from emssd.decoding.distribution_check import DistributionReport
 from emssd.metrics.busy import busy_remark
 from emssd.native import fallback_reason
 from emssd.report.cells import grids, speedup_text
@@ -68,7 +67,11 @@ def _numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 def print_check(console: Console, report: CheckReport, check: str | None = "plain") -> None:
     """The result of `check`."""
     if report.law is not None:
-        _print_law(console, report.law, check)
+        style = "bold green" if report.law.is_right else "bold red"
+        first, *others = report.law.described
+        console.print(f"check={check}: {first}", style=style, soft_wrap=True)
+        for line in others:
+            console.print(line)
         if not report.num_exact and not report.differences:
             return
     wrong = len(report.true_differences)
@@ -84,18 +87,6 @@ def print_check(console: Console, report: CheckReport, check: str | None = "plai
     hidden = len(report.differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         console.print(f"  … and {hidden} more in metrics.json")
-
-
-def _print_law(console: Console, law: DistributionReport, check: str | None) -> None:
-    said, style = ("have", "bold green") if law.is_right else ("DO NOT have", "bold red")
-    console.print(
-        f"check={check}: {law.num_tokens} tokens {said} the law of plain decoding, p = {law.p_value:.2g} "
-        f"(G-test {law.p_bins:.2g}, likelihood {law.p_likelihood:.2g}; wrong below 1e-6)",
-        style=style,
-        soft_wrap=True,
-    )
-    if law.num_impossible:
-        console.print(f"  {law.num_impossible} of them are left out by top-k and the like in a plain pass")
 
 
 def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:

@@ -2,28 +2,19 @@
 
 ``argmax(log p + G)`` is a draw from ``p`` (the Gumbel-max trick). With `G` a pure function of where a token stands, the
 draw does not depend on what was drafted, on the other rows of a batch, or on when the row was computed.
-
-Numbers for `residual` sampling are hashes too: of the row, of what they are for, and of how many tokens it has. So a
-step that is done again, after a failure or a preemption, draws the same numbers. No step draws those of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import count
-from typing import Literal
 
 import torch
 
 from emssd.attention.packed import on_device
 
-__all__ = ["exponentials", "gumbel", "hashed", "noise_key", "noise_state", "stream_key", "uniforms"]
-
-Purpose = Literal["draft", "verify", "check"]
-"""Drafts are drawn with other numbers than they are verified with, and results are checked with others still."""
+__all__ = ["exponentials", "gumbel", "hash_of", "noise_key", "noise_state"]
 
 _MASK_32, _MASK_64 = 2**32 - 1, 2**64 - 1
 
@@ -36,17 +27,12 @@ _FMIX_2 = 0xC2B2AE35 - 2**32
 @lru_cache(maxsize=2**14)  # rows ask for it in every step
 def noise_key(seed: int, request_id: str, sample: int = 0) -> int:
     """64 bits for one sample of one request, from BLAKE2b of their text. The seed and the id may be any."""
-    return _digest(f"{seed}/{sample}/{request_id}")
+    return hash_of(f"{seed}/{sample}/{request_id}")
 
 
 def noise_state(key: int, position: int) -> int:
     """64 bits for one position of a row: ``splitmix64(key ^ splitmix64(position))``."""
     return _splitmix64(key ^ _splitmix64(position))
-
-
-def stream_key(key: int, purpose: Purpose, num_tokens: int) -> int:
-    """64 bits for one step of a row with this `noise_key`, which has `num_tokens` before the step."""
-    return _digest(f"{key}/{purpose}/{num_tokens}")
 
 
 def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
@@ -63,25 +49,16 @@ def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Ten
 
 def gumbel(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
     """``[r, vocab]`` float64 Gumbel noise: ``-log(-log(u))``, ``u`` being the middle of one of 2^32 equal intervals."""
-    return _exponential(states, vocab_size, device).log_().neg_()
+    return exponentials(states, vocab_size, device).log_().neg_()
 
 
-def exponentials(stream: int, places: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """``[r, vocab]`` float64 standard exponentials of a `stream_key`, for `places`: numbers that differ by row."""
-    return _exponential([noise_state(stream, place) for place in places], vocab_size, device)
-
-
-def uniforms(key: int, purpose: Purpose, num_tokens: int) -> Callable[[], float]:
-    """Gives the next number of [0, 1), a multiple of 2^-53, each time that it is called; see `stream_key`."""
-    stream, places = stream_key(key, purpose, num_tokens), count()
-    return lambda: (noise_state(stream, next(places)) >> 11) * 2.0**-53
-
-
-def _exponential(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+def exponentials(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """``[r, vocab]`` float64 standard exponentials: ``-log(u)`` with `u` as in `gumbel`."""
     return hashed(states, vocab_size, device).double().add_(0.5).mul_(2.0**-32).log_().neg_()
 
 
-def _digest(text: str) -> int:
+def hash_of(text: str) -> int:
+    """64 bits of BLAKE2b."""
     return int.from_bytes(blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest(), "little")
 
 

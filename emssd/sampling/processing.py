@@ -12,7 +12,7 @@ import torch
 from emssd.attention.packed import on_device
 from emssd.sampling.params import SamplingParams
 
-__all__ = ["processed", "warped"]
+__all__ = ["processed"]
 
 
 def processed(

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
+from emssd_residual.drafts import Drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd.drafting.checked import CheckedDrafter, _check_q
+from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Row
@@ -136,20 +137,20 @@ VOCAB = 7
 
 @st.composite
 def marked(draw: st.DrawFn, num_rows: int = 3) -> Draft:
-    """A draft whose distributions tell row and node: the first entry is ``100 · row + node``, -1 for the origin."""
+    """A draft whose extra tells row and node: the first entry is ``100 · row + node``, -1 for the origin."""
     sizes = draw(st.lists(st.integers(0, 6), min_size=num_rows, max_size=num_rows))
     trees = [[(draw(st.integers(0, VOCAB - 1)), draw(st.integers(-1, node - 1))) for node in range(n)] for n in sizes]
     known = draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
-    q = [
-        tuple(torch.full((VOCAB,), 100.0 * row + node) for node in range(-1, size)) if is_known else None
+    extra = [
+        Drawn(tuple(torch.full((VOCAB,), 100.0 * row + node) for node in range(-1, size))) if is_known else None
         for row, (size, is_known) in enumerate(zip(sizes, known, strict=True))
     ]
-    return replace(Draft.from_trees(trees), q=tuple(q))
+    return replace(Draft.from_trees(trees), extra=tuple(extra))
 
 
 def marks(draft: Draft, row: int) -> list[float] | None:
-    q = None if draft.q is None else draft.q[row]
-    return None if q is None else [float(each[0]) for each in q]
+    extra: Any = None if draft.extra is None else draft.extra[row]
+    return None if extra is None else [float(each[0]) for each in extra.q]
 
 
 @given(marked(), st.data())
@@ -161,21 +162,10 @@ def test_picked_nodes_keep_their_own(draft: Draft, data: st.DataObject) -> None:
             if (parent < 0 or parent in nodes) and data.draw(st.booleans()):
                 nodes.append(node)
         picked.append(nodes)
-    found = draft.pick(picked)
-    assert draft.q is not None
+    found, copied = draft.pick(picked), own_of(draft.within(VOCAB))
     for row, nodes in enumerate(picked):
-        expected = None if draft.q[row] is None else [100.0 * row + node for node in (-1, *nodes)]
-        assert marks(found, row) == expected
-
-
-@given(marked(), st.lists(st.integers(0, 6), min_size=3, max_size=3))
-def test_cuts_and_copies_keep_them(draft: Draft, limits: list[int]) -> None:
-    lengths = [min(limit, length) for limit, length in zip(limits, draft.lengths, strict=True)]
-    for found in (draft.cut(lengths), draft.shallow(limits), draft.within(VOCAB), own_of(draft)):
-        for row, (start, stop) in enumerate(pairwise(found.indptr)):
-            told = marks(found, row)
-            assert told is None or len(told) == 1 + stop - start
-            assert (told is None) == (marks(draft, row) is None)
+        assert marks(copied, row) == marks(draft, row)
+        assert marks(found, row) == (marks(draft, row) and [100.0 * row + node for node in (-1, *nodes)])
 
 
 def own_of(draft: Draft) -> Draft:
@@ -195,8 +185,7 @@ class Given(Drafter):
 
 @given(marked(), marked())
 def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> None:
-    assert other.q is not None
-    other = replace(other, q=tuple(None if q is None else tuple(each + 1000 for each in q) for q in other.q))
+    other = replace(other, extra=tuple(each and Drawn(tuple(q + 1000 for q in each.q)) for each in other.extra or ()))
     rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(3)))
     drafters = [CheckedDrafter(Given(each), None, VOCAB, on_error="fail") for each in (one, other)]
     found = DraftStages(drafters, FixedBudget()).propose(rows, (9, 9, 9), 0)
@@ -209,25 +198,22 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
 
 
 @looped(
-    ("q", "message"),
+    ("extra", "message"),
     [
-        ((), "its draft has q for 0 rows of 1; give None where there is none"),
-        (((UNIT, UNIT),), "its q has 2 distributions for a row of 2 tokens; give one behind the newest token, and"),
+        ((), "its draft has extra for 0 rows of 1; give None where there is none"),
+        ([(UNIT, UNIT)], "its q has 2 distributions for a row of 2 tokens; give one behind the newest token, and"),
         (
-            ((UNIT, UNIT[1:], UNIT),),
+            [(UNIT, UNIT[1:], UNIT)],
             r"its q has a tensor of shape \[6\] and torch.float32 behind a token with children",
         ),
-        (((UNIT, UNIT * math.nan, UNIT),), "its q has NaN or inf behind a token with children; give 7 probabilities"),
-        (((UNIT.long(), UNIT, UNIT),), r"shape \[7\] and torch.int64 behind a token with children; give 7 prob"),
+        ([(UNIT, UNIT * math.nan, UNIT)], "its q has NaN or inf behind a token with children; give 7 probabilities"),
+        ([(UNIT.long(), UNIT, UNIT)], r"shape \[7\] and torch.int64 behind a token with children; give 7 prob"),
+        ([(UNIT, UNIT, torch.empty(0))], None),  # leaves need none
+        ([None], None),
     ],
 )
-def test_distributions_that_cannot_be_are_refused(q: tuple[Seq[torch.Tensor] | None, ...], message: str) -> None:
-    draft = replace(Draft.from_chains([[1, 2]]), q=q)
-    with pytest.raises(DraftError, match=message):
-        _check_q(draft, VOCAB)
-
-
-def test_leaves_need_none() -> None:
-    draft = Draft.from_chains([[1, 2]])
-    _check_q(replace(draft, q=((UNIT, UNIT, torch.empty(0)),)), VOCAB)
-    _check_q(replace(draft, q=(None,)), VOCAB)
+def test_distributions_that_cannot_be_are_refused(extra: Seq[Any], message: str | None) -> None:
+    draft, rows = Draft.from_chains([[1, 2]]), Batch((Row(Request("first", (1,), 9)),))
+    draft = replace(draft, extra=tuple(each and Drawn(each) for each in extra))
+    with nullcontext() if message is None else pytest.raises(DraftError, match=message):
+        draft.check(rows, [2], VOCAB)

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from emssd.attention.trees import path
 from emssd.decoding.top_tokens import top_tokens
-from emssd.decoding.verify import best_tokens, greedy_tokens, verify
+from emssd.decoding.verify import best_tokens, verify
 from emssd.drafting import Draft
+from emssd.drafting.rule import Verified
 from emssd.native import load_kernels
+from emssd.sampling.choice import greedy_tokens
 from emssd.sequences import FinishReason, Request, Row
 from tests.support.tiers import looped
 from tests.support.trees import Tree, drawn_trees
@@ -40,9 +42,13 @@ def flat(targets: list[list[int]]) -> torch.Tensor:
     return torch.tensor([token for row in targets for token in row])
 
 
+def verified(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | None = None) -> list[Verified]:
+    return verify(choices, [sequence()] * draft.num_rows, draft, candidates)
+
+
 @given(cases())
 def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: Case) -> None:
-    result = verify(flat(case.targets), Draft.from_chains(case.chains))
+    result = verified(flat(case.targets), Draft.from_chains(case.chains))
     for chain, targets, found in zip(case.chains, case.targets, result, strict=True):
         expected = [targets[0]]
         while len(expected) <= len(chain) and chain[len(expected) - 1] == expected[-1]:
@@ -58,21 +64,21 @@ def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number
     logits, draft = torch.rand(num_logits, VOCAB, generator=generator), Draft.from_chains(case.chains)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Draft, "on_host", property(lambda self: on_host))
-        result = verify(greedy_tokens(logits), draft, best_tokens(logits, number))
+        result = verified(greedy_tokens(logits), draft, best_tokens(logits, number))
     assert [len(row.candidates or ()) for row in result] == [len(chain) + 1 for chain in case.chains]
     found = [best for row in result for best in row.candidates or ()]
     assert found == logits.argsort(dim=1, descending=True)[:, :number].tolist()
     assert [best[0] for best in found] == [token for row in result for token in row.target_ids]
     assert [token for row in result for token in row.drafted] == draft.token_ids.tolist()
     assert best_tokens(logits, 0) is None
-    assert all(row.candidates is None for row in verify(greedy_tokens(logits), draft))
+    assert all(row.candidates is None for row in verified(greedy_tokens(logits), draft))
 
 
 @given(st.lists(drawn_trees(8, VOCAB), min_size=1, max_size=4), st.data())
 def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: list[Tree], data: st.DataObject) -> None:
     ids = st.integers(0, VOCAB - 1)
     targets = [data.draw(st.lists(ids, min_size=len(tree) + 1, max_size=len(tree) + 1)) for tree in forest]
-    result = verify(flat(targets), Draft.from_trees(forest))
+    result = verified(flat(targets), Draft.from_trees(forest))
     for tree, choices, found in zip(forest, targets, result, strict=True):
         parents = [parent for _, parent in tree]
         ways = [path(parents, node) for node in range(-1, len(tree))]
@@ -94,7 +100,7 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
     def choice(text: tuple[int, ...]) -> int:
         return hash((seed, text)) % 3
 
-    (found,) = verify(flat([[choice(text) for text in texts]]), Draft.from_trees([tree]))
+    (found,) = verified(flat([[choice(text) for text in texts]]), Draft.from_trees([tree]))
     expected = [choice(())]
     while tuple(expected) in texts:
         expected.append(choice(tuple(expected)))
@@ -103,14 +109,14 @@ def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int
 
 def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
     draft = Draft.from_trees([[(1, -1), (1, -1), (3, 0), (2, 1)]])
-    (result,) = verify(flat([[1, 2, 2, 0, 0]]), draft)
+    (result,) = verified(flat([[1, 2, 2, 0, 0]]), draft)
     assert result.accepted == [1, 3]
     assert result.new_tokens == [1, 2, 0]
 
 
 def test_of_equal_logits_the_lowest_id_wins() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0], [5.0, 0.0, 0.0, 5.0]])
-    assert verify(greedy_tokens(logits), Draft.from_chains([[1]]))[0].new_tokens == [1, 0]
+    assert verified(greedy_tokens(logits), Draft.from_chains([[1]]))[0].new_tokens == [1, 0]
 
 
 @looped("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

@@ -219,7 +219,9 @@ def test_examples_and_what_the_command_writes_import_public_names_only(page: Mod
 
 
 def test_our_own_plugins_import_public_names_only(page: ModuleType) -> None:
+    """Except for the rule of verification, which is trusted as the engine is."""
     own = [(path, each) for path, text in sources(ROOT / "plugins") for each in imported(text) if _is_product(path)]
+    own = [(path, each) for path, each in own if path.parent.name != "emssd_residual"]
     assert {path.parent.name for path, _ in own} >= {"emssd_none", "emssd_eagle3", "emssd_ragged", "emssd_adaptive"}
     for path, (module, name) in own:
         assert module in page.MODULES, f"{path} imports {module}; import from a public module, or move the code"

@@ -167,7 +167,7 @@ def test_nothing_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) 
     def found(*_: Any) -> None:
         raise AssertionError("log-probabilities that nobody wants")
 
-    monkeypatch.setattr(module, "_found", found)
+    monkeypatch.setattr(module, "_numbers", found)
     for done in make_engine(RandomDrafter(VOCAB, 4)).run(requests()[4:6]):
         assert done.logprobs is None
 
@@ -177,8 +177,8 @@ def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtyp
     logits = (torch.randn(4, 300, generator=torch.Generator().manual_seed(0)) * 8).to(dtype)
     rows = [Row(Request(name, (1,), 9, sampling=SamplingParams(logprobs=2))) for name in "ab"]
     draft = Draft.from_chains([[int(logits[0].argmax())], [int(logits[2].argmin())]])
-    verified = verify(logits.argmax(dim=1), draft)
-    add_logprobs(logits, rows, draft, verified)
+    verified = verify(logits.argmax(dim=1), rows, draft)
+    add_logprobs(logits, draft, verified)
     (first, second, *more), other = (each.logprobs for each in verified)
     assert (len(more), len(other)) == (0, 1)
     for found, place in ((first, 0), (second, 1), (other[0], 2)):
@@ -191,7 +191,7 @@ def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtyp
 def test_behind_a_model_that_overflowed_they_are_no_numbers() -> None:
     logits = torch.full((1, 5), math.nan)
     row = Row(Request("a", (1,), 2, sampling=SamplingParams(temperature=0, logprobs=1)))
-    verified = verify(torch.tensor([0]), Draft.empty(1))
-    add_logprobs(logits, [row], Draft.empty(1), verified)
+    verified = verify(torch.tensor([0]), [row], Draft.empty(1))
+    add_logprobs(logits, Draft.empty(1), verified)
     (found,) = verified[0].logprobs
     assert math.isnan(found.logprob)

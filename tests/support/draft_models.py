@@ -7,9 +7,10 @@ from typing import Any
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 from emssd_draft_model.drafter import DraftModelDrafter
+from emssd_residual.drafter import SampledDrafter, SampledShape
 
 from emssd.decoding.caches import make_backend
-from emssd.drafters import ModelDrafter, SampledDrafter, SampledShape
+from emssd.drafters import ModelDrafter
 from emssd.drafting.shapes import Shape
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry

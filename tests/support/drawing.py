@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from emssd_residual.distributions import Uniform, choose, number, uniforms, without
+from emssd_residual.drafts import Beam, Drawn, extend_beam
 
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
-from emssd.sampling.noise import uniforms
-from emssd.sampling.residual import Beam, SampledTree, extend_beam
-from emssd.sampling.residual.distributions import Uniform, choose, number, without
 from emssd.sequences import Batch, Row
 
-__all__ = ["DrawingDrafter", "even", "joined", "rsd_c", "rsd_s"]
+__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s"]
 
 Behind = Callable[[Seq[int]], torch.Tensor]
 """The distribution ``q [vocab]`` that follows a text."""
@@ -26,11 +26,28 @@ def even(vocab_size: int) -> Behind:
     return lambda _: torch.full((vocab_size,), 1 / vocab_size, dtype=torch.float64)
 
 
+@dataclass(slots=True)
+class SampledTree:
+    """A tree while it is drawn: `draft` is the ``q [vocab]`` after the newest token and each node; ``[0]`` without."""
+
+    token_ids: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    draft: list[torch.Tensor] = field(default_factory=lambda: [torch.empty(0)])
+
+    def add(self, parent: int, token: int, q: torch.Tensor) -> int:
+        """A new node, whose token was drawn from the `q` after `parent` or from what was left of it."""
+        self.draft[parent + 1] = q
+        self.token_ids.append(token)
+        self.parents.append(parent)
+        self.draft.append(torch.empty(0))
+        return len(self.token_ids) - 1
+
+
 def joined(trees: Seq[SampledTree | None]) -> Draft:
     """The trees of a batch as one draft; rows without one draft nothing."""
     nodes = [[] if tree is None else list(zip(tree.token_ids, tree.parents, strict=True)) for tree in trees]
-    draft, q = Draft.from_trees(nodes), tuple(None if tree is None else tuple(tree.draft) for tree in trees)
-    return Draft(draft.token_ids, draft.indptr, draft.parents, None, q)
+    extra = tuple(None if tree is None else Drawn(tuple(tree.draft)) for tree in trees)
+    return replace(Draft.from_trees(nodes), extra=extra)
 
 
 BehindNodes = Callable[[SampledTree, Seq[int]], Seq[torch.Tensor]]
@@ -80,7 +97,10 @@ def rsd_s(behind: BehindNodes, width: int, depth: int, noise: Callable[[int], to
     for _ in range(depth):
         if not beam.nodes:
             break
-        beam = extend_beam(tree, beam, behind(tree, beam.nodes), width, noise(len(beam.nodes)))
+        before, rows = beam, behind(tree, beam.nodes)
+        edges, beam = extend_beam(beam, torch.stack([*rows]), width, noise(len(rows)), len(tree.token_ids))
+        for parent, token in edges:
+            tree.add(parent, token, rows[before.nodes.index(parent)])
     return tree
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from emssd_residual.drafter import BeamShape, ChildrenShape, SampledDrafter, SampledShape
+
 from emssd.drafters import (
-    BeamShape,
-    ChildrenShape,
     DynamicShape,
     ModelDrafter,
-    SampledDrafter,
-    SampledShape,
     Shape,
     StaticShape,
     load_draft_model,

@@ -100,7 +100,7 @@ def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
     for row, sequence in enumerate(batch):
         for path in [(), *paths_of(draft, row)]:
             chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
-    found = verify(torch.tensor(chosen), draft)
+    found = verify(torch.tensor(chosen), batch.rows, draft)
     accepted, targets = ([getattr(each, name) for each in found] for name in ("accepted", "target_ids"))
     return Outcome(batch, draft, tuple(accepted), tuple(targets))
 

@@ -10,34 +10,37 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from copy import deepcopy
+from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from emssd_residual import rule as module
+from emssd_residual.distributions import choose
+from emssd_residual.law import check_distribution
+from emssd_residual.rules import Verdict, verify_traversal
 
-from emssd.decoding import choosing as module
 from emssd.decoding.check import TIE_TOLERANCE
-from emssd.decoding.choosing import drawn_nodes, verdicts
-from emssd.decoding.distribution_check import DistributionReport, check_distribution
-from emssd.decoding.verify import greedy_tokens, verify
+from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
+from emssd.drafting.rule import LawReport
 from emssd.drafting.stages import DraftStages
+from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
-from emssd.sampling.residual import SampledTree, Verdict
-from emssd.sampling.residual.distributions import choose
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.conformance.policy_world import PolicyWorld, WatchedPolicy
+from emssd.testing.conformance.scripted import Decision, Life
 from emssd.testing.drafters import ScriptedBudget, TreeDrafter
 from emssd.testing.oracle import DenseBackend
-from tests.sampling.cases import DRAFTS, TARGETS
-from tests.sampling.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
 from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
-from tests.sampling.test_residual_drafts import installed, lives, policies
 from tests.support.backends import runner_of
-from tests.support.drawing import DrawingDrafter, even, joined, rsd_c
+from tests.support.drawing import DrawingDrafter, SampledTree, even, joined, rsd_c
+from tests.support.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
+from tests.support.residual_cases import DRAFTS, TARGETS
 from tests.support.tiers import only
 
 WARM = SamplingParams(temperature=1.0, method=SamplingMethod.residual, seed=1)
@@ -47,7 +50,7 @@ def asked(number: int, params: SamplingParams, length: int = 40) -> list[Request
     return [Request(str(i), (i % VOCAB, 3), length, sampling=params) for i in range(number)]
 
 
-def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: int = 40) -> DistributionReport:
+def report_of(drafter: Drafter | Seq[Drafter], params: SamplingParams, number: int = 40) -> LawReport:
     """The check's report on the engine's tokens."""
     rows = asked(number, params)
     engine = make_engine(drafter, batch_size=64, max_step_tokens=512)
@@ -71,37 +74,24 @@ KINDS = {
 @pytest.mark.parametrize("kind", only(KINDS, ci=["warm", "top-p", "penalties"]))
 def test_tokens_have_the_targets_law(kind: str) -> None:
     report = report_of(DrawingDrafter(even(VOCAB), [2, 1]), KINDS[kind])
-    assert report.num_tokens == 40 * 40
-    assert report.num_impossible == 0
-    assert report.p_value > 1e-3
+    assert report.metrics["num_tokens"] == 40 * 40
+    assert report.metrics["num_impossible"] == 0
+    assert report.metrics["p_value"] > 1e-3
 
 
 def test_drafts_without_distributions_keep_it_too() -> None:
     params = dataclasses.replace(WARM, temperature=0.7)
-    assert report_of(TreeDrafter(VOCAB, 8), params).p_value > 1e-3
-
-
-Rule = Callable[..., Verdict]
-
-
-def last_token_from(source: Callable[[torch.Tensor], torch.Tensor], *, leaves: bool = False) -> Callable[[Rule], Rule]:
-    """The token after the accepted way is drawn from `source` of the target's distribution there."""
-
-    def wrong(rule: Rule) -> Rule:
-        def verify_wrongly(probs: Any, q: Any, tokens: Any, parents: Any, uniform: Any) -> Verdict:
-            verdict = rule(probs, q, tokens, parents, uniform)
-            node = verdict.path[-1] if verdict.path else -1
-            if leaves and node in list(parents):
-                return verdict
-            return Verdict(verdict.path, choose(source(probs[node + 1]), uniform()))
-
-        return verify_wrongly
-
-    return wrong
+    assert report_of(TreeDrafter(VOCAB, 8), params).metrics["p_value"] > 1e-3
 
 
 def test_a_residual_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "verify_traversal", last_token_from(lambda probs: probs)(module.verify_traversal))
+    """The token after the accepted way is drawn from the target's distribution there, and not from what is left."""
+
+    def from_target(probs: Any, q: Any, tokens: Any, parents: Any, uniform: Any) -> Verdict:
+        path = verify_traversal(probs, q, tokens, parents, uniform).path
+        return Verdict(path, choose(probs[path[-1] + 1 if path else 0], uniform()))
+
+    monkeypatch.setattr(module, "verify_traversal", from_target)
     assert not report_of(DrawingDrafter(even(VOCAB), [1, 1]), WARM).is_right
 
 
@@ -129,7 +119,7 @@ def test_a_drafter_that_knows_the_other_methods_noise_changes_nothing() -> None:
     engine = make_engine(Knowing(even(VOCAB), [1]), batch_size=64, max_step_tokens=512)
     done = list(engine.run(rows))
     report = check_distribution(done, runner_of(target(), DenseBackend()), {row.request_id: Row(row) for row in rows})
-    assert report.p_value > 1e-3
+    assert report.metrics["p_value"] > 1e-3
 
 
 # The law of a small world, enumerated.
@@ -169,7 +159,7 @@ def law_with(policy: BudgetPolicy, draft: Model, monkeypatch: pytest.MonkeyPatch
             texts.append([*texts[parent + 1], token])
         logits = torch.stack([torch.tensor(SHOWN(text).astype(float)).log() for text in texts])
         monkeypatch.setattr(module, "uniforms", lambda *_: uniform)
-        found = verify(greedy_tokens(logits), proposed, None, verdicts(logits, batch, proposed))
+        found = module.ResidualRule().verify(logits, batch.rows, proposed)
         sizes.add(len(texts) - 1)
         return tuple(found[0].new_tokens)
 
@@ -180,6 +170,25 @@ def differs(law: Law) -> float:
     """The largest difference of any text's probability from that of the target's own."""
     mine, its = continued(law, SHOWN, 3), target_law(SHOWN, 3)
     return max(abs(float(mine.get(text, 0)) - float(chance)) for text, chance in its.items())
+
+
+@cache
+def installed() -> dict[str, Callable[[], BudgetPolicy]]:
+    specs = Registry().specs("budget")
+    return {spec.name: lambda spec=spec: spec.build(spec.config()) for spec in specs}  # type: ignore[misc]
+
+
+def policies() -> list[str]:
+    return sorted({"adaptive", "fixed", *installed()})
+
+
+def lives(seed: int) -> Iterator[Life]:
+    draw = Random(seed)
+    for name in "abc":
+        script = tuple(
+            Decision(9, draw.randint(1, 9), draw.randint(0, 4), draw.randrange(7), draw.randrange(8)) for _ in range(5)
+        )
+        yield Life(Request(name, (1, 2), 60), script)
 
 
 def warmed(name: str) -> Iterator[BudgetPolicy]:

@@ -1,6 +1,6 @@
 """Trees drawn from the draft model's distributions without replacement: what `residual` sampling asks for.
 
-RSD-C and RSD-S of Jeon et al. 2024 (arXiv 2402.14160), drawn level by level for all rows, as `emssd.sampling.residual`
+RSD-C and RSD-S of Jeon et al. 2024 (arXiv 2402.14160), drawn level by level for all rows, as `emssd_residual.drafts`
 does it for one. How many nodes a row may have is known before the first of them is drawn, and nodes stand in the order
 in which they are drawn. So nothing is left out for what it is.
 """
@@ -8,7 +8,6 @@ in which they are drawn. So nothing is left out for what it is.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -22,19 +21,22 @@ from emssd.drafting import Draft
 from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.drafting.shapes import Shape, StaticShape
 from emssd.model import ModelRunner
-from emssd.sampling.choice import Node, probabilities, scores_of
-from emssd.sampling.noise import exponentials, stream_key
-from emssd.sampling.residual import Beam, SampledTree, extend_beam
+from emssd.sampling.choice import Node, alike, probabilities, scores_of
+from emssd.sampling.noise import exponentials, noise_state
 from emssd.sequences import Batch, Row
+from emssd_residual.distributions import stream_key
+from emssd_residual.drafts import Beam, Drawn, extend_beam
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
 
+_NONE = torch.empty(0)  # after nodes without children
+
 
 @dataclass(slots=True)
-class _Drawn:
-    """The tree of a row while it is drawn, and its deepest level where that is a beam."""
+class _Drawing:
+    """By node, what its children were drawn from; and the deepest level, where that is a beam."""
 
-    tree: SampledTree = field(default_factory=SampledTree)
+    q: dict[int, torch.Tensor] = field(default_factory=dict)
     beam: Beam | None = None
 
 
@@ -42,13 +44,17 @@ class SampledShape(Shape):
     """The number of nodes of a tree, and the law by which a level is drawn."""
 
     @abstractmethod
-    def draw(self, drawn: _Drawn, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor) -> None:
-        """Give nodes of the deepest level their children.
+    def draw(
+        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
+    ) -> tuple[list[tuple[int, int]], Beam | None]:
+        """The children of nodes of the deepest level, each its parent and its token; and the beam that they are.
 
         Args:
+            beam: the nodes of the level; ``None`` at the origin, or where there is none.
             expansions: ``r`` nodes, in the order in which they were drawn.
             q: ``[r, vocab]`` the distribution after each.
             noise: ``[r, vocab]`` standard exponentials for each; ones give the most probable tokens.
+            start: the number of the first child.
         """
 
 
@@ -62,9 +68,13 @@ class ChildrenShape(StaticShape, SampledShape):
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         return [] if _is_full(tree) else super().expand(tree, frontier)
 
-    def draw(self, drawn: _Drawn, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor) -> None:
+    def draw(
+        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
+    ) -> tuple[list[tuple[int, int]], Beam | None]:
+        edges = list[tuple[int, int]]()
         for (node, children), row, arrivals in zip(expansions, q, noise, strict=True):
-            extend_beam(drawn.tree, _beam_at(node, q.device), [row], len(children), arrivals.unsqueeze(0))
+            edges += extend_beam(_beam_at(node, q.device), row[None], len(children), arrivals[None], start)[0]
+        return edges, None
 
 
 class BeamShape(SampledShape):
@@ -79,11 +89,13 @@ class BeamShape(SampledShape):
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return min(self.width, num_nodes - 1) * max(0, depth - 1)
 
-    def draw(self, drawn: _Drawn, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor) -> None:
-        beam, number = drawn.beam or _beam_at(-1, q.device), len(expansions)
+    def draw(
+        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
+    ) -> tuple[list[tuple[int, int]], Beam | None]:
+        beam, number = beam or _beam_at(-1, q.device), len(expansions)
         first = Beam(beam.nodes[:number], beam.arrivals[:number], beam.probs[:number])
         assert first.nodes == tuple(node for node, _ in expansions), "the first nodes of the beam are expanded"
-        drawn.beam = extend_beam(drawn.tree, first, list(q), self.width, noise)
+        return extend_beam(first, q, self.width, noise, start)
 
 
 class SampledDrafter(ModelDrafter):
@@ -101,62 +113,54 @@ class SampledDrafter(ModelDrafter):
 
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: SampledShape) -> None:
         super().__init__(runner, vocab_size, shape)
-        self._drawn: dict[str, _Drawn] = {}  # of the draft that is being made
+        self._drawn: dict[str, _Drawing] = {}  # of the draft that is being made
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._drawn = {}
         draft = super().propose(batch, budget)
-        q = [self._told(row, length) for row, length in zip(batch, draft.lengths, strict=True)]
+        extra = [self._extra(row, length) for row, length in zip(batch, draft.lengths, strict=True)]
         self._drawn = {}
-        return replace(draft, confidence=None, q=tuple(q) if any(each is not None for each in q) else None)
+        return replace(draft, confidence=None, extra=tuple(extra) if any(extra) else None)
 
     def node_of(self, row: Row) -> Node:
         if not _is_residual(row):
             return super().node_of(row)
         return self._with_known_bias(next(drawn_nodes(row, Draft.empty(1), 0)))
 
-    def _told(self, row: Row, length: int) -> Seq[torch.Tensor] | None:
+    def _extra(self, row: Row, length: int) -> Drawn | None:
         """The distributions after the newest token of `row`, and after each of the `length` nodes of its tree."""
         if not length or not _is_residual(row):
             return None
-        return tuple(self._drawn[row.request_id].tree.draft[: 1 + length])
+        q = self._drawn[row.request_id].q
+        return Drawn(tuple(q.get(node, _NONE) for node in range(-1, length)))
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
         q, place = self._distributions(logits, self._nodes(level)), 0
         for row, expansions in level:
-            stop = place + len(expansions)
-            drawn = self._drawn.setdefault(row.request_id, _Drawn())
-            noise = self._noise(row.node, [node for node, _ in expansions], q)
-            self.shape.draw(drawn, expansions, q[place:stop], noise)
-            _take_over(row.tree, drawn.tree)
-            place = stop
+            drawing, nodes = self._drawn.setdefault(row.request_id, _Drawing()), [node for node, _ in expansions]
+            own = q[place : place + len(nodes)]
+            noise, start = self._noise(row.node, nodes, own), len(row.tree.token_ids)
+            edges, drawing.beam = self.shape.draw(drawing.beam, expansions, own, noise, start)
+            drawing.q.update(zip(nodes, own, strict=True))
+            row.tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])  # all alike, to stay in order
+            place += len(nodes)
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
         """``[r, vocab]`` what the race after each of `nodes` is run with, in the tree that begins at `origin`."""
         if not origin.params.is_residual:
             return torch.ones(len(nodes), self._vocab_size, dtype=q.dtype, device=q.device)
         stream = stream_key(origin.key, "draft", origin.position)
-        return exponentials(stream, [node + 1 for node in nodes], self._vocab_size, q.device)
+        return exponentials([noise_state(stream, node + 1) for node in nodes], self._vocab_size, q.device)
 
     def _distributions(self, logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         """``[n, vocab]`` float64, what follows each of `nodes`, with 0 for ids that only the target knows."""
-        found = torch.zeros(len(nodes), self._vocab_size, dtype=torch.float64, device=logits.device)
-        groups: dict[Hashable, list[int]] = {}
-        for place, node in enumerate(nodes):
-            groups.setdefault((node.params.is_residual, node.params.processing), []).append(place)
-        for places in groups.values():
+        q = torch.zeros(len(nodes), self._vocab_size, dtype=torch.float64, device=logits.device)
+        for places in alike(nodes, range(len(nodes)), self._vocab_size):
             index, own = on_device(places, logits.device), [nodes[place] for place in places]
             rows = logits[index]
             known = probabilities(rows, own) if own[0].params.is_residual else scores_of(rows, own).softmax(dim=-1)
-            found[index, : logits.shape[1]] = known
-        return found
-
-
-def _take_over(tree: GrowingTree, drawn: SampledTree) -> None:
-    """Give `tree` the level that was drawn. All nodes are scored alike, so that they stay in their order."""
-    first = len(tree.token_ids)
-    edges = zip(drawn.parents[first:], drawn.token_ids[first:], strict=True)
-    tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])
+            q[index, : logits.shape[1]] = known
+        return q
 
 
 def _is_full(tree: GrowingTree) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from emssd.attention.trees import path
-from emssd.sampling.residual.distributions import Uniform, choose, excess, number, without
+from emssd_residual.distributions import Uniform, choose, excess, number, without
 
 __all__ = ["Verdict", "verify_deterministic", "verify_traversal"]
 

@@ -10,9 +10,9 @@ from functools import cache
 
 import pytest
 import torch
+from emssd_residual.drafter import BeamShape, ChildrenShape, SampledShape
 
 from emssd.decoding.engine import Engine
-from emssd.drafters import BeamShape, ChildrenShape, SampledShape
 from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.model import TargetModel
@@ -69,9 +69,7 @@ def test_it_tells_what_it_drew_from(kind: str, vocab_size: int, shape: str) -> N
     params = KINDS[kind]
     draft = drafted(shape, [row_of(params)], vocab_size=vocab_size)
     assert draft.confidence is None
-    assert draft.q is not None
-    q = draft.q[0]
-    assert q is not None
+    q = draft.extra[0].q
     texts = [PROMPT]
     for token, parent in nodes(draft, 0):
         texts.append((*texts[parent + 1], token))
@@ -103,16 +101,14 @@ def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
     """A G-test over seeds."""
     rows = [row_of(replace(WARM, seed=seed), seed) for seed in range(600)]
     drafter = draft_model_drafter(model(), SHAPES[shape], VOCAB)
-    firsts, q = list[int](), drafter.propose(Batch((rows[0],)), [4]).q
+    firsts, (drawn,) = list[int](), drafter.propose(Batch((rows[0],)), [4]).extra
     for start in range(0, len(rows), 5):
         batch = Batch(tuple(rows[start : start + 5]))
         draft = drafter.propose(batch, [1] * 5)
         firsts += draft.token_ids.tolist()
         drafter.release(batch.request_ids)
-    assert q is not None
-    assert q[0] is not None
     counts = torch.bincount(torch.tensor(firsts), minlength=VOCAB).double()
-    statistic = 2 * torch.special.xlogy(counts, counts / (len(rows) * q[0][0].detach())).sum()
+    statistic = 2 * torch.special.xlogy(counts, counts / (len(rows) * drawn.q[0].detach())).sum()
     assert float(torch.special.gammaincc(torch.tensor((VOCAB - 1) / 2).double(), statistic / 2)) > 1e-3
 
 
@@ -120,8 +116,7 @@ def test_the_first_node_has_the_law_that_it_tells(shape: str) -> None:
 def test_other_rows_get_the_most_probable_tokens_and_no_distributions(shape: str) -> None:
     rows = [row_of(WARM), Row(Request("greedy", PROMPT, 20))]
     draft = drafted(shape, rows)
-    assert draft.q is not None
-    assert draft.q[1] is None
+    assert draft.extra[1] is None
     assert nodes(draft, 0) == nodes(drafted(shape, rows[:1]), 0)
     logits = reference.logits_behind(model().model, PROMPT)
     first = [token for token, parent in nodes(draft, 1) if parent < 0]

@@ -9,10 +9,11 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from emssd.sampling.residual import SampledTree, Verdict
-from emssd.sampling.residual.distributions import choose, excess, number, without
-from tests.sampling.exact import Law, Model, Rule, add_up, behind, emitted, law_of, probabilities
-from tests.support.drawing import rsd_c
+from emssd_residual.distributions import choose, excess, number, without
+from emssd_residual.rules import Verdict
+
+from tests.support.drawing import SampledTree, rsd_c
+from tests.support.exact import Law, Model, Rule, add_up, behind, emitted, law_of, probabilities
 
 __all__ = [
     "DRAFTS",

@@ -8,11 +8,11 @@ from itertools import product
 from random import Random
 
 import pytest
+from emssd_residual.distributions import choose, without
+from emssd_residual.rules import verify_deterministic, verify_traversal
 
-from emssd.sampling.residual import SampledTree, verify_deterministic, verify_traversal
-from emssd.sampling.residual.distributions import choose, without
-from tests.sampling.cases import DRAFTS, PAPER, TARGETS, Tree, beam_trees, mixed, rebuilt, token_by_token, trees_of
-from tests.sampling.exact import (
+from tests.support.drawing import SampledTree
+from tests.support.exact import (
     Law,
     Model,
     Rule,
@@ -23,6 +23,17 @@ from tests.sampling.exact import (
     probabilities,
     target_law,
     way,
+)
+from tests.support.residual_cases import (
+    DRAFTS,
+    PAPER,
+    TARGETS,
+    Tree,
+    beam_trees,
+    mixed,
+    rebuilt,
+    token_by_token,
+    trees_of,
 )
 from tests.support.tiers import few, looped
 

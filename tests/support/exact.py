@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from emssd_residual.rules import Verdict
 
-from emssd.sampling.residual import SampledTree, Verdict
+from tests.support.drawing import SampledTree
 
 __all__ = [
     "Law",

@@ -1,4 +1,4 @@
-"""`residual` sampling: trees are drawn from a draft's distributions, and verified so that the target's law is kept.
+"""Plugin `sampling.method=residual`: drafts are held against the distributions that they were drawn from.
 
 A step emits the tokens of the accepted nodes and one token more. Continued by the target, that text has the law of the
 target's own, whatever the draft's distributions ``q`` are, on two conditions:
@@ -11,18 +11,34 @@ target's own, whatever the draft's distributions ``q`` are, on two conditions:
 
 A tree that does not meet them, or that has no ``q``, is verified by `verify_deterministic`, which asks for neither.
 
-All functions are pure: randomness is an argument. They use only what tensors have in common with NumPy's arrays of
-fractions, so the tests run this same code on rational numbers, and prove its law exactly.
+A drafter draws trees as `SampledDrafter` does, and gives them a `Drawn` as `Draft.extra`.
 """
 
-from emssd.sampling.residual.drafts import Beam, SampledTree, extend_beam
-from emssd.sampling.residual.rules import Verdict, verify_deterministic, verify_traversal
+from __future__ import annotations
 
-__all__ = [
-    "Beam",
-    "SampledTree",
-    "Verdict",
-    "extend_beam",
-    "verify_deterministic",
-    "verify_traversal",
-]
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from emssd.plugins import RuleSpec, hookimpl
+
+if TYPE_CHECKING:
+    from emssd.drafting.rule import VerificationRule
+
+__all__ = ["emssd_verification_rules"]
+
+
+@dataclass
+class ResidualConfig:
+    """`sampling.method=residual` has no options."""
+
+
+def _build(config: ResidualConfig) -> VerificationRule:
+    from emssd_residual.rule import ResidualRule
+
+    return ResidualRule()
+
+
+@hookimpl
+def emssd_verification_rules() -> list[RuleSpec]:
+    """Offer the rule."""
+    return [RuleSpec("residual", ResidualConfig, _build)]

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 
@@ -27,48 +26,26 @@ from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
+from emssd.drafting.rule import LawReport
 from emssd.model import ModelRunner
 from emssd.sampling.choice import BLOCK, probabilities
-from emssd.sampling.noise import uniforms
 from emssd.sequences import Generation, Request, Row
+from emssd_residual.distributions import uniforms
 
-__all__ = ["LEAST_P_VALUE", "DistributionReport", "check_distribution"]
+__all__ = ["check_distribution"]
 
-LEAST_P_VALUE = 1e-6  # once in a million right runs is called wrong
+_LEAST_P_VALUE = 1e-6  # once in a million right runs is called wrong
 _MOST_BINS, _TOKENS_PER_BIN = 20, 20
 _LAST = 1 - 2**-53  # the largest number below 1
 
 
-@dataclass(frozen=True, slots=True)
-class DistributionReport:
-    """The result of a test whether tokens have the law of plain decoding.
-
-    Attributes:
-        num_impossible: of these, how many top-k and the like leave out in the plain pass. Rounding makes very few.
-        p_bins: how probable it is that the counts of the G-test are at least so uneven, if they have that law.
-        p_likelihood: how probable it is that the likelihood is at least so far from what is expected.
-    """
-
-    num_tokens: int
-    num_impossible: int
-    p_bins: float
-    p_likelihood: float
-
-    @property
-    def p_value(self) -> float:
-        """The probability that one of the two tests finds at least so much, if all is right; an upper bound."""
-        return min(1.0, 2 * min(self.p_bins, self.p_likelihood))
-
-    @property
-    def is_right(self) -> bool:
-        """Whether nothing speaks against it: the p-value is at least `LEAST_P_VALUE`."""
-        return self.p_value >= LEAST_P_VALUE
-
-
-def check_distribution(
-    generations: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row]
-) -> DistributionReport:
+def check_distribution(generations: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row]) -> LawReport:
     """Test the tokens of `generations` together.
+
+    In `LawReport.metrics`, ``p_bins`` and ``p_likelihood`` are how probable it is that counts of the G-test are at
+    least so uneven, and the likelihood so far from what is expected, if the tokens have the law of plain decoding.
+    ``p_value`` bounds how probable it is that one of the two is. ``num_impossible`` are tokens that top-k and the like
+    leave out in the plain pass; rounding makes very few.
 
     Args:
         rows: by request id, as it began, which says how their tokens were drawn.
@@ -77,12 +54,26 @@ def check_distribution(
     before, own, surprise, spread = torch.cat(parts).unbind(1)
     draw = uniforms(0, "check", 0)
     places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)
-    return DistributionReport(
-        num_tokens=len(own),
-        num_impossible=int((own == 0).sum()),
-        p_bins=_p_bins(places.clamp(max=_LAST)),
-        p_likelihood=_p_normal(float(surprise.sum()), float(spread.sum())),
-    )
+    num_tokens, num_impossible = len(own), int((own == 0).sum())
+    p_bins = _p_bins(places.clamp(max=_LAST))
+    p_likelihood = _p_normal(float(surprise.sum()), float(spread.sum()))
+    p_value = min(1.0, 2 * min(p_bins, p_likelihood))
+    is_right = p_value >= _LEAST_P_VALUE
+    lines = [
+        f"{num_tokens} tokens {'have' if is_right else 'DO NOT have'} the law of plain decoding, p = {p_value:.2g} "
+        f"(G-test {p_bins:.2g}, likelihood {p_likelihood:.2g}; wrong below 1e-6)"
+    ]
+    if num_impossible:
+        lines.append(f"  {num_impossible} of them are left out by top-k and the like in a plain pass")
+    metrics = {
+        "num_tokens": num_tokens,
+        "num_impossible": num_impossible,
+        "p_bins": p_bins,
+        "p_likelihood": p_likelihood,
+        "p_value": p_value,
+        "right": is_right,
+    }
+    return LawReport(is_right, tuple(lines), metrics)
 
 
 def _p_bins(places: torch.Tensor) -> float:
@@ -102,7 +93,7 @@ def _p_normal(deviation: float, variance: float) -> float:
 def _tokens_of(done: Generation, runner: ModelRunner, begun: Row) -> torch.Tensor:
     """``[n, 4]`` on the host, for each token of `done`; see `_token_numbers`."""
     tokens, params = done.token_ids, begun.request.sampling
-    request = Request("emssd.decoding.distribution_check", done.prompt_ids, len(tokens), sampling=params)
+    request = Request("emssd_residual.law", done.prompt_ids, len(tokens), sampling=params)
     sequence, chain = Row(request, grammar=begun.grammar), Draft.from_chains([tokens[:-1]])
     try:
         logits = runner.run(pack([sequence], chain)).logits

@@ -1,15 +1,37 @@
-"""Arithmetic of one distribution over the vocabulary: draw from it, take a token out, take what is left of it."""
+"""Arithmetic of one distribution over the vocabulary: draw from it, take a token out, take what is left of it.
+
+Random numbers are hashes of the row, of their purpose, and of how many tokens the row has. So a step that is done
+again, after a failure or a preemption, draws the same numbers. No step draws those of another.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from itertools import count
+from typing import Any, Literal
 
 import torch
 
-__all__ = ["Uniform", "choose", "excess", "number", "without"]
+from emssd.sampling.noise import hash_of, noise_state
+
+__all__ = ["Uniform", "choose", "excess", "number", "stream_key", "uniforms", "without"]
 
 Uniform = Any
 """A number in [0, 1): a float, or in tests an interval that knows its length."""
+
+Purpose = Literal["draft", "verify", "check"]
+"""Drafts are drawn with other numbers than they are verified with, and results are checked with others still."""
+
+
+def stream_key(key: int, purpose: Purpose, num_tokens: int) -> int:
+    """64 bits for one step of a row with this `noise_key`, which has `num_tokens` before the step."""
+    return hash_of(f"{key}/{purpose}/{num_tokens}")
+
+
+def uniforms(key: int, purpose: Purpose, num_tokens: int) -> Callable[[], float]:
+    """Gives the next number of [0, 1), a multiple of 2^-53, each time that it is called; see `stream_key`."""
+    stream, places = stream_key(key, purpose, num_tokens), count()
+    return lambda: (noise_state(stream, next(places)) >> 11) * 2.0**-53
 
 
 def number(value: Any) -> Any:
