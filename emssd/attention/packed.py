@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from emssd.attention.trees import depths
 
-__all__ = ["Drafted", "PackedInputs", "StepInputs", "on_device", "runs", "to_host", "together"]
+__all__ = ["Drafted", "PackedInputs", "StepInputs", "on_device", "runs", "to_host"]
 
 
 class Drafted(NamedTuple):

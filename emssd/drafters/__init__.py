@@ -5,17 +5,15 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 """
 
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.decoding.top_tokens import behind
+from emssd.drafters.draft_cache import DraftCache, HeadRunner, fed
 from emssd.drafters.heads.config import DecoderConfig
-from emssd.drafters.heads.files import Checkpoint
 from emssd.drafters.heads.formats import Format
 from emssd.drafters.heads.head import LayerHead
 from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
-from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
-from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
+from emssd.drafters.heads.loading import HeadFiles, Loaded, TargetWeights
+from emssd.drafters.heads.options import LayerTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.drafters.heads.weights import keep_bytes
-from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.models import ModelDrafter, load_draft_model, shallow_runner
 from emssd.drafters.paired import PairedDrafter, PairedHead
@@ -24,16 +22,16 @@ from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape, check_at_least_one, chosen
-from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.choice import Node
 
 __all__ = [
     "LAST_NORMED",
     "Angles",
     "Attend",
     "BeamShape",
-    "Checkpoint",
     "ChildrenShape",
     "DecoderConfig",
+    "DraftCache",
     "DynamicShape",
     "Embed",
     "Expansion",
@@ -41,12 +39,11 @@ __all__ = [
     "GrowingRow",
     "GrowingTree",
     "HeadFiles",
-    "HeadLane",
     "HeadLayer",
     "HeadNorm",
-    "Lane",
+    "HeadRunner",
     "LayerHead",
-    "Lent",
+    "LayerTreeOptions",
     "Level",
     "LevelDrafter",
     "Loaded",
@@ -64,14 +61,12 @@ __all__ = [
     "StatesDrafter",
     "StaticShape",
     "TargetSizes",
+    "TargetWeights",
     "TreeKind",
     "TreeOptions",
-    "behind",
     "check_at_least_one",
-    "choose",
     "chosen",
     "fed",
-    "greedy_tokens",
     "keep_bytes",
     "load_draft_model",
     "nodes_of",

@@ -20,7 +20,6 @@ from emssd_draft_model import TreeKind as ModelTree
 from emssd_eagle import EagleConfig
 from emssd_eagle3 import Eagle3Config
 from emssd_early_exit import EarlyExitConfig
-from emssd_early_exit import TreeKind as ExitTree
 from emssd_hydra import HydraConfig
 from emssd_kangaroo import KangarooConfig
 from emssd_llma import LLMAConfig, Search
@@ -34,12 +33,11 @@ from emssd_pld import PLDConfig
 from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_self_draft import SelfConfig
-from emssd_self_draft import TreeKind as SelfTree
 from emssd_suffix import SuffixConfig
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
-from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.options import LayerTreeKind, TreeKind
 from emssd.model import BorrowedTarget, TargetModel
 from emssd.testing.models import tiny_model
 from tests.support import random_drafters as written
@@ -88,7 +86,7 @@ DRAFTERS: dict[str, Any] = {
     "eagle, static": _of_file(EagleConfig, written.random_eagle, "eagle", tree=TreeKind.static),
     "eagle3": _of_file(Eagle3Config, written.random_eagle, "eagle3", **_SHAPE),
     "eagle3, chain": _of_file(Eagle3Config, written.random_eagle, "eagle3", tree=TreeKind.chain, depth=4),
-    "early_exit": EarlyExitConfig(num_layers=1, tree=ExitTree.chain, depth=3),
+    "early_exit": EarlyExitConfig(num_layers=1, tree=LayerTreeKind.chain, depth=3),
     "early_exit, dynamic": EarlyExitConfig(num_layers=1, **_SHAPE),
     "hydra": _of_file(HydraConfig, written.random_hydra, num_nodes=9, top_k=3),
     "kangaroo": _of_file(KangarooConfig, written.random_adapter, num_layers=1, min_confidence=0.0),
@@ -107,7 +105,7 @@ DRAFTERS: dict[str, Any] = {
     "rest": _rest(),
     "rest, tree": _rest(branches=6, num_nodes=9),
     "self": SelfConfig(depth=3),
-    "self, dynamic": SelfConfig(tree=SelfTree.dynamic, **_SHAPE),
+    "self, dynamic": SelfConfig(tree=LayerTreeKind.dynamic, **_SHAPE),
     "suffix": SuffixConfig(),
     "suffix, tree": SuffixConfig(branches=3, min_token_prob=0.01, cache_tokens=200),
     "token_recycling": TokenRecyclingConfig(num_candidates=3, num_nodes=9, depth=4),

@@ -13,7 +13,6 @@ from emssd_dflash import DFlashConfig
 from emssd_eagle import EagleConfig
 from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_early_exit import EarlyExitConfig
-from emssd_early_exit import TreeKind as ExitTree
 from emssd_hydra import HydraConfig
 from emssd_kangaroo import KangarooConfig
 from emssd_medusa import MedusaConfig
@@ -22,7 +21,7 @@ from emssd_pard.drafter import PardDrafter
 from emssd_rest import RestConfig
 from emssd_union.drafter import UnionDrafter
 
-from emssd.drafters.heads.options import TreeKind
+from emssd.drafters.heads.options import LayerTreeKind, TreeKind
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.plugins.registry import Registry
@@ -82,7 +81,7 @@ SUITES: dict[str, dict[str, Any]] = {
     # Without an engine there is no KV cache to share, and nothing is drafted; plugins/self_draft/tests has engines.
     "Self": MODEL | {"plugin": "self"},
     "EarlyExit": built(lambda _: EarlyExitConfig(depth=3, min_confidence=0.3)),
-    "EarlyExitTree": built(lambda _: EarlyExitConfig(tree=ExitTree.dynamic, **TREE)),
+    "EarlyExitTree": built(lambda _: EarlyExitConfig(tree=LayerTreeKind.dynamic, **TREE)),
     "Kangaroo": built(
         lambda context: KangarooConfig(
             path=written.random_adapter(context), num_layers=1, num_speculative_tokens=3, min_confidence=0.2

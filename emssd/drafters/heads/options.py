@@ -16,7 +16,7 @@ from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape, check_at_least_one, chosen
 from emssd.errors import ConfigError, did_you_mean
 
-__all__ = ["PublishedShape", "TreeKind", "TreeOptions", "read_trees", "shape_of", "static_tree", "tree_of"]
+__all__ = ["LayerTreeKind", "LayerTreeOptions", "TreeKind", "TreeOptions", "read_trees", "shape_of", "tree_of"]
 
 Way = tuple[int, ...]
 """The way to a node: at each level, which choice of its parent is taken, counted from 0."""
@@ -58,6 +58,41 @@ class TreeOptions:
     depth: int = 5
     top_k: int = 4
     static_tree: str = "mc_sim_7b_63"
+
+
+class LayerTreeKind(str, Enum):
+    """The shape of a row's draft, without static trees."""
+
+    chain = "chain"
+    dynamic = "dynamic"
+
+
+@dataclass
+class LayerTreeOptions:
+    """Options of drafters that run layers of the target.
+
+    Attributes:
+        tree: chain follows the first choices. dynamic follows the most probable paths, and keeps the most probable
+            nodes (EAGLE-2, arXiv 2406.16858).
+        depth: the most tokens of a chain, or levels of a tree.
+        num_nodes: of dynamic, the most nodes of a row's tree.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+        min_confidence: after a drafted token that is less probable, as the drafter sees it, nothing is drafted; 0 never
+            ends a draft early.
+    """
+
+    tree: LayerTreeKind = LayerTreeKind.chain
+    depth: int = 4
+    num_nodes: int = 16
+    top_k: int = 4
+    min_confidence: float = 0.0
+
+    def shape(self) -> DynamicShape:
+        """The shape that they ask for. Raises ConfigError: an option cannot work."""
+        check_at_least_one(depth=self.depth)
+        is_chain = chosen(LayerTreeKind, "tree", self.tree) is LayerTreeKind.chain
+        num_nodes, top_k = (self.depth, 1) if is_chain else (self.num_nodes, self.top_k)
+        return DynamicShape(num_nodes, self.depth, top_k, min_confidence=self.min_confidence)
 
 
 class Options(Protocol):

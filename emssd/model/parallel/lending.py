@@ -44,10 +44,6 @@ class LendingShard(BorrowedTarget):
         assert target.shard is not None, "a model that is whole can be lent as it is"
         self._shard = target.shard
 
-    @property
-    def table(self) -> None:
-        """There is none here."""
-
     def embed(self, token_ids: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
         if raw:
             return F.embedding(token_ids, self._weights[0]["weight"])

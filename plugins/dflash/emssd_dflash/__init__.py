@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["DFlashConfig", "emssd_drafters"]
+__all__ = ["DFlashConfig"]
 
 
 @dataclass

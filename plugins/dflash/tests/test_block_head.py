@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emssd_dflash.lane
+import emssd_dflash.runner
 import pytest
 import torch
 from emssd_dflash import DFlashConfig
@@ -356,7 +356,7 @@ def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Pat
 
 
 def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emssd_dflash.lane, "_HIDDEN", 0.0)
+    monkeypatch.setattr(emssd_dflash.runner, "_HIDDEN", 0.0)
     with pytest.raises(PluginError, match="failed in propose: AssertionError"):
         test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
 

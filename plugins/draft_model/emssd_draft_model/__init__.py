@@ -11,7 +11,7 @@ from enum import Enum
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["DraftModelConfig", "TreeKind", "Vocabulary", "emssd_drafters"]
+__all__ = ["DraftModelConfig", "TreeKind", "Vocabulary"]
 
 
 class TreeKind(str, Enum):

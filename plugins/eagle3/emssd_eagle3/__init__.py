@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from emssd.drafters import Lent, PairedDrafter, TreeOptions, chosen, shape_of
+from emssd.drafters import PairedDrafter, TargetWeights, TreeOptions, chosen, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["Eagle3Config", "LayerIds", "emssd_drafters"]
+__all__ = ["Eagle3Config", "LayerIds"]
 
 
 class LayerIds(str, Enum):
@@ -50,7 +50,7 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     from emssd_eagle3.drafters import ParallelDrafter
     from emssd_eagle3.loading import load_eagle3
 
-    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle3")
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), TargetWeights.by(context, "eagle3")
     layer_ids = chosen(LayerIds, "layer_ids", config.layer_ids)
     loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
     head, is_parallel = loaded.head, loaded.head.mask_token_id is not None

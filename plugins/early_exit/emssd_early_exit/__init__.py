@@ -6,23 +6,16 @@ Elhoushi et al. 2024, LayerSkip, arXiv 2404.16710. Nothing is loaded, and nothin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
+from emssd.drafters import LayerTreeOptions, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["EarlyExitConfig", "TreeKind", "emssd_drafters"]
-
-
-class TreeKind(str, Enum):
-    """The shape of a row's draft."""
-
-    chain = "chain"
-    dynamic = "dynamic"
+__all__ = ["EarlyExitConfig"]
 
 
 @dataclass
-class EarlyExitConfig:
+class EarlyExitConfig(LayerTreeOptions):
     """Options of `drafter=early_exit`.
 
     A drafted token, or a level of a tree, costs one pass of the first layers and of the LM head. That is meant for
@@ -30,30 +23,13 @@ class EarlyExitConfig:
 
     Attributes:
         num_layers: of the target's layers, how many draft, from the first on; ``null`` for a quarter, rounded up.
-        tree: chain follows the first choices. dynamic follows the most probable ways, and keeps the most probable nodes
-            (EAGLE-2, arXiv 2406.16858).
-        depth: the most tokens of a chain, or levels of a tree.
-        num_nodes: of dynamic, the most nodes of a row's tree.
-        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
-        min_confidence: after a drafted token that is less probable, as the first layers see it, nothing is drafted; 0
-            never ends a draft early.
     """
 
     num_layers: int | None = None
-    tree: TreeKind = TreeKind.chain
-    depth: int = 4
-    num_nodes: int = 16
-    top_k: int = 4
-    min_confidence: float = 0.0
 
 
 def _build(config: EarlyExitConfig, context: DrafterContext) -> Drafter:
-    from emssd.drafters import DynamicShape, ModelDrafter, check_at_least_one, chosen, shallow_runner
-
-    check_at_least_one(depth=config.depth)
-    is_chain = chosen(TreeKind, "tree", config.tree) is TreeKind.chain
-    num_nodes, top_k = (config.depth, 1) if is_chain else (config.num_nodes, config.top_k)
-    shape = DynamicShape(num_nodes, config.depth, top_k, min_confidence=config.min_confidence)
+    shape = config.shape()
     runner = shallow_runner(context, config.num_layers, trees=shape.width > 1)
     return ModelDrafter(runner, context.vocab_size, shape)
 

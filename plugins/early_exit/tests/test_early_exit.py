@@ -90,8 +90,6 @@ def test_a_quarter_of_the_layers_is_the_default(num_layers: int, quarter: int) -
     [
         ({"num_layers": 0}, "drafter.num_layers is 0; choose 1 to 3, as the target has"),
         ({"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
-        ({"tree": "static"}, "drafter.tree is 'static'; choose one of chain, dynamic"),
-        ({"depth": 0}, "drafter.depth is 0; it must be at least 1"),
         ({"tree": "dynamic", "top_k": 0}, "drafter.top_k is 0; it must be at least 1"),
         ({"min_confidence": 1.5}, "drafter.min_confidence is 1.5; it must be from 0 to 1"),
     ],

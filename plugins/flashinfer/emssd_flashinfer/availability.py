@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["KNOWN_VERSIONS", "point_to_toolkit", "reason"]
+__all__ = ["point_to_toolkit", "reason"]
 
 KNOWN_VERSIONS = ((0, 6, 13), (0, 8, 0))
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""

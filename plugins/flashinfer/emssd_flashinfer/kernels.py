@@ -15,7 +15,7 @@ from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, largest_metadata
 
-__all__ = ["HEAD_DIMS", "FlashInferAttention", "FlashInferKernels"]
+__all__ = ["HEAD_DIMS", "FlashInferKernels"]
 
 HEAD_DIMS = (64, 128, 256)
 _FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries; with fewer than two it wastes work

@@ -31,7 +31,7 @@ from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
 
-__all__ = ["PagedAttention", "PlannedKernels", "PlannedStep", "padded_layer", "write_kv"]
+__all__ = ["PagedAttention", "PlannedKernels", "padded_layer", "write_kv"]
 
 
 class PagedAttention(Protocol):
@@ -102,7 +102,6 @@ class PlannedKernels(PagedKernels):
             raise ConfigError(f"backend.max_graph_tokens is {max_graph_tokens}; it must be at least 1")
         self._head_dims = head_dims
         self._capture, self._fusing = capture, fusing
-        self.plans_passes = capture is not None
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
@@ -180,7 +179,7 @@ class PlannedKernels(PagedKernels):
         step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
-    def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
         size, num_passes = rung(self._ladder, packed.num_tokens), max(lengths)
         if size is None:
             return []

@@ -16,7 +16,7 @@ from emssd.attention import PackedInputs
 from emssd.errors import PluginError
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages
 
-__all__ = ["Capture", "Compute", "CudaGraphCapture", "Staging", "StaticInputs", "StepTables", "ladder", "rung"]
+__all__ = ["Capture", "Compute", "CudaGraphCapture", "Staging", "StaticInputs", "ladder", "rung"]
 
 Compute = Callable[[], Any]
 """A pass, which returns tensors."""

@@ -18,7 +18,7 @@ from torch import nn
 
 from emssd.drafters import LAST_NORMED, DecoderConfig, Format, HeadFiles, LayerHead, Loaded, TargetSizes
 
-__all__ = ["HydraHeads", "LoadedHydra", "load_hydra"]
+__all__ = ["LoadedHydra", "load_hydra"]
 
 _MLP = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
 _PROJECTION = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)$")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, TreeKind, keep_bytes, shape_of
+from emssd.drafters import TargetWeights, TreeKind, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["MedusaConfig", "emssd_drafters"]
+__all__ = ["MedusaConfig"]
 
 
 @dataclass
@@ -44,7 +44,7 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_medusa.heads import load_medusa
 
     shape_of(config, "emssd_medusa", top_k=config.num_nodes)  # what cannot work is said before heads are loaded
-    lent = Lent.by(context, "medusa")
+    lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:
         keep_bytes(heads)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
-__all__ = ["PardConfig", "emssd_drafters"]
+__all__ = ["PardConfig"]
 
 
 @dataclass
