@@ -20,19 +20,17 @@ from emssd.attention.packed import on_device, to_host
 from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
-__all__ = ["Choices", "behind", "likely_tokens", "on_host", "top_tokens"]
+__all__ = ["Choices", "behind", "likely_tokens", "on_host"]
 
 Choices = tuple[list[list[int]], list[list[float]]]
 """For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
 
 
-def top_tokens(logits: torch.Tensor, nodes: Seq[Node] | None, width: int, temperature: float = 1.0) -> Choices:
-    """The `likely_tokens`; a GPU's host waits once. A node where tokens are excluded may have fewer than `width`."""
-    return on_host(likely_tokens(logits, nodes, width, temperature))
-
-
 def on_host(likely: torch.Tensor) -> Choices:
-    """What `likely_tokens` gave. A probability that is not a number counts as 0, as after a model that overflowed."""
+    """What `likely_tokens` gave; a node where tokens are excluded may have fewer. A GPU's host waits once.
+
+    A probability that is not a number counts as 0, as after a model that overflowed.
+    """
     _, num_rows, width = likely.shape
     host, size, starts = to_host(likely.flatten()), num_rows * width, range(0, num_rows * width, width)
     tokens = list(map(int, host[:size]))

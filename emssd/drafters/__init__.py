@@ -7,6 +7,7 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters.draft_cache import DraftCache, HeadRunner, fed
 from emssd.drafters.heads.config import DecoderConfig
+from emssd.drafters.heads.files import Checkpoint
 from emssd.drafters.heads.formats import Format
 from emssd.drafters.heads.head import LayerHead
 from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
@@ -29,6 +30,7 @@ __all__ = [
     "Angles",
     "Attend",
     "BeamShape",
+    "Checkpoint",
     "ChildrenShape",
     "DecoderConfig",
     "DraftCache",

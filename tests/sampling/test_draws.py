@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
-from emssd.decoding.top_tokens import behind, top_tokens
+from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
@@ -30,6 +30,10 @@ KINDS = [
     None,
 ]
 TEXT = [3, 4, 5, 3, 4]
+
+
+def top_tokens(*arguments: Any) -> Choices:
+    return on_host(likely_tokens(*arguments))
 
 
 def rows(count: int) -> list[Row]:

@@ -454,17 +454,6 @@ def test_scaled_logits_have_the_same_likeliest_tokens_and_are_read_where_nothing
     load(write_head(tmp_path / "markov", neutral, random_weights(shapes_of(CONFIG) | MARKOV)))
 
 
-def test_a_pickle_with_code_is_not_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path(tmp_path / "ran").touch, ())
-
-    path = write_head(tmp_path / "head", CONFIG, {"fc.weight": Evil()}, "pytorch_model.bin")  # type: ignore[dict-item]
-    with pytest.raises(ConfigError):
-        load(path)
-    assert not (tmp_path / "ran").exists()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

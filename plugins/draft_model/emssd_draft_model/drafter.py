@@ -10,9 +10,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from emssd.attention import on_device
-from emssd.drafters import DynamicShape, ModelDrafter
+from emssd.drafters import DynamicShape, ModelDrafter, check_at_least_one
 from emssd.drafting import Draft
-from emssd.errors import ConfigError
 from emssd.model import ModelRunner
 from emssd.sequences import Batch
 
@@ -28,8 +27,7 @@ class DraftModelDrafter(ModelDrafter):
     """
 
     def __init__(self, runner: ModelRunner, vocab_size: int, num_speculative_tokens: int) -> None:
-        if num_speculative_tokens < 1:
-            raise ConfigError(f"drafter.num_speculative_tokens is {num_speculative_tokens}; it must be at least 1")
+        check_at_least_one(num_speculative_tokens=num_speculative_tokens)
         super().__init__(runner, vocab_size, DynamicShape(num_speculative_tokens, num_speculative_tokens, 1))
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
