@@ -82,7 +82,7 @@ CLASSES: dict[str, list[type]] = {
         drafters.PairedHead,
         drafters.HeadFiles,
         drafters.Loaded,
-        drafters.Lent,
+        drafters.TargetWeights,
     ],
     "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
     "Budgets": [

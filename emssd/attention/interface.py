@@ -196,7 +196,6 @@ class AttentionBackend(ABC):
             may then run within that of another.
         batch_invariant: whether a query has the same bits whatever other rows, drafts and steps there are.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
-        plans_passes: whether `plan_passes` may give plans. Of use after `allocate`.
     """
 
     takes_trees: bool = False
@@ -204,7 +203,6 @@ class AttentionBackend(ABC):
     takes_devices: bool = False
     batch_invariant: bool = False
     prefix_unit: int = 0
-    plans_passes: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
@@ -263,19 +261,7 @@ class AttentionBackend(ABC):
         """
         return None
 
-    def plan_growth(self, packed: PackedInputs, rooms: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
-        """`plan` a step, of chains, that passes of drafted nodes follow without another plan.
-
-        Args:
-            packed: the step.
-            rooms: ``[B]`` nodes that each row has room for after the tokens of the step.
-
-        Returns:
-            The plan and its `native_step`, or ``None``: this backend plans each pass.
-        """
-        return None
-
-    def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
         """Plan passes of one token for each row beforehand, each after the one before.
 
         Args:

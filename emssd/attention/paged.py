@@ -27,16 +27,12 @@ class PagedKernels(ABC):
         takes_sinks: whether they compute `LayerSpec.sinks`.
         takes_devices: see `AttentionBackend.takes_devices`.
         batch_invariant: see `AttentionBackend.batch_invariant`.
-        plans_passes: see `AttentionBackend.plans_passes`.
-        are_native: whether `native_step` gives what C++ code attends with, page by page of all that a row holds.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
     takes_devices: bool = False
     batch_invariant: bool = False
-    are_native: bool = False
-    plans_passes: bool = False
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -50,8 +46,8 @@ class PagedKernels(ABC):
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         """Take the memory that the kernels need besides `pool`, which has no pages yet. Called once."""
 
-    def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
-        """See `AttentionBackend.plan_passes`. The pages of all passes are reserved already."""
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
+        """See `AttentionBackend.plan_chain`. The pages of all passes are reserved already."""
         return []
 
     def prepare(self) -> None:
@@ -116,7 +112,7 @@ class PagedBackend(AttentionBackend):
     def allocate(self, spec: KVCacheSpec) -> None:
         page_size = self._table.page_size
         self._kernels = self._serving(spec)
-        self.batch_invariant, self.plans_passes = self._kernels.batch_invariant, self._kernels.plans_passes
+        self.batch_invariant = self._kernels.batch_invariant
         self._pool = KVPool(self._page_shapes(self._kernels, spec), page_size, spec.dtype, spec.device)
         self.prefix_unit = page_size if spec.prefix_caching else 0
         self._kernels.allocate(spec, self._pool)
@@ -140,23 +136,12 @@ class PagedBackend(AttentionBackend):
         self._have_reserved()
         return self._kernels.plan(packed, self._table)
 
-    def plan_growth(self, packed: PackedInputs, rooms: Seq[int]) -> tuple[StepPlan, NativeStep] | None:
-        if not self._kernels.are_native:
-            return None
-        self._reserve_behind(packed, rooms)
-        plan = self._kernels.plan(packed, self._table)
-        return plan, self._kernels.native_step(plan)
-
-    def plan_passes(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
-        self._reserve_behind(packed, [length - 1 for length in lengths])
-        return self._kernels.plan_passes(packed, lengths, self._table)
-
-    def _reserve_behind(self, packed: PackedInputs, lengths: Seq[int]) -> None:
-        """Give the rows of a step their pages, with room for so many further tokens."""
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
         self._table.reserve_step(packed)
         for request_id, kv_len, length in zip(packed.request_ids, packed.kv_lens, lengths, strict=True):
-            self._table.reserve(request_id, kv_len + length)
+            self._table.reserve(request_id, kv_len + length - 1)
         self._have_reserved()
+        return self._kernels.plan_chain(packed, lengths, self._table)
 
     def _have_reserved(self) -> None:
         """Rows have other pages."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import torch
 
@@ -21,57 +20,62 @@ from emssd.attention.packed import on_device, to_host
 from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
-__all__ = ["behind", "likelihood", "top_choices", "top_tokens"]
+__all__ = ["Choices", "behind", "likely_tokens", "on_host"]
+
+Choices = tuple[list[list[int]], list[list[float]]]
+"""For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
 
 
-def top_tokens(logits: torch.Tensor, width: int, temperature: float = 1.0) -> tuple[list[list[int]], list[list[float]]]:
-    """For each row of ``logits [n, vocab]`` its `width` most probable tokens, and the logarithms of how probable.
+def on_host(likely: torch.Tensor) -> Choices:
+    """What `likely_tokens` gave; a node where tokens are excluded may have fewer. A GPU's host waits once.
 
-    A GPU's host waits once. A probability that is not a number counts as 0, as after a model that overflowed.
+    A probability that is not a number counts as 0, as after a model that overflowed.
     """
-    width, num_rows = min(width, logits.shape[1]), len(logits)
-    if (kernels := kernels_for(logits)) is not None:
-        both = kernels.top(logits, width, 1.0 / temperature)  # PyTorch takes three calls and several times as long
-    else:
-        both = likeliest(logits, width, 1.0 / temperature)
-    host, starts = to_host(both.flatten()), range(0, num_rows * width, width)
-    tokens = list(map(int, host[: num_rows * width]))
-    shares = [share if share <= 0 else (0.0 if share > 0 else -math.inf) for share in host[num_rows * width :]]
-    return [tokens[start : start + width] for start in starts], [shares[start : start + width] for start in starts]
+    _, num_rows, width = likely.shape
+    host, size, starts = to_host(likely.flatten()), num_rows * width, range(0, num_rows * width, width)
+    tokens = list(map(int, host[:size]))
+    shares = [share if share <= 0 else (0.0 if share > 0 else -math.inf) for share in host[size:]]
+    ends = [start + width for start in starts]
+    if -1 in tokens:  # after the others, as none is less likely
+        ends = [start + width - tokens[start : start + width].count(-1) for start in starts]
+    spans = list(zip(starts, ends, strict=True))
+    return [tokens[start:end] for start, end in spans], [shares[start:end] for start, end in spans]
 
 
-def likelihood(share: float) -> float:
-    """The logarithm of a probability, cut to at most 0; that of NaN is minus infinity."""
-    return -math.inf if math.isnan(share) else min(share, 0.0)
+def likely_tokens(logits: torch.Tensor, nodes: Seq[Node] | None, width: int, temperature: float = 1.0) -> torch.Tensor:
+    """For each node the `width` tokens that the target most likely chooses, the likeliest first.
 
-
-def top_choices(
-    logits: torch.Tensor, nodes: Seq[Node], width: int, temperature: float = 1.0
-) -> tuple[list[list[int]], list[list[float]]]:
-    """For each node the `width` tokens that the target most likely chooses, and the logarithms of how likely.
-
-    At greedy nodes they are the `top_tokens`, at others the `top_draws`, where there may be fewer. A GPU's host waits
-    once for each of the two.
+    At a greedy node a token is as likely as ``softmax(logits / temperature)`` says. Where the target draws, its logits
+    are taken to be the draft model's and, for each token, an error beside. With errors of a Gumbel distribution of the
+    scale `temperature`, the largest of ``(logits + errors) / T + G`` is that of token ``i`` with the probability
+    ``softmax((logits + T G) / temperature)[i]`` (McFadden's conditional logit). The host waits for nothing.
 
     Args:
-        temperature: that logits are divided by; of `top_draws` the ``error``.
+        logits: ``[n, vocab]``.
+        nodes: ``[n]``; ``None`` if all of them are greedy.
+        width: how many tokens of each.
+        temperature: above 0; how far the draft model's logits are from the target's.
+
+    Returns:
+        ``[2, n, width]`` float64: tokens, -1 in the place of one that cannot be drawn; and the logarithms of how likely
+        they are. After a model that overflowed, the target draws nothing.
     """
-    greedy = [place for place, node in enumerate(nodes) if node.params.is_greedy]
-    if len(greedy) == len(nodes):
-        return top_tokens(logits, width, temperature)
-    drawn = [place for place, node in enumerate(nodes) if not node.params.is_greedy]
-    if not greedy:
-        return top_draws(logits, nodes, width, temperature)
-    tokens: list[list[int]] = [[]] * len(nodes)
-    log_probs: list[list[float]] = [[]] * len(nodes)
-    found = (
-        (greedy, top_tokens(logits[on_device(greedy, logits.device)], width, temperature)),
-        (drawn, top_draws(logits[on_device(drawn, logits.device)], [nodes[at] for at in drawn], width, temperature)),
-    )
-    for places, (own_tokens, own_log_probs) in found:
-        for place, some_tokens, some_log_probs in zip(places, own_tokens, own_log_probs, strict=True):
-            tokens[place], log_probs[place] = some_tokens, some_log_probs
-    return tokens, log_probs
+    width = min(width, logits.shape[1])
+    drawn = [] if nodes is None else [place for place, node in enumerate(nodes) if not node.params.is_greedy]
+    if not drawn:
+        if (kernels := kernels_for(logits)) is None:
+            return likeliest(logits, width, 1.0 / temperature)
+        top: torch.Tensor = kernels.top(logits, width, 1.0 / temperature)  # PyTorch takes three calls and more time
+        return top
+    assert nodes is not None
+    if len(drawn) == len(nodes):
+        return _drawn(logits, nodes, width, temperature)
+    likely = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
+    index = on_device(drawn, logits.device)
+    likely[:, index] = _drawn(logits[index], [nodes[place] for place in drawn], width, temperature)
+    index = on_device([place for place, node in enumerate(nodes) if node.params.is_greedy], logits.device)
+    likely[:, index] = likely_tokens(logits[index], None, width, temperature)
+    return likely
 
 
 def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
@@ -85,52 +89,19 @@ def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
     return Node(node.params, node.key, node.position + depth, prefix, node.num_prompt, state)
 
 
-def top_draws(
-    logits: torch.Tensor, nodes: Seq[Node], width: int, error: float = 1.0
-) -> tuple[list[list[int]], list[list[float]]]:
-    """For each node the `width` tokens that the target most likely draws there, and the logarithms of how likely.
-
-    The likelihood is that of a target whose logits are the draft model's and, for each token, an error beside. With
-    errors of a Gumbel distribution of the scale `error`, the largest of ``(logits + errors) / T + G`` is that of token
-    ``i`` with the probability ``softmax((logits + T G) / error)[i]`` (McFadden's conditional logit). At temperature 0
-    it is ``softmax(logits / error)``, what `top_tokens` ranks by.
-
-    A token that the params exclude is not among them, so that a node may have fewer. After a model that overflowed it
-    has none. A GPU's host waits once.
-
-    Args:
-        error: above 0; how far the draft model's logits are from the target's.
-    """
-    width, logits = min(width, logits.shape[1]), within_grammars(logits, nodes)
-    both = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
+def _drawn(logits: torch.Tensor, nodes: Seq[Node], width: int, temperature: float) -> torch.Tensor:
+    logits = within_grammars(logits, nodes)
+    likely = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
     left: Seq[int] = range(len(nodes))
     if (kernels := kernels_for(logits)) is not None:
         quick = [place for place, node in enumerate(nodes) if is_quick(node.params)]
-        both[:, quick] = _by_kernel(kernels, logits, quick, [nodes[place] for place in quick], width, error)
+        arrays = as_arrays(quick, [nodes[place] for place in quick], logits.shape[1])
+        likely[:, quick] = kernels.top_draws(logits, *arrays, temperature, width)
         left = [place for place, node in enumerate(nodes) if not is_quick(node.params)]
     for places in alike(nodes, left, logits.shape[1]):
-        index = on_device(places, logits.device)
-        both[:, index] = _by_pytorch(logits[index], [nodes[place] for place in places], width, error)
-    host = to_host(both.flatten())
-    size = len(nodes) * width
-    pairs = list(zip(host[:size], host[size:], strict=True))
-    likely = [
-        [(int(token), min(share, 0.0)) for token, share in pairs[at : at + width] if share > -math.inf]  # also no NaN
-        for at in range(0, size, width)
-    ]
-    return [[token for token, _ in row] for row in likely], [[share for _, share in row] for row in likely]
-
-
-def _by_pytorch(logits: torch.Tensor, nodes: Seq[Node], width: int, error: float) -> torch.Tensor:
-    """``[2, r, width]`` float64: tokens of nodes that are processed alike, and the logarithms of how likely."""
-    scores = scores_of(logits, nodes) * ((nodes[0].params.temperature or 1.0) / error)
-    shares, ids = scores.log_softmax(dim=1).topk(width, dim=1)
-    return torch.stack([ids.double(), shares])
-
-
-def _by_kernel(
-    kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node], width: int, error: float
-) -> torch.Tensor:
-    """The same of ``logits[rows]``, for nodes whose params are quick."""
-    found: torch.Tensor = kernels.top_draws(logits, *as_arrays(rows, nodes, logits.shape[1]), error, width)
-    return found
+        index, some = on_device(places, logits.device), [nodes[place] for place in places]
+        scores = scores_of(logits[index], some) * ((some[0].params.temperature or 1.0) / temperature)
+        shares, ids = scores.log_softmax(dim=1).topk(width, dim=1)
+        likely[:, index] = torch.stack([ids.double(), shares])
+    likely[0].masked_fill_(~(likely[1] > -math.inf), -1.0)  # also not a number
+    return likely

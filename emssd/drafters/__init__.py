@@ -5,17 +5,16 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 """
 
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.decoding.top_tokens import behind
+from emssd.drafters.draft_cache import DraftCache, HeadRunner, fed
 from emssd.drafters.heads.config import DecoderConfig
 from emssd.drafters.heads.files import Checkpoint
 from emssd.drafters.heads.formats import Format
 from emssd.drafters.heads.head import LayerHead
 from emssd.drafters.heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
-from emssd.drafters.heads.loading import HeadFiles, Lent, Loaded
+from emssd.drafters.heads.loading import HeadFiles, Loaded, TargetWeights
 from emssd.drafters.heads.options import HeadTreeOptions, LayerTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd.drafters.heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd.drafters.heads.weights import keep_bytes
-from emssd.drafters.lanes import HeadLane, Lane, fed
 from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
 from emssd.drafters.models import ModelDrafter, load_draft_model, shallow_runner
 from emssd.drafters.paired import PairedDrafter, PairedHead
@@ -23,7 +22,7 @@ from emssd.drafters.shared import SharedDrafter
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape
-from emssd.sampling.choice import Node, choose, greedy_tokens
+from emssd.sampling.choice import Node
 
 __all__ = [
     "LAST_NORMED",
@@ -31,6 +30,7 @@ __all__ = [
     "Attend",
     "Checkpoint",
     "DecoderConfig",
+    "DraftCache",
     "DynamicShape",
     "Embed",
     "Expansion",
@@ -38,14 +38,12 @@ __all__ = [
     "GrowingRow",
     "GrowingTree",
     "HeadFiles",
-    "HeadLane",
     "HeadLayer",
     "HeadNorm",
+    "HeadRunner",
     "HeadTreeOptions",
-    "Lane",
     "LayerHead",
     "LayerTreeOptions",
-    "Lent",
     "Level",
     "LevelDrafter",
     "Loaded",
@@ -61,12 +59,10 @@ __all__ = [
     "StatesDrafter",
     "StaticShape",
     "TargetSizes",
+    "TargetWeights",
     "TreeKind",
     "TreeOptions",
-    "behind",
-    "choose",
     "fed",
-    "greedy_tokens",
     "keep_bytes",
     "load_draft_model",
     "nodes_of",

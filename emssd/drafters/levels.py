@@ -7,11 +7,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import islice
 
 import torch
 
@@ -19,18 +16,16 @@ from emssd.attention import PackedInputs
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import behind, likelihood, top_choices, top_tokens
-from emssd.drafters.lanes import Lane
+from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
+from emssd.drafters.draft_cache import DraftCache
 from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
 from emssd.drafting.budget import DraftedNode
 from emssd.drafting.levels import Child, Expansion, GrowingTree
 from emssd.drafting.shapes import DynamicShape, Shape
-from emssd.model.program import Growth
-from emssd.model.runner import likeliest
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
-__all__ = ["GrowingRow", "Level", "LevelDrafter", "SlotDrafter", "nodes_of", "pack_level"]
+__all__ = ["GrowingRow", "Level", "LevelDrafter", "SlotDrafter", "nodes_of", "pack_chain", "pack_level"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +49,19 @@ class GrowingRow:
 Level = list[tuple[GrowingRow, list[Expansion]]]
 """The nodes that one pass expands, of each row. All nodes of a row are equally deep."""
 
-Choices = tuple[list[list[int]], list[list[float]]]
-"""For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
-
 
 class LevelDrafter(Drafter):
     """Drafts token trees, or chains, of all rows level by level.
 
     A subclass says which rows can be drafted for (`tree_of`), and computes logits: after the newest tokens
-    (`catch_up`), and after the nodes of a level (`compute`). On a GPU the host waits once a level, for the likeliest
-    tokens after each node; twice in a batch of greedy and sampled rows.
+    (`catch_up`), after the nodes of a level (`compute`), and after the latest tokens of chains (`follow`). On a GPU the
+    host waits once a level, for the likeliest tokens after each node. It waits once for chains that a `DynamicShape` is
+    asked for, unless a row has penalties or a grammar, or a policy ends drafts.
 
     Args:
         shape: of the trees; one child for each node makes chains.
         vocab_size: the target's.
-        lane: the KV of what drafts; ``None`` without a KV cache.
+        cache: the KV of what drafts; ``None`` without a KV cache.
 
     Attributes:
         target_ids: ``[draft_vocab_size]`` the target's ids of the columns of logits; ``None`` if they are the same.
@@ -79,11 +72,13 @@ class LevelDrafter(Drafter):
 
     target_ids: torch.Tensor | None = None
 
-    def __init__(self, shape: Shape, vocab_size: int, lane: Lane | None) -> None:
+    def __init__(self, shape: Shape, vocab_size: int, cache: DraftCache | None) -> None:
         self.num_speculative_tokens, self.drafts_trees = shape.num_nodes, shape.width > 1
-        self.shape, self._vocab_size, self._lane = shape, vocab_size, lane
+        self.shape, self._vocab_size, self._cache = shape, vocab_size, cache
         self._goes_on: GoesOn | None = None
         self._all_greedy = False  # all rows of the draft
+        self._known: Choices | None = None  # of all levels, those of a row one after the other
+        self._starts: dict[str, int] = {}  # of each row among these
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         self._goes_on = goes_on
@@ -92,9 +87,10 @@ class LevelDrafter(Drafter):
         rows = self._begin(batch, budget)
         if not rows:
             return Draft.empty(len(batch))
-        self._all_greedy = False not in [row.node is GREEDY or row.node.params.is_greedy for row in rows]
-        if not self.grow_at_once(rows):
-            self._grow_trees(rows)
+        return self._draft(batch, rows)
+
+    def _draft(self, batch: Batch, rows: Seq[GrowingRow]) -> Draft:
+        self._grow_trees(rows)
         self.finish(rows)
         trees = {row.request_id: row.tree for row in rows}
         drafted = [trees[name].drafted() if name in trees else Tree([], [], []) for name in batch.request_ids]
@@ -115,91 +111,50 @@ class LevelDrafter(Drafter):
     def finish(self, rows: Seq[GrowingRow]) -> None:
         """The trees of these rows are done."""
 
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        """Draft all levels in one call, if that can be; returns whether it was done."""
-        return False
+    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        """Compute the newest ``tokens [r]`` of chains of `depth` tokens.
 
-    @property
-    def is_greedy_growth(self) -> bool:
-        """Whether `Program.grow` drafts what is asked for."""
-        return self._goes_on is None and isinstance(self.shape, DynamicShape) and self._all_greedy
-
-    def growth_of(self, rows: Seq[GrowingRow], table: torch.Tensor | None = None) -> Growth:
-        """The drafts that `Program.grow` is to make."""
-        shape, trees = self.shape, [row.tree for row in rows]
-        assert isinstance(shape, DynamicShape), "trees of another shape"
-        return Growth(
-            depths=[tree.depth for tree in trees],
-            num_nodes=[tree.num_nodes for tree in trees],
-            rooms=[tree.max_cached for tree in trees],
-            vocab_size=self._vocab_size,
-            table=table,
-            target_ids=self.target_ids,
-            width=shape.width,
-            scale=1.0 / shape.temperature,
-            least=shape.least,
-        )
-
-    def take(self, rows: Seq[GrowingRow], tokens: torch.Tensor, shares: torch.Tensor) -> None:
-        """Let trees grow by what `Program.grow` has found, as they have grown there."""
-        ids, log_probs = iter(tokens.tolist()), iter(shares.tolist())
-
-        def choices(level: Level) -> Choices:
-            number = len(nodes_of(level))
-            return [*islice(ids, number)], [*islice(log_probs, number)]
-
-        self._take(rows, choices)
-        assert next(ids, None) is None, "other nodes were computed"
-
-    def _take(self, rows: Seq[GrowingRow], choices: Callable[[Level], Choices]) -> None:
-        level = self._first_level(rows)
-        while level:
-            self._add(level, choices(level))
-            level = self._next_level([row for row, _ in level])
-
-    plans_passes: bool = False
-    """Whether `passes` may do something."""
-
-    def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
-    ) -> torch.Tensor | None:
-        """Compute the nodes of chains, see `emssd.model.ModelRunner.run_passes`.
-
-        Args:
-            rows: with more than one token to draft.
-            columns: ``[r]`` the first of them, as columns of logits.
-            growth: the passes.
-            places: ``[r]`` the rows among those of `catch_up`.
+        Returns the logits ``[r, draft_vocab_size]`` after them.
         """
+        raise NotImplementedError(f"{type(self).__name__} drafts no chains pass by pass")
+
+    def follow_recorded(self, rows: Seq[GrowingRow], tokens: torch.Tensor, lengths: Seq[int]) -> torch.Tensor | None:
+        """Compute all passes after the first ``tokens [r]`` of chains, see `emssd.model.ModelRunner.run_chain`."""
         return None
 
-    def _grow_behind(self, rows: Seq[GrowingRow], logits: torch.Tensor) -> bool:
-        """Draft chains in one call, of `logits` after the newest tokens; the host waits once. False: not done."""
-        growth = self.growth_of(rows)
-        lengths = [min(depth, room + 1) for depth, room in zip(growth.depths, growth.rooms, strict=True)]
-        places = [place for place, length in enumerate(lengths) if length > 1]
-        if not places:
-            return False
-        first, index = likeliest(logits, 1, growth.scale)[..., 0], on_device(places, logits.device)
-        own = growth._replace(depths=[lengths[place] - 1 for place in places])
-        found = self.passes([rows[place] for place in places], first[0, index].long(), own, places)
-        if found is None:
-            return False
-        both = torch.cat([first.unsqueeze(1), first.unsqueeze(1).repeat(1, len(found[0]), 1)], dim=1)
-        both[:, 1:, index] = found
-        tokens, shares = torch.tensor(to_host(both.flatten())).view(both.shape).tolist()
-        ids = range(self._vocab_size) if self.target_ids is None else self._ids
-        place_of = {row.request_id: place for place, row in enumerate(rows)}
+    def run_chain(self, rows: Seq[GrowingRow], logits: torch.Tensor, lengths: Seq[int]) -> torch.Tensor:
+        """Draft chains. From pass to pass, their tokens stay on the device.
 
-        def choices(level: Level) -> Choices:
-            at = [(row.tree.num_levels, place_of[row.request_id]) for row, _ in level]
-            return (
-                [[ids[int(tokens[number][place])]] for number, place in at],
-                [[likelihood(shares[number][place])] for number, place in at],
-            )
+        Args:
+            rows: without penalties and grammars.
+            logits: ``[r, draft_vocab_size]`` after their newest tokens.
+            lengths: ``[r]`` of the chains, at least 1.
 
-        self._take(rows, choices)
-        return True
+        Returns:
+            ``[2, k, r]`` float64, see `likely_tokens`. Anything stands after the end of a chain. It also ends after a
+            token that is less likely than the shape asks for.
+        """
+        least = self.shape.least if isinstance(self.shape, DynamicShape) else -math.inf
+        likely = [self._likely(logits, [row.node for row in rows])[..., 0]]
+        while True:
+            active = [i for i, length in enumerate(lengths) if length > len(likely)]
+            if active and least > -math.inf:
+                sure = (likely[-1][1] >= least).tolist()
+                active = [i for i in active if sure[i]]
+            if not active:
+                return torch.stack(likely, dim=1)
+            depth, some = len(likely), [rows[i] for i in active]
+            index = slice(None) if len(active) == len(rows) else on_device(active, logits.device)
+            tokens = likely[-1][0, index].long().clamp_(min=0)
+            if self._all_greedy and depth == 1:
+                rest = self.follow_recorded(some, tokens, [lengths[i] - 1 for i in active])
+                if rest is not None:
+                    both = likely[0].unsqueeze(1).repeat(1, 1 + rest.shape[1], 1)
+                    both[:, 1:, index] = self._to_target(rest)
+                    return both
+            nodes = [behind(row.node, depth) for row in some]
+            likely.append(likely[-1].clone())
+            likely[-1][:, index] = self._likely(self.follow(some, tokens, depth), nodes)[..., 0]
 
     def _num_cached(self, row: Row) -> int:
         """Of the row's tokens, how many need not be computed."""
@@ -217,20 +172,34 @@ class LevelDrafter(Drafter):
             tree = self.tree_of(row, num_nodes, depth) if depth > 0 else None
             if tree is not None and self.shape.expand(tree, tree.level):
                 rows.append(GrowingRow(row.request_id, row.tokens, self.node_of(row), tree, self._num_cached(row)))
-        if self._lane is None:
-            return rows
-        fitting = self._lane.with_room([(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows])
-        return [row for row, fits in zip(rows, fitting, strict=True) if fits]
+        if self._cache is not None:
+            wanted = [(row.request_id, row.tree.num_tokens + row.tree.max_cached) for row in rows]
+            rows = [row for row, fits in zip(rows, self._cache.with_room(wanted), strict=True) if fits]
+        self._all_greedy, self._known = all(row.node.params.is_greedy for row in rows), None
+        return rows
 
     def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
         level, logits = self._first_level(rows), self.catch_up(rows)
-        is_chain = self.shape.width == 1 and self.caches_nodes and self.is_greedy_growth
-        if is_chain and self.plans_passes and self._grow_behind(rows, logits):
-            return
+        if self._runs_chain(rows):
+            lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
+            likely = self.run_chain(rows, logits, lengths).transpose(1, 2)
+            num_levels = likely.shape[2]
+            self._known = on_host(likely.flatten(1).unsqueeze(2))
+            self._starts = {row.request_id: place * num_levels for place, row in enumerate(rows)}
         self._grow(level, logits)
         while level := self._next_level(self._going_on(level, logits)):
-            logits = self.compute(level)
+            if self._known is None or self._goes_on is not None:
+                logits = self.compute(level)
             self._grow(level, logits)
+
+    def _runs_chain(self, rows: Seq[GrowingRow]) -> bool:
+        return (
+            self.caches_nodes
+            and self._goes_on is None
+            and self.shape.width == 1
+            and isinstance(self.shape, DynamicShape)
+            and not any(row.node.params.reads_path for row in rows)
+        )
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
         self._add(level, self.choices(level, logits))
@@ -245,9 +214,19 @@ class LevelDrafter(Drafter):
             row.tree.add_level(children)
 
     def choices(self, level: Level, logits: torch.Tensor) -> Choices:
-        """The tokens after each node of a level that the target most likely chooses, from the logits there."""
-        greedy = self._all_greedy or all(row.node.params.is_greedy for row, _ in level)
-        return self._likeliest(logits, None if greedy else self._nodes(level))
+        """The tokens after each node of a level that the target most likely chooses."""
+        if self._known is None:
+            return self._choices_from(level, logits)
+        tokens, log_probs = self._known
+        places = self._places_of(level)
+        return [tokens[place] for place in places], [log_probs[place] for place in places]
+
+    def _choices_from(self, level: Level, logits: torch.Tensor) -> Choices:
+        return on_host(self._likely(logits, None if self._all_greedy else self._nodes(level)))
+
+    def _places_of(self, level: Level) -> list[int]:
+        """Where the nodes of a level are among those of all levels, row by row."""
+        return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
 
     def _nodes(self, level: Level) -> list[Node]:
         """The places where the target chooses the tokens after the nodes of a level."""
@@ -260,29 +239,26 @@ class LevelDrafter(Drafter):
                 nodes += [behind(first, depth)] * len(expansions)
         return nodes
 
-    def _likeliest(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> Choices:
-        """The tokens that the target most likely chooses at each node, from ``logits [n, draft_vocab_size]``.
+    def _likely(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> torch.Tensor:
+        """``[2, n, width]``, see `likely_tokens`: the target's tokens after nodes, from ``[n, draft_vocab_size]``.
 
-        Where all nodes are greedy (``None``), only the drafter's own columns are looked at. Others need all of the
-        target's tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
+        Where all nodes are greedy, only the drafter's own columns are looked at. Others need all of the target's
+        tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
         """
         width, temperature = min(self.shape.width, logits.shape[1]), self.shape.temperature
-        if nodes is None:
-            columns, log_probs = top_tokens(logits, width, temperature)
-            if self.target_ids is not None:
-                ids = self._ids
-                columns = [list(map(ids.__getitem__, row)) for row in columns]
-            return columns, log_probs
-        if self.target_ids is None:
-            return top_choices(logits, nodes, width, temperature)
-        wide = logits.new_full((len(logits), self._vocab_size), -math.inf)
-        wide[:, self.target_ids] = logits
-        return top_choices(wide, nodes, width, temperature)
+        if self._all_greedy or nodes is None:
+            return self._to_target(likely_tokens(logits, None, width, temperature))
+        if self.target_ids is not None:
+            wide = logits.new_full((len(logits), self._vocab_size), -math.inf)
+            wide[:, self.target_ids] = logits
+            logits = wide
+        return likely_tokens(logits, nodes, width, temperature)
 
-    @cached_property
-    def _ids(self) -> list[int]:
-        assert self.target_ids is not None
-        return to_host(self.target_ids)
+    def _to_target(self, likely: torch.Tensor) -> torch.Tensor:
+        """`likely_tokens` of columns, as those of the target's ids."""
+        if self.target_ids is None:
+            return likely
+        return torch.stack([self.target_ids[likely[0].long()].double(), likely[1]])
 
     def _going_on(self, level: Level, logits: torch.Tensor) -> list[GrowingRow]:
         """The rows of a level that are drafted further, once it has grown: all, or those that a budget policy names."""
@@ -331,6 +307,12 @@ def pack_level(level: Level) -> PackedInputs:
     )
 
 
+def pack_chain(rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> PackedInputs:
+    """The step that computes the newest ``tokens [r]`` of chains of `depth` tokens."""
+    kv_lens = [row.tree.num_tokens + depth for row in rows]
+    return pack_nodes([row.request_id for row in rows], tokens, [1] * len(rows), kv_lens)
+
+
 class SlotDrafter(LevelDrafter):
     """Drafts with one pass for all levels: what follows a node depends on its level, and not on the tokens before.
 
@@ -339,9 +321,6 @@ class SlotDrafter(LevelDrafter):
     """
 
     caches_nodes = False
-
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        return False  # one pass is all there is
 
     @abstractmethod
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -362,24 +341,12 @@ class SlotDrafter(LevelDrafter):
         for row in rows:
             self._starts[row.request_id] = start
             start += row.tree.depth
-        self._known: Choices | None = None
         if not any(row.node.params.reads_path for row in rows):
             nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
-            greedy = all(row.node.params.is_greedy for row in rows)
-            self._known = self._likeliest(self._logits, None if greedy else nodes)
+            self._known = on_host(self._likely(self._logits, nodes))
+            if self._goes_on is None:
+                return self._logits  # nobody reads them
         return self.compute([(row, [(-1, ())]) for row in rows])
 
     def compute(self, level: Level) -> torch.Tensor:
-        if self._known is not None and self._goes_on is None:
-            return self._logits  # nobody reads them
-        return self._logits[on_device(self._slots_at(level), self._logits.device)]
-
-    def choices(self, level: Level, logits: torch.Tensor) -> Choices:
-        if self._known is None:
-            return super().choices(level, logits)
-        tokens, log_probs = self._known
-        places = self._slots_at(level)
-        return [tokens[place] for place in places], [log_probs[place] for place in places]
-
-    def _slots_at(self, level: Level) -> list[int]:
-        return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
+        return self._logits[on_device(self._places_of(level), self._logits.device)]

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 
 from emssd.attention import Kept
-from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters.lanes import Lane
-from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_level
+from emssd.decoding.packing import pack
+from emssd.drafters.draft_cache import DraftCache
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_chain, pack_level
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd.model.program import Growth
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
@@ -42,22 +41,26 @@ class ModelDrafter(LevelDrafter):
     has_own_ids = False
     """Whether the model's ids are others than those of the columns of its logits."""
 
+    _cache: DraftCache
+
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape) -> None:
-        self._cache = Lane(runner)
-        super().__init__(shape, vocab_size, self._cache)
+        super().__init__(shape, vocab_size, DraftCache(runner))
         self._runner = runner
         self._trees: dict[str, GrowingTree] = {}  # of the latest draft
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of the accepted nodes, moved together, and drop the rest. Count what the target chose."""
         names, kv_lens, sources = list[str](), list[int](), list[tuple[int, ...]]()
-        for row in outcome.batch:
+        for row, accepted in zip(outcome.batch, outcome.accepted, strict=True):
             if (tree := self._trees.pop(row.request_id, None)) is None:
                 continue
-            tokens = row.tokens[tree.num_tokens :]
-            self.shape.learn(_ranks(tree, tokens))
-            # The newest token is the input of the next pass, also where the draft has it.
-            kept = [tree.places[node] for node in tree.follow(tokens[:-1]) if node in tree.places]
+            if not tree.num_levels:  # a chain whose tokens the host never saw; the last was not computed
+                kept = [*range(min(len(accepted), tree.max_cached))]
+            else:
+                tokens = row.tokens[tree.num_tokens :]
+                self.shape.learn(_ranks(tree, tokens))
+                # The newest token is the input of the next pass, also where the draft has it.
+                kept = [tree.places[node] for node in tree.follow(tokens[:-1]) if node in tree.places]
             moved = kept != list(range(len(kept)))
             names.append(row.request_id)
             kv_lens.append(tree.num_tokens + len(kept))
@@ -104,17 +107,6 @@ class ModelDrafter(LevelDrafter):
     def finish(self, rows: Seq[GrowingRow]) -> None:
         self._trees = {row.request_id: row.tree for row in rows}
 
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        """Greedy drafts, where the model is compiled."""
-        if self.has_own_ids or not self.is_greedy_growth:
-            return False
-        found = self._runner.grow(pack(rows, Draft.empty(len(rows))), self.growth_of(rows))
-        if found is None:
-            return False
-        self._have_cached(rows)
-        self.take(rows, *found)
-        return True
-
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
         self._have_cached(rows)
@@ -124,16 +116,14 @@ class ModelDrafter(LevelDrafter):
         packed = pack_level(level)
         return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
 
-    @property
-    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
-        return self._runner.plans_passes
+    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._columns(self._runner.run(pack_chain(rows, self.own_ids(tokens), depth)).logits)
 
-    def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
-    ) -> torch.Tensor | None:
-        kv_lens = [len(row.tokens) + 1 for row in rows]
-        packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
-        return self._runner.run_passes(packed, growth)
+    def follow_recorded(self, rows: Seq[GrowingRow], tokens: torch.Tensor, lengths: Seq[int]) -> torch.Tensor | None:
+        if self.has_own_ids:
+            return None
+        packed = pack_chain(rows, tokens, 1)
+        return self._runner.run_chain(packed, lengths, self._vocab_size, self.shape.temperature)
 
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's ids of drafted tokens, where it has others than the target."""

@@ -17,15 +17,14 @@ from torch import nn
 from emssd.attention import Kept, LayerSpec, PackedInputs
 from emssd.attention.packed import on_device
 from emssd.decoding.packing import pack_nodes
+from emssd.drafters.draft_cache import HeadRunner
 from emssd.drafters.heads.head import Head
 from emssd.drafters.heads.layers import HeadLayer
-from emssd.drafters.heads.loading import Lent
+from emssd.drafters.heads.loading import TargetWeights
 from emssd.drafters.heads.target import Embed, Project
-from emssd.drafters.lanes import HeadLane
-from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_level
+from emssd.drafters.levels import GrowingRow, Level, nodes_of, pack_chain, pack_level
 from emssd.drafters.states import StatesDrafter
 from emssd.drafting.shapes import Shape
-from emssd.model.program import Growth
 
 __all__ = ["PairedDrafter", "PairedHead"]
 
@@ -64,10 +63,6 @@ class PairedHead(Head):
         """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
         return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
 
-    def table(self, target: torch.Tensor | None) -> torch.Tensor | None:
-        """``[vocab, hidden_size]`` what `embed` looks rows up in, its own or the target's; ``None`` if it does more."""
-        return target if self.embed_tokens is None else self.embed_tokens.weight
-
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features ``[n, hidden_size]`` of the target's hidden states ``[n, states * target_hidden_size]``.
 
@@ -98,13 +93,11 @@ class PairedDrafter(StatesDrafter):
         lent: what it borrows.
     """
 
-    def __init__(self, head: PairedHead, layers: Seq[int], shape: Shape, lent: Lent) -> None:
+    def __init__(self, head: PairedHead, layers: Seq[int], shape: Shape, lent: TargetWeights) -> None:
         spec = replace(head.kv_cache_spec(lent.spec), trees=shape.width > 1)
-        self._head, self._runner = head, HeadLane(head, lent.make_cache(spec), compile=lent.compile)
+        self._head, self._runner = head, HeadRunner(head, lent.make_cache(spec), compile=lent.compile)
         super().__init__(shape, layers, lent.target, self._runner, spec.max_model_len)
         self.target_ids = head.target_ids
-        if self.target_ids is not None:
-            _ = self._ids  # here the host may wait for them
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
@@ -113,26 +106,8 @@ class PairedDrafter(StatesDrafter):
         names, num_tokens = zip(*[(row.request_id, row.tree.num_tokens) for row in rows], strict=True)
         self._runner.commit(Kept(names, num_tokens))
 
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        """Greedy drafts, if the head is compiled with its own logits."""
-        table = self._head.table(self._target.table)
-        if table is None or not self._runner.grows or not self.is_greedy_growth:
-            return False
-        found = self._runner.grow(*self._new_pairs(rows), self.growth_of(rows, table))
-        if found is None:
-            return False
-        self._have_used(rows)
-        self.take(rows, *found)
-        return True
-
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """Compute all pairs that are not cached."""
-        logits = self._run(*self._new_pairs(rows))
-        self._have_used(rows)
-        return logits
-
-    def _new_pairs(self, rows: Seq[GrowingRow]) -> tuple[PackedInputs, torch.Tensor]:
-        """The step of all pairs that are not cached, with the last of each row wanted, and its inputs."""
         features = [self._states[row.request_id].new(row.tree.num_tokens) for row in rows]
         lengths, token_ids = [len(new) for new in features], list[int]()
         for row, length in zip(rows, lengths, strict=True):
@@ -141,8 +116,10 @@ class PairedDrafter(StatesDrafter):
             [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
         )
         packed = replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1)
+        logits = self._run(packed, self._inputs(packed.input_ids, torch.cat(features)))
         self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
-        return packed, self._inputs(packed.input_ids, torch.cat(features))
+        self._have_used(rows)
+        return logits
 
     def compute(self, level: Level) -> torch.Tensor:
         """Compute the nodes of a level, each beside the output after its parent."""
@@ -155,20 +132,21 @@ class PairedDrafter(StatesDrafter):
         self._places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes)}
         return logits
 
-    @property
-    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
-        return self._runner.plans_passes
+    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        logits = self._run(pack_chain(rows, tokens, depth), self._inputs(tokens, self._newest(rows)))
+        self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
+        return logits
 
-    def passes(
-        self, rows: Seq[GrowingRow], columns: torch.Tensor, growth: Growth, places: Seq[int]
-    ) -> torch.Tensor | None:
-        def following(tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            return self._inputs(self._head.to_target(tokens), hidden)
+    def follow_recorded(self, rows: Seq[GrowingRow], tokens: torch.Tensor, lengths: Seq[int]) -> torch.Tensor | None:
+        def reads(columns: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            return self._inputs(self._head.to_target(columns), hidden)
 
-        inputs = following(columns, self._hidden[on_device(places, columns.device)])
-        kv_lens = [row.tree.num_tokens + 1 for row in rows]
-        packed = pack_nodes([row.request_id for row in rows], columns, [1] * len(rows), kv_lens)
-        return self._runner.run_passes(packed, inputs, growth, self._projected, following)
+        packed, inputs = pack_chain(rows, tokens, 1), self._inputs(tokens, self._newest(rows))
+        return self._runner.run_chain(packed, inputs, lengths, self.shape.temperature, self._projected, reads)
+
+    def _newest(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        """The outputs ``[r, hidden_size]`` of the latest pass for these rows of chains."""
+        return self._hidden[on_device([self._places[row.request_id, -1] for row in rows], self._hidden.device)]
 
     def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden, self._target.project)

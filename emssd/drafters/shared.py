@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack
-from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_level
+from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_chain, pack_level
 from emssd.drafting import Draft
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
@@ -48,11 +48,5 @@ class SharedDrafter(LevelDrafter):
     def compute(self, level: Level) -> torch.Tensor:
         return self._runner.run(pack_level(level)).logits[:, : self._vocab_size]
 
-    def grow_at_once(self, rows: Seq[GrowingRow]) -> bool:
-        """Greedy drafts, where the target is compiled."""
-        if not self.is_greedy_growth:
-            return False
-        found = self._runner.grow(pack(rows, Draft.empty(len(rows))), self.growth_of(rows))
-        if found is not None:
-            self.take(rows, *found)
-        return found is not None
+    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._runner.run(pack_chain(rows, tokens, depth)).logits[:, : self._vocab_size]

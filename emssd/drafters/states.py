@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from emssd.drafters.lanes import Lane
+from emssd.drafters.draft_cache import DraftCache
 from emssd.drafters.levels import GrowingRow, LevelDrafter
 from emssd.drafting import Draft, HiddenStates, Outcome
 from emssd.drafting.levels import GrowingTree
@@ -75,7 +75,7 @@ class StatesDrafter(LevelDrafter):
         shape: of the trees; one child for each node makes chains.
         layers: the hidden states that are read, in this order, see `emssd.drafting.Drafter.hidden_layers`.
         target: whose embeddings and vocabulary projection may be used.
-        lane: the KV of what drafts; ``None`` without a KV cache.
+        cache: the KV of what drafts; ``None`` without a KV cache.
         max_len: tokens of the longest row that it holds.
     """
 
@@ -87,10 +87,10 @@ class StatesDrafter(LevelDrafter):
         shape: Shape,
         layers: Seq[int],
         target: BorrowedTarget,
-        lane: Lane | None = None,
+        cache: DraftCache | None = None,
         max_len: int = sys.maxsize,
     ) -> None:
-        super().__init__(shape, target.vocab_size, lane)
+        super().__init__(shape, target.vocab_size, cache)
         self.hidden_layers, self._target, self._max_len = tuple(layers), target, max_len
         self._states: dict[str, KnownStates] = {}
         # As long as nothing is drafted, hidden states are laid aside: first as they come, then, row by row, with the
@@ -120,8 +120,8 @@ class StatesDrafter(LevelDrafter):
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         self._sort_arrived()  # later rows may have the same ids
-        if self._lane is not None:
-            self._lane.release(request_ids)
+        if self._cache is not None:
+            self._cache.release(request_ids)
         for request_id in request_ids:
             self._states.pop(request_id, None)
             self._waiting.pop(request_id, None)
@@ -163,5 +163,5 @@ class StatesDrafter(LevelDrafter):
     def _have_used(self, rows: Seq[GrowingRow]) -> None:
         for row in rows:
             self._states[row.request_id].used(row.tree.num_tokens)
-            if self._lane is not None:
-                self._lane.held[row.request_id] = row.tree.num_tokens
+            if self._cache is not None:
+                self._cache.held[row.request_id] = row.tree.num_tokens

@@ -5,7 +5,6 @@ from emssd.model.borrowed import BorrowedTarget
 from emssd.model.checkpoint import load_tokenizer
 from emssd.model.interface import ATTENTION_NAME, Attend
 from emssd.model.loading import load_model
-from emssd.model.program import Growth
 from emssd.model.random_weights import counted_on
 from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelOutput, ModelRunner
@@ -16,7 +15,6 @@ __all__ = [
     "Attend",
     "BorrowedTarget",
     "CausalLMRunner",
-    "Growth",
     "ModelOptions",
     "ModelOutput",
     "ModelRunner",

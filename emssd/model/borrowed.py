@@ -110,14 +110,6 @@ class BorrowedTarget:
         embedded: torch.Tensor = table(token_ids).to(self.device)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
-    @property
-    def table(self) -> torch.Tensor | None:
-        """``[vocab, width]`` what `embed` looks rows up in, if it does nothing else; it is the model's own."""
-        table = self._model.get_input_embeddings()
-        looks_up = type(table) is torch.nn.Embedding and table.max_norm is None and not table._forward_hooks
-        is_whole = not self._target.is_spread and self._target.group.size == 1
-        return table.weight if looks_up and self._scale == 1.0 and is_whole else None
-
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` after its last layer.
 

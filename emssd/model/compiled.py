@@ -19,11 +19,11 @@ from emssd.errors import CompileError
 from emssd.model import interface, tracing
 from emssd.model.fingerprint import fingerprint, refuse_hooks, short_pass
 from emssd.model.probe import PROBE_TOLERANCE
-from emssd.model.program import Growth, Program
+from emssd.model.program import Program
 from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
 
 if TYPE_CHECKING:
-    from emssd.attention import NativeStep, StepPlan
+    from emssd.attention import NativeStep
     from emssd.model.int8 import Rounded
     from emssd.model.interface import Attend
     from emssd.model.streams import Hidden
@@ -119,7 +119,3 @@ class CompiledForward(ProvenProgram):
         other = copy.copy(self)
         other._program = Program(self._found, self._module, round_to)
         return other
-
-    def grow(self, plan: StepPlan, step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Program.grow`; `plan` and `step` are by `AttentionBackend.plan_growth`."""
-        return self._program.grow([plan.input_ids, plan.position_ids, plan.logits_to_keep], step, growth)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import weakref
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,45 +15,13 @@ from emssd.model.fingerprint import named_tensors
 from emssd.model.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Growth", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "declare_operators"]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
-
-
-class Growth(NamedTuple):
-    """The drafts that `Program.grow` makes, a tree of the likeliest tokens for each row; a chain has a width of 1.
-
-    Attributes:
-        depths: ``[r]`` the most levels of each row, at least 1.
-        num_nodes: ``[r]`` the most nodes that are drafted.
-        rooms: ``[r]`` the most nodes in the KV cache.
-        vocab_size: only so many of the logits are looked at.
-        table: ``[vocab, hidden]`` of a head that reads, beside its own last hidden state, the embedding of a token;
-            ``None`` for a model, which reads token ids.
-        target_ids: the tokens that the head's logits are for; ``None`` if they are the same.
-        width: nodes of a level that get children, and children of each.
-        scale: that logits are multiplied by before they become probabilities; 0: nobody asks how likely tokens are.
-        least: a node whose probability after its parent has a smaller logarithm gets no children.
-    """
-
-    depths: list[int]
-    num_nodes: list[int]
-    rooms: list[int]
-    vocab_size: int
-    table: torch.Tensor | None = None
-    target_ids: torch.Tensor | None = None
-    width: int = 1
-    scale: float = 0.0
-    least: float = -math.inf
-
-    @classmethod
-    def chains(cls, lengths: list[int], vocab_size: int) -> Growth:
-        """Chains of so many tokens, without asking how likely these are."""
-        return cls(lengths, lengths, [length - 1 for length in lengths], vocab_size)
 
 
 class Program:
@@ -123,19 +90,6 @@ class Program:
             raise
         finally:
             self._attend = self._failure = None
-
-    def grow(self, inputs: list[torch.Tensor], step: NativeStep, growth: Growth) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run it level by level, on the likeliest tokens after each row, and nothing of Python between.
-
-        The `inputs` are those of the first level; the last of them are ``[r]`` the last tokens of the rows. The `step`
-        is of a plan by `AttentionBackend.plan_growth`. Gives the tokens after each computed node, level by level and
-        row by row, ``[n, width]`` int64; and float64 the logarithms of how likely they are, ``[n, 0]`` if nobody asks.
-        """
-        tokens, shares = step.grow(
-            self._handle, inputs, growth.depths, growth.num_nodes, growth.rooms, growth.width, growth.vocab_size,
-            growth.table, growth.target_ids, growth.scale, growth.least,
-        )  # fmt: skip
-        return tokens, shares
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Called by the program in place of attention."""

@@ -85,10 +85,6 @@ class RoundedRunner(CausalLMRunner):
         self._follow()
         return super().run(packed)
 
-    def _growing_program(self) -> Any:
-        self._follow()
-        return self._program
-
     def _compute(self, plan: StepPlan) -> Computed:
         plan = replace(plan, replay=None)  # a recorded pass is one of the target's own weights
         within = nullcontext() if self._weights is None else self._weights

@@ -8,17 +8,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.program import Growth
 from emssd.model.states import StateCache
 from emssd.model.target import Computed, TargetModel
 
-__all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "in_passes", "likeliest"]
+__all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "likeliest", "run_planned"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,31 +68,20 @@ class ModelRunner(ABC):
         A step may fail, and the same or other rows be run next, without a commit between.
         """
 
-    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step of chains, and then trees of the likeliest tokens, level by level, in one call.
-
-        Args:
-            packed: the step; logits are wanted of the last token of each row.
-            growth: what is asked for. KV is computed for the nodes that get children.
-
-        Returns:
-            See `emssd.model.program.Program.grow`. ``None``: nothing was done, `run` does it one level at a time.
-        """
-        return None
-
-    plans_passes: bool = False
-    """Whether `run_passes` may do something."""
-
-    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
-        """Compute passes of one token for each row in one call, each after the likeliest tokens of the one before.
+    def run_chain(
+        self, packed: PackedInputs, lengths: Seq[int], vocab_size: int, temperature: float
+    ) -> torch.Tensor | None:
+        """Compute passes of one token for each row as one recording, each after the likeliest token of the one before.
 
         Args:
             packed: the first pass.
-            growth: of chains: how many of them each row has part in, and what is asked for.
+            lengths: ``[B]`` in how many of the passes a row has part, at least 1.
+            vocab_size: tokens are below it.
+            temperature: that logits are divided by before they are probabilities.
 
         Returns:
             ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of how likely it is. After
-            the last of a row stands anything. ``None``: nothing was done.
+            the last of a row stands anything. ``None``: nothing was done, as nothing can be recorded.
         """
         return None
 
@@ -199,30 +186,17 @@ class CausalLMRunner(ModelRunner):
         greedy = None if plan.landing is None else plan.landing[: len(packed.logit_rows)]
         return ModelOutput(logits, plan.input_ids.numel() - num_tokens, hidden, plan_seconds, greedy)
 
-    def grow(self, packed: PackedInputs, growth: Growth) -> tuple[torch.Tensor, torch.Tensor] | None:
-        program = self._growing_program()
-        planned = None if program is None else self.backend.plan_growth(packed, growth.rooms)
-        if planned is None:
-            return None
-        with self.model.lock:
-            found: tuple[torch.Tensor, torch.Tensor] | None = program.grow(*planned, growth)
-        return found
-
-    def _growing_program(self) -> Any:
-        """The compiled program that makes drafts, or ``None``."""
-        return self.model.compiled if self.num_layers is None else None
-
-    @property
-    def plans_passes(self) -> bool:  # type: ignore[override]  # read-only, and not always the same
-        return self._states is None and self.backend.plans_passes
-
-    def run_passes(self, packed: PackedInputs, growth: Growth) -> torch.Tensor | None:
+    def run_chain(
+        self, packed: PackedInputs, lengths: Seq[int], vocab_size: int, temperature: float
+    ) -> torch.Tensor | None:
         def one_pass(plan: StepPlan, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             plan = replace(plan, input_ids=ids.unsqueeze(0), logit_index=None, replay=None)
-            both = likeliest(self._compute(plan).logits[:, : growth.vocab_size], 1, growth.scale)[..., 0]
-            return both, both[0].long()
+            likely = likeliest(self._compute(plan).logits[:, :vocab_size], 1, 1.0 / temperature)[..., 0]
+            return likely, likely[0].long()
 
-        return in_passes(self.backend, packed, growth, None, one_pass) if self.plans_passes else None
+        if self._states is not None or self.model.group.size > 1:
+            return None
+        return run_planned(self.backend, packed, lengths, None, one_pass)
 
     def _compute(self, plan: StepPlan) -> Computed:
         return self.model(plan, self.backend, self._hidden, self.num_layers)
@@ -280,38 +254,37 @@ class CausalLMRunner(ModelRunner):
 
 def likeliest(logits: torch.Tensor, width: int, scale: float) -> torch.Tensor:
     """``[2, n, width]`` float64 of ``logits [n, vocab]`` times `scale`: the most probable ids, and the logarithms of
-    how probable they are; zeros if `scale` is 0, where nobody asks. The host waits for nothing.
+    how probable they are. The host waits for nothing.
     """
-    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale if scale else logits
+    scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     values, ids = scaled.max(dim=1, keepdim=True) if width == 1 else scaled.topk(width, dim=1)
-    shares = values - scaled.logsumexp(dim=1, keepdim=True) if scale else torch.zeros_like(values)
-    return torch.stack([ids.double(), shares.double()])
+    return torch.stack([ids.double(), (values - scaled.logsumexp(dim=1, keepdim=True)).double()])
 
 
-def in_passes(
+def run_planned(
     backend: AttentionBackend,
     packed: PackedInputs,
-    growth: Growth,
-    given: Callable[[StepPlan], torch.Tensor] | None,
+    lengths: Seq[int],
+    first: Callable[[StepPlan], torch.Tensor] | None,
     one_pass: Callable[[StepPlan, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor | None:
-    """Plan all passes of `ModelRunner.run_passes`, and run them as one; ``None`` if the backend plans each by itself.
+    """Plan all passes of `ModelRunner.run_chain`, and run them as one; ``None`` if the backend plans each by itself.
 
     Args:
-        given: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
+        first: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
         one_pass: of a plan and what the pass reads, ``[2, n]`` the likeliest tokens, and what the next pass reads.
     """
-    plans = backend.plan_passes(packed, growth.depths)
+    plans = backend.plan_chain(packed, lengths)
     if not plans:
         return None
-    first = plans[0].input_ids[0] if given is None else given(plans[0])
+    start = plans[0].input_ids[0] if first is None else first(plans[0])
 
     def compute() -> torch.Tensor:
-        found, reads = list[torch.Tensor](), first
+        likely, values = list[torch.Tensor](), start
         for plan in plans:
-            both, reads = one_pass(plan, reads)
-            found.append(both)
-        return torch.stack(found, dim=1)
+            tokens, values = one_pass(plan, values)
+            likely.append(tokens)
+        return torch.stack(likely, dim=1)
 
-    found: torch.Tensor = compute() if plans[0].replay is None else plans[0].replay(compute)
-    return found[..., : packed.num_rows]
+    recorded: torch.Tensor = compute() if plans[0].replay is None else plans[0].replay(compute)
+    return recorded[..., : packed.num_rows]

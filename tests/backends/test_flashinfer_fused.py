@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from emssd.attention import Kept, KVCacheSpec, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import HeadLane
+from emssd.drafters import HeadRunner
 from emssd.drafters.heads.config import DecoderConfig
 from emssd.drafters.heads.head import LayerHead
 from emssd.errors import PluginError
@@ -331,14 +331,14 @@ def test_a_recorded_head_computes_what_it_is_fed() -> None:
     for kernels in (ReferenceKernels((16,), capture=rerun), ReferenceKernels((16,))):
         backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
         backend.allocate(spec)
-        lane, seed = HeadLane(head, backend), torch.Generator().manual_seed(1)
+        runner, seed = HeadRunner(head, backend), torch.Generator().manual_seed(1)
         with torch.inference_mode():
             for lengths in ([4, 5], [1, 2], [2, 1], [4, 5]):  # a recording is replayed, and another is padded
-                kv_lens = [lane.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
+                kv_lens = [runner.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
                 packed = pack_nodes(["a", "b"], torch.zeros(sum(lengths), dtype=torch.int64), lengths, kv_lens)
                 inputs = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=seed)
-                found.append(lane.run(packed, inputs).clone())
-                lane.commit(Kept(("a", "b"), tuple(kv_lens)))
+                found.append(runner.run(packed, inputs).clone())
+                runner.commit(Kept(("a", "b"), tuple(kv_lens)))
         assert (len(kernels._recordings) > 1) == (kernels._capture is not None)
     for recorded, eager in zip(found[:4], found[4:], strict=True):
         torch.testing.assert_close(recorded, eager)

@@ -223,14 +223,6 @@ def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str) ->
     assert engine.report.input_padding > 0
 
 
-def test_padding_of_a_recorded_step_is_counted_and_harms_nobody() -> None:
-    backend, plain = allocated(capture=rerun, max_graph_tokens=12), allocated()
-    packed = pack([sequence("a", 7), sequence("b", 2)], Draft.empty(2))
-    plan = backend.plan(packed)
-    assert plan.input_ids.shape == (1, 10)  # 9 tokens in a recording of 10
-    assert plain.plan(packed).input_ids.shape == (1, 9)
-
-
 @pytest.mark.parametrize("length", [9, 10, 13], ids=["padded", "full", "not recorded"])
 def test_no_output_shows_memory_that_nobody_wrote(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = allocated(capture=rerun, max_graph_tokens=12)
@@ -357,8 +349,7 @@ def test_passes_of_chains_are_planned_beforehand_and_ended_rows_write_to_the_pag
     names, before = ("a", "b", "c"), (3, 4, 5)
     backend.plan(pack_nodes(names, torch.zeros(12, dtype=torch.int64), before, before))
     packed = pack_nodes(names, torch.tensor([7, 8, 9]), [1] * 3, [length + 1 for length in before])
-    assert backend.plans_passes
-    plans = backend.plan_passes(packed, [3, 1, 2])
+    plans = backend.plan_chain(packed, [3, 1, 2])
     slots = [plan.attention.slots.tolist() for plan in plans]
     table, scrap = backend._table, 2 * (backend._pool.num_pages - 1)
     assert plans[0].input_ids.tolist() == [[7, 8, 9]]
@@ -374,5 +365,4 @@ def test_a_batch_beyond_the_ladder_has_no_passes_of_chains() -> None:
     backend = PagedBackend(ReferenceKernels(capture=rerun, max_graph_tokens=2), memory_fraction=1.0)
     backend.allocate(SPEC)
     packed = pack_nodes("abc", torch.zeros(3, dtype=torch.int64), [1] * 3, [1] * 3)
-    assert not backend.plan_passes(packed, [2] * 3)
-    assert not PagedBackend(ReferenceKernels())._choice[0].plans_passes
+    assert not backend.plan_chain(packed, [2] * 3)

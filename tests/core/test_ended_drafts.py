@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_draft_model.drafter import DraftModelDrafter
 
 from emssd.decoding.engine import Engine
-from emssd.drafters import PairedDrafter
+from emssd.drafters import LevelDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
@@ -108,8 +107,7 @@ def test_with_residual_sampling_it_is_told_of_distributions_alone(tree: str) -> 
 def test_a_policy_that_does_not_mind_is_not_asked(policy: BudgetPolicy, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a drafter may draft a chain in one call, as before; and again after another policy had ended drafts."""
     at_once = list[bool]()
-    monkeypatch.setattr(DraftModelDrafter, "_chains", tells(DraftModelDrafter._chains, at_once))
-    monkeypatch.setattr(PairedDrafter, "grow_at_once", tells(PairedDrafter.grow_at_once, at_once))
+    monkeypatch.setattr(LevelDrafter, "run_chain", tells(LevelDrafter.run_chain, at_once))
     for engine in (with_draft_model("chain", EndsByTurns()), trial("eagle3").make_engine({"tree": "chain"})):
         engine.drafting.policy = policy
         drafter: Any = engine.drafting.drafters[0].drafter

@@ -124,19 +124,19 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
 ) -> None:
     draft_backend = make_backend()
     draft_backend.allocate(oracle.target.kv_cache_spec(5))
-    plan, plan_passes, computed = draft_backend.plan, draft_backend.plan_passes, list[int]()
+    plan, plan_chain, computed = draft_backend.plan, draft_backend.plan_chain, list[int]()
 
     def counted(packed: PackedInputs) -> StepPlan:
         computed.append(packed.num_tokens)
         return plan(packed)
 
     def passes(packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
-        plans = plan_passes(packed, lengths)
+        plans = plan_chain(packed, lengths)
         computed.append(sum(lengths) if plans else 0)
         return plans
 
     monkeypatch.setattr(draft_backend, "plan", counted)
-    monkeypatch.setattr(draft_backend, "plan_passes", passes)
+    monkeypatch.setattr(draft_backend, "plan_chain", passes)
     drafter = DraftModelDrafter(CausalLMRunner(oracle.target, draft_backend), 11, k)
     engine = build(oracle, make_backend, drafter, batch_size=5)
     n = 4 * (k + 1)

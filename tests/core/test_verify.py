@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention.trees import path
-from emssd.decoding.top_tokens import top_tokens
+from emssd.decoding.top_tokens import likely_tokens, on_host
 from emssd.decoding.verify import best_tokens, verify
 from emssd.drafting import Draft
 from emssd.drafting.rule import Verified
@@ -147,7 +147,7 @@ def test_tokens_are_the_largest_in_order_and_shares_those_of_softmax(
     wide = (5 * torch.randn(20, 2 * size, generator=generator, dtype=torch.float64)).to(dtype)
     logits = wide[:, :size]  # rows that lie apart, as those of a larger vocabulary do
     for temperature in (1.0, 0.5, 2.0):
-        tokens, log_probs = top_tokens(logits, width, temperature)
+        tokens, log_probs = on_host(likely_tokens(logits, None, width, temperature))
         right = (logits.double() / temperature).log_softmax(dim=1)
         for row, (own, shares) in enumerate(zip(tokens, log_probs, strict=True)):
             assert len(own) == len(set(own)) == len(shares) == min(width, size)
@@ -159,7 +159,7 @@ def test_of_equals_the_kernel_takes_the_first(kernels: None) -> None:
     load_kernels()
     logits = torch.zeros(1, 50)
     logits[0, [40, 7, 33]] = 1.0
-    assert top_tokens(logits, 5)[0] == [[7, 33, 40, 0, 1]]
+    assert on_host(likely_tokens(logits, None, 5))[0] == [[7, 33, 40, 0, 1]]
 
 
 @looped("dtype", DTYPES)
@@ -168,14 +168,14 @@ def test_what_is_no_number_is_never_hoped_for(kernels: None, dtype: torch.dtype,
     load_kernels()
     logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1)).to(dtype)
     logits[0], logits[1, ::2], logits[2, 5] = bad, bad, bad
-    tokens, log_probs = top_tokens(logits, 4)
+    tokens, log_probs = on_host(likely_tokens(logits, None, 4))
     assert all(0 <= token < 40 for row in tokens for token in row)
     assert all(not math.isnan(share) and share <= 0 for row in log_probs for share in row)
     assert log_probs[0] == [-math.inf] * 4
     if bad == float("-inf"):
         assert all(token % 2 for token in tokens[1])
-        assert sum(map(math.exp, top_tokens(logits[1:2], 20)[1][0])) == pytest.approx(1.0)
-    assert sum(map(math.exp, top_tokens(logits[3:], 40)[1][0])) == pytest.approx(1.0, abs=1e-3)
+        assert sum(map(math.exp, on_host(likely_tokens(logits[1:2], None, 20))[1][0])) == pytest.approx(1.0)
+    assert sum(map(math.exp, on_host(likely_tokens(logits[3:], None, 40))[1][0])) == pytest.approx(1.0, abs=1e-3)
 
 
 def sequence(max_new_tokens: int = 5, eos: frozenset[int] = frozenset({2})) -> Row:

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.decoding.caches import make_backend
-from emssd.drafters import HeadLane
+from emssd.drafters import HeadRunner
 from emssd.drafters.heads.config import DecoderConfig
 from emssd.drafters.heads.files import Checkpoint, read_checkpoint
 from emssd.drafters.heads.formats import Format, detect, expect
@@ -99,7 +99,7 @@ def test_the_cache_of_a_head_is_no_longer_than_it_can_be_used() -> None:
 def test_a_runner_says_what_fits() -> None:
     head = Plain(None)
     spec = head.kv_cache_spec(KVCacheSpec((), torch.float64, CPU, 2, 64, max_tokens=32, continuous=True))
-    runner = HeadLane(head, make_backend(spec, "ragged", Registry()))
+    runner = HeadRunner(head, make_backend(spec, "ragged", Registry()))
     assert runner.fits({"a": 16, "b": 16})
     assert not runner.fits({"a": 17, "b": 16})
 

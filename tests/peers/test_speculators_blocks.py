@@ -181,11 +181,11 @@ def test_their_drafters_draft_what_their_classes_compute(name: str, in_container
             drafter = DFlashDrafter.load(DFlashConfig(path=path), context)
             assert drafter.hidden_layers == LAYERS
             assert drafter.num_speculative_tokens == BLOCK - first
-            propose, likeliest, logits = drafter.propose, drafter._likeliest, list[torch.Tensor]()
+            propose, likely, logits = drafter.propose, drafter._likely, list[torch.Tensor]()
 
             def noted(values: torch.Tensor, nodes: Any) -> Any:
                 logits.append(values)
-                return likeliest(values, nodes)
+                return likely(values, nodes)
 
             def proposed(batch: Any, budget: Any) -> Any:
                 logits.clear()
@@ -205,7 +205,7 @@ def test_their_drafters_draft_what_their_classes_compute(name: str, in_container
                         ours.append((list(row.tokens), tokens, list(sure[start : start + length]), next(left)))
                 return draft
 
-            drafter._likeliest = noted
+            drafter._likely = noted
             drafter.propose = proposed
             return drafter
 

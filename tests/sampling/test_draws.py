@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
-from emssd.decoding.top_tokens import behind, top_choices, top_draws, top_tokens
+from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose
@@ -30,6 +30,10 @@ KINDS = [
     None,
 ]
 TEXT = [3, 4, 5, 3, 4]
+
+
+def top_tokens(*arguments: Any) -> Choices:
+    return on_host(likely_tokens(*arguments))
 
 
 def rows(count: int) -> list[Row]:
@@ -68,7 +72,7 @@ def test_the_likeliest_come_first_at_nodes_of_any_kind(
     monkeypatch.setattr("emssd.sampling.choice.BLOCK", block)
     sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
     nodes = [behind(first_node(row), len(path), path) for row in sequences]
-    tokens, log_probs = top_choices(values, nodes, width, error)
+    tokens, log_probs = top_tokens(values, nodes, width, error)
     for row, own, shares, given in zip(sequences, tokens, log_probs, values.tolist(), strict=True):
         expected = by_hand(row, given, path, error)[:width]
         assert own == [token for token, _ in expected]
@@ -78,13 +82,13 @@ def test_the_likeliest_come_first_at_nodes_of_any_kind(
 
 def test_greedy_nodes_alone_are_as_they_were() -> None:
     values = logits(4).float()
-    assert top_choices(values, [first_node(rows(7)[6])] * 4, 5, 0.6) == top_tokens(values, 5, 0.6)
+    assert top_tokens(values, [first_node(rows(7)[6])] * 4, 5, 0.6) == top_tokens(values, None, 5, 0.6)
 
 
 def test_with_errors_as_they_are_assumed_the_shares_are_those_of_being_right() -> None:
     """Targets whose logits are the draft model's and Gumbel errors of the scale 2; a G-test over their choices."""
     num, error, node, values = 20_000, 2.0, first_node(rows(1)[0]), logits(1)
-    tokens, log_probs = top_draws(values, [node], VOCAB, error)
+    tokens, log_probs = top_tokens(values, [node], VOCAB, error)
     uniform = torch.rand(num, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     chosen = choose(values - error * uniform.log().neg().log(), [node] * num)
     found = torch.bincount(chosen, minlength=VOCAB)[tokens[0]].double()
@@ -101,9 +105,9 @@ def test_behind_a_model_that_overflowed_nothing_is_drawn(bad: float, kind: Sampl
     values = logits(2)
     values[0] = bad
     nodes = [first_node(Row(Request(name, (3,), 9, sampling=kind))) for name in "ab"]
-    tokens, log_probs = top_draws(values, nodes, 3)
+    tokens, log_probs = top_tokens(values, nodes, 3)
     assert tokens[0] == log_probs[0] == []
-    assert tokens[1] == top_draws(values[1:], nodes[1:], 3)[0][0] != []
+    assert tokens[1] == top_tokens(values[1:], nodes[1:], 3)[0][0] != []
 
 
 def test_a_node_behind_others_has_their_tokens_only_where_they_are_read() -> None:
@@ -139,10 +143,10 @@ def test_the_kernels_draws_are_pytorchs(
         params = SamplingParams(temperature, **options)
         other = SamplingParams(temperature, typical_p=0.9)
         nodes = [Node(other if place == 2 else params, 2**63 + place, width) for place in range(6)]
-        tokens, log_probs = top_draws(values, nodes, width, error)
+        tokens, log_probs = top_tokens(values, nodes, width, error)
         with monkeypatch.context() as patch:
             patch.setattr("emssd.sampling.choice.loaded_kernels", lambda: None)
-            right_tokens, right_log_probs = top_draws(values, nodes, width, error)
+            right_tokens, right_log_probs = top_tokens(values, nodes, width, error)
         assert tokens == right_tokens
         for own, right in zip(log_probs, right_log_probs, strict=True):
             assert own == pytest.approx(right, **bound)
@@ -156,7 +160,7 @@ def test_the_kernel_draws_nothing_behind_a_model_that_overflowed(bad: float, opt
     values[1] = bad
     values[2, 7] = bad
     nodes = [Node(SamplingParams(**options), 5, place) for place in range(3)]
-    tokens, log_probs = top_draws(values, nodes, 3)
+    tokens, log_probs = top_tokens(values, nodes, 3)
     drawn = [True, False, bad < 0]
     assert [len(own) > 0 for own in tokens] == [len(own) > 0 for own in log_probs] == drawn
 

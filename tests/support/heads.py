@@ -16,7 +16,7 @@ from emssd.attention import Kept, KVCacheSpec
 from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import HeadLane
+from emssd.drafters import HeadRunner
 from emssd.drafters.heads.head import Head
 from emssd.drafting import Draft
 from emssd.plugins.registry import Registry
@@ -165,7 +165,7 @@ def run_ragged(
         given once more after the committed way.
     """
     spec = KVCacheSpec((), torch.float64, CPU, len(rows), 64, continuous=backend == "ragged", trees=True)
-    runner = HeadLane(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)
+    runner = HeadRunner(head, make_backend(head.kv_cache_spec(spec), backend, Registry()), compile=compile)
     names = [f"row {i}" for i in range(len(rows))]
 
     def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:
@@ -191,7 +191,7 @@ def run_ragged(
 
 
 def _grow(
-    runner: HeadLane, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
+    runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
 ) -> list[torch.Tensor]:
     """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
     found: list[list[torch.Tensor]] = [[] for _ in rows]

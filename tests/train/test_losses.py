@@ -27,7 +27,7 @@ import emssd_train.pard
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import HeadLane, PairedDrafter
+from emssd.drafters import HeadRunner, PairedDrafter
 from emssd.drafters.heads.options import TreeKind
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.model import CausalLMRunner, TargetModel
@@ -175,7 +175,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         return [[next(left[depth]) for depth in range(length)] for length in lengths]
 
     with monkeypatch.context() as patch:
-        given = returned(patch, HeadLane, "run_to_logits")
+        given = returned(patch, HeadRunner, "run_to_logits")
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)

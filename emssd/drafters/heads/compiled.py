@@ -17,11 +17,10 @@ from emssd.model import tracing
 from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import fingerprint
 from emssd.model.int8 import round_drafter
-from emssd.model.program import Growth
 from emssd.model.tracing import ProvenProgram, in_one_row, sources
 
 if TYPE_CHECKING:
-    from emssd.attention import NativeStep, StepPlan
+    from emssd.attention import NativeStep
     from emssd.drafters.heads.head import Head
 
 __all__ = ["CompiledHead", "compiled_head"]
@@ -82,7 +81,6 @@ class CompiledHead(ProvenProgram):
 
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
         got = self(*self._example, self._causal, torch.arange(_SHORT))
-        self._has_logits = len(got) > 1
         return [("outputs", value, _WRONG.get(self._dtype, 0.2)) for value in got]
 
     def _causal(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -111,14 +109,6 @@ class CompiledHead(ProvenProgram):
         kept = in_one_row(kept, batch, num_tokens)
         inputs, position_ids = inputs.view(1, -1, inputs.shape[-1]), position_ids.view(1, -1)
         return tuple(self._program([inputs, position_ids, kept], attend, step))
-
-    def grow(
-        self, inputs: torch.Tensor, plan: StepPlan, step: NativeStep, growth: Growth
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Drafts after ``inputs [1, n, input_size]``, see `Program.grow`; ``None`` without logits of its own."""
-        if not self._has_logits:
-            return None
-        return self._program.grow([inputs, plan.position_ids, plan.logits_to_keep], step, growth)
 
 
 class _Traced(nn.Module):

@@ -1,4 +1,4 @@
-"""`Head`: the interface of trained decoder layers that a `HeadLane` runs; `LayerHead`, one plain layer."""
+"""`Head`: the interface of trained decoder layers that a `HeadRunner` runs; `LayerHead`, one plain layer."""
 
 from __future__ import annotations
 

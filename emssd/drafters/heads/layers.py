@@ -13,7 +13,7 @@ from emssd.attention import LayerSpec
 from emssd.drafters.heads.config import DecoderConfig
 from emssd.model.program import Attend
 
-__all__ = ["Angles", "Attend", "HeadAttention", "HeadLayer", "HeadNorm", "Rotary", "rotated"]
+__all__ = ["Angles", "Attend", "HeadLayer", "HeadNorm", "Rotary", "rotated"]
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, each ``[b, n, 1, head_dim]``."""

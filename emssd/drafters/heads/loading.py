@@ -1,4 +1,4 @@
-"""`HeadFiles`: reads a published head for the target of `Lent`; `Loaded`, the head, and how it is to be used."""
+"""`HeadFiles`: reads a published head for a target; `TargetWeights`: what it borrows; `Loaded`: how it is used."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model import BorrowedTarget
 
-__all__ = ["HeadFiles", "Lent", "Loaded"]
+__all__ = ["HeadFiles", "Loaded", "TargetWeights"]
 
 AnyLoaded = TypeVar("AnyLoaded", bound="Loaded[Any]")
 Module = TypeVar("Module", bound=torch.nn.Module)
@@ -45,7 +45,7 @@ class Loaded(Generic[Module]):
 
 
 @dataclass(frozen=True, slots=True)
-class Lent:
+class TargetWeights:
     """The parts that a drafter with a head of its own borrows, see `DrafterContext`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Lent:
     drafter: str = ""
 
     @classmethod
-    def by(cls, context: DrafterContext, drafter: str) -> Lent:
+    def by(cls, context: DrafterContext, drafter: str) -> TargetWeights:
         """The parts that `context` lends to the `drafter` of this name.
 
         Raises:

@@ -46,8 +46,7 @@ TORCH_LIBRARY(emssd_native, library) {
                        const Integers&, const std::optional<Integers>&, const std::optional<Integers>&, std::vector<double>,
                        Integers, std::vector<double>, std::vector<std::optional<Tensor>>>())
       .def("attend", &attend_step)
-      .def("run", &run_step)
-      .def("grow", &grow);
+      .def("run", &run_step);
   library.def("attend_layer(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor");
   library.impl("attend_layer", c10::DispatchKey::CPU, TORCH_FN(attend_layer));
   library.def("open_program(Tensor handle, str path) -> str[]");

@@ -1,29 +1,22 @@
-// Modules: their linear layers, and the compiled programs that run them, once or level by level.
+// Modules: their linear layers, and the compiled programs that run them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/arange.h>
-#include <ATen/ops/cat.h>
-#include <ATen/ops/embedding.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
-#include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdlib>
-#include <limits>
 #include <mutex>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 
-#include "choice.h"
 #include "step.h"
 
 namespace emssd {
@@ -218,151 +211,6 @@ std::vector<Tensor> run_program(const Tensor& handle, std::vector<Tensor> inputs
 // Runs the program of a module once, on inputs without padding; attention is done here.
 std::vector<Tensor> run_step(const c10::intrusive_ptr<Step>& step, const Tensor& handle, std::vector<Tensor> inputs) {
   return run(module_of(handle), handle, std::move(inputs), step.get());
-}
-
-// The draft of a row, while it grows: its nodes in the order of their creation, -1 being the newest token. What becomes
-// of each is what `emssd.drafting.levels.GrowingTree` and `DynamicShape.expand` make of it.
-struct Growing {
-  std::vector<int32_t> parents;                  // of the nodes in the cache, as indices among them
-  std::vector<int32_t> places;                   // of each node, its index among them; -1 for others
-  std::vector<double> log_probs, scores;         // of each node, and of its whole path
-  std::vector<std::pair<double, int32_t>> best;  // minus its score, and the node: the best come first
-  int64_t num_levels = 0;
-
-  // Adds a level: the children of some nodes, so many of each. Returns those that get children in turn, the best first.
-  // Logarithms of shares that are above 0, or are not numbers, are set right.
-  std::vector<int32_t> add(const std::vector<int32_t>& expanded, int64_t num_children, double* shares, int64_t depth,
-                           int64_t num_nodes, int64_t room, int64_t width, double least) {
-    const int32_t start = static_cast<int32_t>(places.size());
-    for (const int32_t parent : expanded) {
-      for (int64_t rank = 0; rank < num_children; ++rank) {
-        log_probs.push_back(0);
-        if (shares) {
-          *shares = std::isnan(*shares) ? -std::numeric_limits<double>::infinity() : std::min(*shares, 0.0);
-          log_probs.back() = *shares++;
-        }
-        scores.push_back((parent < 0 ? 0 : scores[parent]) + log_probs.back());
-        best.emplace_back(-scores.back(), static_cast<int32_t>(places.size())), places.push_back(-1);
-      }
-    }
-    std::sort(best.begin(), best.end());
-    best.resize(std::min<size_t>(best.size(), num_nodes));
-    std::vector<int32_t> next;
-    if (++num_levels >= depth) return next;
-    int64_t looked_at = 0;
-    for (int64_t i = 0; i < std::min<int64_t>(best.size(), num_nodes - 1) && looked_at < width; ++i) {
-      const int32_t node = best[i].second;
-      if (node < start) continue;
-      ++looked_at;
-      if (log_probs[node] >= least && static_cast<int64_t>(parents.size() + next.size()) < room) next.push_back(node);
-    }
-    return next;
-  }
-
-  bool is_chain() const {
-    for (size_t i = 0; i < parents.size(); ++i) {
-      if (parents[i] != static_cast<int32_t>(i) - 1) return false;
-    }
-    return true;
-  }
-};
-
-// Drafts trees of the likeliest tokens, one pass a level, and nothing of the host between. A chain has a width of 1.
-//
-// inputs: of the first pass: token ids [1, nnz] of a model, or vectors [1, nnz, size] of a head; positions [1, nnz]; the
-// last token of each row [R]. The step has no trees, and each row's pages have room for its nodes. depths, num_nodes,
-// rooms [R]: the most levels, drafted nodes, and nodes in the cache. width: the nodes of a level that get children, and
-// the children of each. vocab_size: only so many logits are looked at. table [vocab, hidden]: of a head, what a token's
-// embedding is, beside which the hidden state of its parent stands in the next pass; none for a model. target_ids: of a
-// head, the tokens that its columns are; none if they are the same. scale: of the logits, where shares are wanted; else
-// 0. least: a node whose share has a smaller logarithm gets no children.
-// Returns for all nodes that were computed, level by level and row by row, the tokens after each [n, width] int64 and the
-// logarithms of their shares [n, width], at most 0, or [n, 0].
-std::tuple<Tensor, Tensor> grow(const c10::intrusive_ptr<Step>& first_step, const Tensor& handle, std::vector<Tensor> inputs,
-                                const Integers& depths, const Integers& num_nodes, const Integers& rooms, int64_t width,
-                                int64_t vocab_size, const std::optional<Tensor>& table,
-                                const std::optional<Tensor>& target_ids, double scale, double least) {
-  const size_t num_rows = depths.size();
-  Step step(*first_step);
-  TORCH_CHECK(inputs.size() == 3 && step.kv_lens.size() == num_rows && inputs[2].numel() == static_cast<int64_t>(num_rows) &&
-              num_nodes.size() == num_rows && rooms.size() == num_rows && !step.trees, "a draft behind the last token of each row");
-  TORCH_CHECK(scale > 0 || width == 1, "the likeliest tokens need their shares");
-  Module& module = module_of(handle);
-  const auto ints = inputs[1].options();
-  Integers active(num_rows), origins(num_rows);  // rows, and the positions of their newest tokens
-  const int64_t* first = inputs[1].const_data_ptr<int64_t>();
-  const int64_t* last = inputs[2].const_data_ptr<int64_t>();
-  for (size_t row = 0; row < num_rows; ++row) active[row] = row, origins[row] = first[last[row]];
-  std::vector<Growing> trees(num_rows);
-  std::vector<std::vector<int32_t>> level(num_rows, {-1});  // of the active rows, the nodes that are computed
-  std::vector<Tensor> tokens, shares;
-  for (;;) {
-    const std::vector<Tensor> outputs = run(module, handle, std::move(inputs), &step);
-    const Tensor& all_logits = outputs[table ? 1 : 0];
-    const Tensor logits = all_logits.view({-1, all_logits.size(-1)}).narrow(1, 0, std::min(vocab_size, all_logits.size(-1)));
-    const int64_t num = logits.size(0), num_children = std::min(width, logits.size(1));
-    if (scale > 0) {
-      const Tensor found = top(logits, num_children, scale);
-      tokens.push_back(found[0].to(at::kLong)), shares.push_back(found[1]);
-    } else {
-      tokens.push_back(argmax(logits).unsqueeze(1)), shares.push_back(at::empty({num, 0}, at::kDouble));
-    }
-    if (target_ids) tokens.back() = target_ids->index_select(0, tokens.back().flatten()).view_as(tokens.back());
-    const int64_t* ids = tokens.back().const_data_ptr<int64_t>();
-    double* log_probs = scale > 0 ? shares.back().mutable_data_ptr<double>() : nullptr;
-
-    Integers going, next_ids, parents, positions;
-    std::vector<std::vector<int32_t>> next_level;
-    std::vector<int32_t> lens, indptr{0}, tree_indptr{0}, tree_parents;
-    int64_t place = 0;
-    for (size_t i = 0; i < active.size(); ++i) {
-      const int64_t row = active[i], start = place;
-      Growing& tree = trees[row];
-      const int32_t before = static_cast<int32_t>(tree.places.size());
-      place += static_cast<int64_t>(level[i].size());
-      TORCH_CHECK(place <= num, "one row of logits behind each node");
-      std::vector<int32_t> next = tree.add(level[i], num_children, log_probs ? log_probs + start * num_children : nullptr,
-                                           depths[row], num_nodes[row], rooms[row], width, least);
-      if (next.empty()) continue;
-      for (const int32_t node : next) {
-        const int64_t child = node - before, parent = level[i][child / num_children];
-        next_ids.push_back(ids[start * num_children + child]), parents.push_back(start + child / num_children);
-        positions.push_back(origins[row] + tree.num_levels);
-        tree.parents.push_back(parent < 0 ? -1 : tree.places[parent]);
-        tree.places[node] = static_cast<int32_t>(tree.parents.size()) - 1;
-      }
-      going.push_back(row), indptr.push_back(indptr.back() + static_cast<int32_t>(next.size()));
-      lens.push_back(first_step->kv_lens[row] + static_cast<int32_t>(tree.parents.size()));
-      if (!tree.is_chain()) tree_parents.insert(tree_parents.end(), tree.parents.begin(), tree.parents.end());
-      tree_indptr.push_back(static_cast<int32_t>(tree_parents.size()));
-      next_level.push_back(std::move(next));
-    }
-    TORCH_CHECK(place == num, "a node behind each row of logits");
-    if (going.empty()) return {at::cat(tokens), at::cat(shares)};
-    const Tensor next = at::tensor(next_ids);
-    if (table) {
-      const Tensor hidden = outputs[0].view({-1, outputs[0].size(-1)}).index_select(0, at::tensor(parents));
-      inputs = {at::cat({at::embedding(*table, next), hidden}, 1).unsqueeze(0)};
-    } else {
-      inputs = {next.unsqueeze(0)};
-    }
-    inputs.push_back(at::tensor(positions).unsqueeze(0));
-    inputs.push_back(at::arange(next.numel(), ints));
-    if (going.size() < active.size()) {  // pages of those rows alone
-      step.page_indptr = {0}, step.pages.clear();
-      for (const int64_t row : going) {
-        const int32_t *pages = first_step->pages.data(), *starts = first_step->page_indptr.data() + row;
-        step.pages.insert(step.pages.end(), pages + starts[0], pages + starts[1]);
-        step.page_indptr.push_back(static_cast<int32_t>(step.pages.size()));
-      }
-    }
-    step.query_indptr = std::move(indptr), step.kv_lens = std::move(lens), step.trees.reset();
-    if (!tree_parents.empty()) {
-      step.trees.emplace();
-      step.trees->plan(step.kv_lens.data(), static_cast<int64_t>(going.size()), tree_indptr.data(), tree_parents.data());
-    }
-    active.swap(going), level.swap(next_level);
-  }
 }
 
 }  // namespace

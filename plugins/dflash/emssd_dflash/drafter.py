@@ -18,13 +18,12 @@ from emssd.drafters import (
     GrowingRow,
     GrowingTree,
     HeadFiles,
-    Lent,
     Level,
-    LevelDrafter,
     Loaded,
     SlotDrafter,
     StatesDrafter,
     TargetSizes,
+    TargetWeights,
     nodes_of,
 )
 from emssd.drafting import DrafterContext
@@ -33,7 +32,7 @@ from emssd.model import BorrowedTarget
 from emssd.sequences import Row
 from emssd_dflash import DFlashConfig
 from emssd_dflash.head import BlockHead
-from emssd_dflash.lane import BlockLane, BlockRow
+from emssd_dflash.runner import BlockRow, BlockRunner
 from emssd_dflash.variant import Variant, variant_of
 
 __all__ = ["DFlashDrafter"]
@@ -50,22 +49,22 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
     that of the head, where it has one.
     """
 
-    def __init__(self, lane: BlockLane, target: BorrowedTarget, num_speculative_tokens: int) -> None:
-        self._runner, self._head, self._variant = lane, lane.head, lane.head.variant
+    def __init__(self, runner: BlockRunner, target: BorrowedTarget, num_speculative_tokens: int) -> None:
+        self._runner, self._head, self._variant = runner, runner.head, runner.head.variant
         shape = DynamicShape(num_speculative_tokens, num_speculative_tokens, 1)
-        super().__init__(shape, self._variant.layers, target, lane)
-        self.target_ids = lane.head.target_ids
+        super().__init__(shape, self._variant.layers, target, runner)
+        self.target_ids = runner.head.target_ids
 
     @classmethod
     def load(cls, config: DFlashConfig, context: DrafterContext) -> DFlashDrafter:
         """Load the head of `config`."""
-        lent = Lent.by(context, "dflash")
+        lent = TargetWeights.by(context, "dflash")
         loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
         most = loaded.head.variant.num_drafts
         wanted = most if config.num_speculative_tokens is None else config.num_speculative_tokens
         if wanted > most:
             raise ConfigError(f"drafter.num_speculative_tokens is {wanted}; a block of this head drafts {most} at most")
-        return cls(BlockLane(loaded.head, lent.make_cache(loaded.head.kv_cache_spec(lent.spec))), lent.target, wanted)
+        return cls(BlockRunner(loaded.head, lent.make_cache(loaded.head.kv_cache_spec(lent.spec))), lent.target, wanted)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
@@ -117,14 +116,14 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         follows = self._head.follows
         if follows is None and not self._variant.has_confidence:
             return super().choices(level, logits)
-        nodes, slots = list(nodes_of(level)), on_device(self._slots_at(level), self._logits.device)
+        nodes, slots = list(nodes_of(level)), on_device(self._places_of(level), self._logits.device)
         last = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
         before, read, logits = on_device(last, self._logits.device), self._hidden[slots], self._logits[slots]
         if follows is not None:
             memory = torch.stack([self._memory.get(row.request_id, follows.start()) for row, _ in nodes])
             logits, memory = follows(logits, read, before, memory)
             self._memory = {row.request_id: own for (row, _), own in zip(nodes, memory, strict=True)}
-        tokens, log_probs = LevelDrafter.choices(self, level, logits)
+        tokens, log_probs = self._choices_from(level, logits)
         if self._variant.has_confidence:
             if self._variant.confidence_reads_markov:
                 read = torch.cat([read, self._head.markov_head.markov_w1(before)], dim=-1)

@@ -139,7 +139,7 @@ class BlockHead(nn.Module):
         return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
-        """The KV cache that the head needs beside that of the target; see `emssd_dflash.lane`."""
+        """The KV cache that the head needs beside that of the target; see `emssd_dflash.runner`."""
         own = [cast("HeadLayer", layer).spec for layer in self.layers]
         specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size

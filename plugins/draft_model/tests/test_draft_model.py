@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -122,17 +123,6 @@ def test_it_drafts_the_draft_models_own_greedy_continuation(architecture: str) -
     assert chains_of(draft) == [greedy(model, prompt, count) for prompt, count in zip(prompts, budget, strict=True)]
 
 
-@pytest.mark.parametrize("num_speculative_tokens", [1, 2, 4])
-def test_a_draft_model_that_is_the_target_has_everything_accepted(num_speculative_tokens: int) -> None:
-    target = draft_model()
-    drafter = make_drafter(target, num_speculative_tokens)
-    engine = Engine.from_model(target.model, drafter=drafter, budget="fixed", batch_size=3)
-    done = engine.generate([[3, 4, 5, 3], [6], [7, 8]], 1 + 6 * (num_speculative_tokens + 1), ignore_eos=True)
-    for generation in done:
-        assert generation.num_accepted == generation.num_drafted == 6 * num_speculative_tokens
-        assert generation.num_steps == 7  # six full ones, and one token that was left
-
-
 def test_a_draft_model_shorter_than_the_target_drafts_nothing_beyond_its_length() -> None:
     target = tiny_model(seed=5, vocab_size=VOCAB_SIZE, max_model_len=64)
     short = draft_model("opt", max_model_len=16)
@@ -178,17 +168,18 @@ def test_after_ids_that_only_the_target_has_nothing_is_drafted() -> None:
             drafter.observe(Outcome(batch, draft, (range(0), range(0)), ()))
 
 
-def test_another_vocabulary_is_refused_by_the_tokenizers() -> None:
-    context = make_context(draft_model(), make_tokenizer(13), make_tokenizer(12))
-    with pytest.raises(ConfigError, match=r"its tokenizer \(13 tokens\) is not the target's \(12 tokens\)"):
-        build(DraftModelConfig("small-one"), context)
-
-
-def test_without_tokenizers_another_vocabulary_is_refused_by_its_size() -> None:
-    context = make_context(draft_model(vocab_size=20))
-    with pytest.raises(
-        ConfigError, match=r"draft model 'small-one' cannot draft .*its vocabulary has 20 tokens and the target's 13\."
-    ):
+@pytest.mark.parametrize(
+    ("vocab_size", "tokenizers", "words"),
+    [
+        (13, (13, 12), "its tokenizer (13 tokens) is not the target's (12 tokens)"),
+        (20, (), "its vocabulary has 20 tokens and the target's 13."),
+    ],
+)
+def test_another_vocabulary_is_refused_by_the_tokenizers_or_its_size(
+    vocab_size: int, tokenizers: Any, words: str
+) -> None:
+    context = make_context(draft_model(vocab_size=vocab_size), *map(make_tokenizer, tokenizers))
+    with pytest.raises(ConfigError, match=f"draft model 'small-one' cannot draft .*{re.escape(words)}"):
         build(DraftModelConfig("small-one"), context)
 
 

@@ -192,17 +192,6 @@ def test_sequoia_leaves_out_ranks_of_tokens_that_sampling_does_not_leave() -> No
         assert propose(make_drafter(shape), [row], [5]).lengths == [top_k]
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-def test_the_first_nodes_are_the_most_probable_and_parents_come_first(kind: str) -> None:
-    draft = propose(make_drafter(make_shape(kind)), list(map(sequence, PROMPTS, "abc")), [14, 14, 14])
-    for row in range(3):
-        tree, scores = draft.tree(row), list[float]()
-        for (_, probability), parent in zip(nodes(draft, row), tree, strict=True):
-            scores.append(probability * (scores[parent] if parent >= 0 else 1.0))
-        assert scores == sorted(scores, reverse=True)
-        assert len(scores) > 4
-
-
 @looped("kind", SHAPES)
 @looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
+from emssd.drafters import PairedDrafter, TargetWeights, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -26,7 +26,7 @@ class EagleConfig(TreeOptions):
 def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
     from emssd_eagle.head import load_eagle
 
-    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle")
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), TargetWeights.by(context, "eagle")
     loaded = lent.loaded(config.path, load_eagle)
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
-from emssd.drafters import Lent, PairedDrafter, TreeOptions, shape_of
+from emssd.drafters import PairedDrafter, TargetWeights, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -50,7 +50,7 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     from emssd_eagle3.drafters import ParallelDrafter
     from emssd_eagle3.loading import load_eagle3
 
-    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "eagle3")
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), TargetWeights.by(context, "eagle3")
     layer_ids = LayerIds(config.layer_ids)
     loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
     head, is_parallel = loaded.head, loaded.head.mask_token_id is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +15,8 @@ from emssd_eagle3.loading import load_eagle3
 from emssd.drafters import Loaded
 from emssd.drafters.heads.compiled import CompiledHead
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
-from emssd.errors import CompileError
 from emssd.model import tracing
-from emssd.model.program import Program
-from emssd.native import Entry, NativeError
+from emssd.native import NativeError
 from tests.support.heads import (
     Weights,
     assert_same,
@@ -197,27 +194,6 @@ def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], b
         assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
 
 
-def test_a_draft_grows_from_the_heads_own_features(tmp_path: Path) -> None:
-    weights = head_weights()
-    head = load(write_head(tmp_path, CONFIG, weights)).head
-    table, features = numbers(V, H), numbers(5, H, seed=3)
-    text, fed = [3, 4, 5, 6, 7, 8], features
-    for _ in range(4):  # all is computed again for each token
-        out = dense_outputs(weights, table[text[1:]], fed)
-        text.append(DRAFTED[int(dense_logits(weights, out)[-1].argmax())])
-        fed = torch.cat([fed, out[-1:]])
-    drafted = text[6:]
-
-    def embed(ids: torch.Tensor) -> torch.Tensor:
-        return table[ids]
-
-    inputs = torch.cat([head.embed(torch.tensor(text[1:-1]), embed), fed[:-1]], -1)
-    ((last, nodes, _),) = run_ragged(head, [(inputs[:5], 2, inputs[5:], (-1, 0, 1))])
-    outputs = torch.cat([last[None], nodes])
-    assert head.to_target(head.logits(outputs, pytest.fail).argmax(-1)).tolist() == drafted
-    assert_same(outputs[:-1], fed[5:-1])
-
-
 def test_norms_before_fc(tmp_path: Path) -> None:
     states, eps = numbers(4, 3 * H), CONFIG["rms_norm_eps"]
     weights = head_weights()
@@ -337,31 +313,6 @@ def test_a_compiled_head_gives_the_same(
     assert_same(hidden, head(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q)[:, [0, 2]].flatten(0, 1))
     assert_same(logits, head.logits(hidden, pytest.fail))
     assert not recwarn.list
-
-
-@pytest.mark.parametrize("num_wrong", [1, 2])
-@pytest.mark.costly("compiles a model")
-def test_a_program_that_computes_nan_is_compiled_again_and_then_refused(
-    num_wrong: int, kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head = load(write_head(tmp_path, CONFIG, head_weights())).head
-    asked, run, kept = list[bool](), Program.__call__, tracing.entry
-
-    def entry(*names: Any, replace: bool = False) -> Entry:
-        asked.append(replace)
-        return kept(*names)._replace(new=replace)  # as if it had been compiled
-
-    def call(program: Program, *arguments: Any) -> list[torch.Tensor]:
-        return [each * (math.nan if len(asked) <= num_wrong else 1) for each in run(program, *arguments)]
-
-    monkeypatch.setattr(tracing, "entry", entry)
-    monkeypatch.setattr(Program, "__call__", call)
-    if num_wrong == 1:
-        CompiledHead(head)
-    else:
-        with pytest.raises(CompileError, match="though it was just compiled: its outputs differ by "):
-            CompiledHead(head)
-    assert asked == [False, True]
 
 
 def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

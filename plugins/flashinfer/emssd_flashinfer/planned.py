@@ -100,7 +100,6 @@ class PlannedKernels(PagedKernels):
     ) -> None:
         self._head_dims = head_dims
         self._capture, self._fusing = capture, fusing
-        self.plans_passes = capture is not None
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
@@ -178,7 +177,7 @@ class PlannedKernels(PagedKernels):
         step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
-    def plan_passes(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
+    def plan_chain(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
         size, num_passes = rung(self._ladder, packed.num_tokens), max(lengths)
         if size is None:
             return []

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from emssd.drafters import HeadLane, Lent, TreeOptions, keep_bytes, shape_of
+from emssd.drafters import HeadRunner, TargetWeights, TreeOptions, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
@@ -37,16 +37,16 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     from emssd_hydra.heads import load_hydra
 
     shape_of(config, "emssd_hydra", 1, top_k=config.top_k)  # what cannot work is said before heads are loaded
-    lent = Lent.by(context, "hydra")
+    lent = TargetWeights.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
     if lent.compile:
         keep_bytes(loaded.head)
-    lane, spec = None, lent.spec
+    runner, spec = None, lent.spec
     if loaded.prefix is not None:
         spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
-        lane = HeadLane(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
+        runner = HeadRunner(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
     shape = shape_of(config, "emssd_hydra", len(loaded.head.projections), top_k=config.top_k)
-    return HydraDrafter(loaded, lane, lent.target, shape, spec.max_model_len)
+    return HydraDrafter(loaded, runner, lent.target, shape, spec.max_model_len)
 
 
 @hookimpl

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from emssd.attention import Kept, on_device
-from emssd.drafters import GrowingRow, HeadLane, Level, Shape, StatesDrafter, nodes_of, pack_nodes
+from emssd.drafters import GrowingRow, HeadRunner, Level, Shape, StatesDrafter, nodes_of, pack_nodes
 from emssd.model import BorrowedTarget
 from emssd_hydra.heads import LoadedHydra
 
@@ -25,18 +25,18 @@ class HydraDrafter(StatesDrafter):
     layer's output there takes its place. The head at 0 reads the newest token too, and gives the first drafted ones.
 
     Args:
-        lane: of the prefix layer, if there is one; its KV cache takes no trees.
+        runner: of the prefix layer, if there is one; its KV cache takes no trees.
         max_len: tokens of the longest row in the cache of the prefix layer.
     """
 
     caches_nodes = False
 
     def __init__(
-        self, loaded: LoadedHydra, lane: HeadLane | None, target: BorrowedTarget, shape: Shape, max_len: int
+        self, loaded: LoadedHydra, runner: HeadRunner | None, target: BorrowedTarget, shape: Shape, max_len: int
     ) -> None:
-        super().__init__(shape, loaded.layers, target, lane, max_len)
-        self._heads, self._runner = loaded.head, lane
-        self.reads_all = lane is not None
+        super().__init__(shape, loaded.layers, target, runner, max_len)
+        self._heads, self._runner = loaded.head, runner
+        self.reads_all = runner is not None
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         self._hidden, self._places = self._read(rows), {row.request_id: place for place, row in enumerate(rows)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from emssd.drafters import DynamicShape, HeadLane, Lent, ModelDrafter, shallow_runner
+from emssd.drafters import DynamicShape, HeadRunner, ModelDrafter, TargetWeights, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Share
 from emssd.plugins import DrafterSpec, hookimpl
@@ -40,10 +40,10 @@ def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
 
     length = config.num_speculative_tokens
     shape = DynamicShape(length, length, 1, min_confidence=config.min_confidence)
-    lent, shallow = Lent.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
+    lent, shallow = TargetWeights.by(context, "kangaroo"), shallow_runner(context, config.num_layers)
     loaded = lent.loaded(config.path, partial(load_adapter, num_layers=config.num_layers))
     spec = loaded.head.kv_cache_spec(lent.spec)
-    adapter = HeadLane(loaded.head, lent.make_cache(spec), compile=lent.compile)
+    adapter = HeadRunner(loaded.head, lent.make_cache(spec), compile=lent.compile)
     runner = KangarooRunner(shallow, config.num_layers, adapter, spec.max_model_len, lent.target)
     return ModelDrafter(runner, context.vocab_size, shape)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from emssd.attention import KVUsage, PackedInputs
-from emssd.drafters import DecoderConfig, Format, HeadFiles, HeadLane, Lane, LayerHead, Loaded, TargetSizes
+from emssd.drafters import DecoderConfig, DraftCache, Format, HeadFiles, HeadRunner, LayerHead, Loaded, TargetSizes
 from emssd.model import BorrowedTarget, ModelOutput, ModelRunner
 
 __all__ = ["KangarooRunner", "load_adapter"]
 
 
-class KangarooRunner(Lane, ModelRunner):
+class KangarooRunner(DraftCache, ModelRunner):
     """A draft model of two parts, each with a KV cache of its own.
 
     Args:
@@ -20,7 +20,7 @@ class KangarooRunner(Lane, ModelRunner):
     """
 
     def __init__(
-        self, shallow: ModelRunner, num_layers: int, adapter: HeadLane, max_len: int, target: BorrowedTarget
+        self, shallow: ModelRunner, num_layers: int, adapter: HeadRunner, max_len: int, target: BorrowedTarget
     ) -> None:
         super().__init__(shallow, adapter)
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import HeadTreeOptions, Lent, keep_bytes, shape_of
+from emssd.drafters import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.plugins import DrafterSpec, hookimpl
 
@@ -36,7 +36,7 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_medusa.heads import load_medusa
 
     shape_of(config, "emssd_medusa", 1, top_k=config.num_nodes)  # what cannot work is said before heads are loaded
-    lent = Lent.by(context, "medusa")
+    lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:
         keep_bytes(heads)

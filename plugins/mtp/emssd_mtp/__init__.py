@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import Lent, PairedDrafter, TreeKind, TreeOptions, shape_of
+from emssd.drafters import PairedDrafter, TargetWeights, TreeKind, TreeOptions, shape_of
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
@@ -36,7 +36,7 @@ class MtpConfig(TreeOptions):
 def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
     from emssd_mtp.loading import load_mtp
 
-    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), Lent.by(context, "mtp")
+    shape, lent = shape_of(config, "emssd.drafters.heads", top_k=config.top_k), TargetWeights.by(context, "mtp")
     path = config.path or lent.target.model.name_or_path
     if not path:
         raise ConfigError(

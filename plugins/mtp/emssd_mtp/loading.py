@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from emssd.drafters import LAST_NORMED, Format, HeadFiles, Lent, Loaded
+from emssd.drafters import LAST_NORMED, Format, HeadFiles, Loaded, TargetWeights
 from emssd.errors import EmssdError
 from emssd_mtp.head import MtpHead
 
@@ -30,7 +30,7 @@ _WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = "e_score_correction_bias"  # which models keep in float32
 
 
-def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
+def load_mtp(path: str, lent: TargetWeights) -> Loaded[MtpHead]:
     """Load a layer. Tables of embeddings and logits that are copies of the target's are not loaded again.
 
     Args:
@@ -64,7 +64,7 @@ def load_mtp(path: str, lent: Lent) -> Loaded[MtpHead]:
 
 
 @contextmanager
-def _running_code(files: HeadFiles, lent: Lent) -> Iterator[None]:
+def _running_code(files: HeadFiles, lent: TargetWeights) -> Iterator[None]:
     """For code of the target's classes, which may raise anything."""
     try:
         yield
@@ -76,7 +76,7 @@ def _running_code(files: HeadFiles, lent: Lent) -> Iterator[None]:
         raise files.cannot(f"a further layer of the target's kind, {kind}, cannot be run ({said})") from error
 
 
-def _check(files: HeadFiles, lent: Lent) -> None:
+def _check(files: HeadFiles, lent: TargetWeights) -> None:
     sizes, decoder, tensors = files.target, lent.target.model.get_decoder(), files.checkpoint.tensors
     config = files.config.get("text_config") or files.config
     layers = {int(found[1]) for name in tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}

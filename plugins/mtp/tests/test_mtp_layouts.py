@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from emssd import Engine
-from emssd.drafters.heads.loading import Lent
+from emssd.drafters.heads.loading import TargetWeights
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
@@ -136,10 +136,12 @@ def target(kind: str, own_tables: bool = False) -> TargetModel:
     return TargetModel(model)
 
 
-def lent(kind: str, own_tables: bool = False) -> Lent:
+def lent(kind: str, own_tables: bool = False) -> TargetWeights:
     model = target(kind, own_tables)
     sizes = TargetSizes(VOCAB, SIZE, NUM_LAYERS, model.dtype)
-    return Lent(BorrowedTarget(model), sizes, model.kv_cache_spec(4), lambda spec: pytest.fail("no cache is needed"))
+    return TargetWeights(
+        BorrowedTarget(model), sizes, model.kv_cache_spec(4), lambda spec: pytest.fail("no cache is needed")
+    )
 
 
 def naive(head: Made, inputs: torch.Tensor) -> torch.Tensor:
@@ -290,7 +292,7 @@ def test_a_target_whose_layers_are_of_another_make_is_refused(tmp_path: Path) ->
     from emssd.testing.models import tiny_model
 
     model = TargetModel(tiny_model("opt", vocab_size=VOCAB, hidden_size=SIZE, word_embed_proj_dim=SIZE))
-    other = Lent(
+    other = TargetWeights(
         BorrowedTarget(model), TargetSizes(VOCAB, SIZE, 2), model.kv_cache_spec(1), lambda spec: pytest.fail("no")
     )
     with pytest.raises(ConfigError, match="OPTDecoderLayer, have no rotary positions"):

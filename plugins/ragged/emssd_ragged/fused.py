@@ -57,7 +57,6 @@ class FusedKernels(PagedKernels):
     takes_sinks = True
     takes_devices = True
     batch_invariant = True
-    are_native = True
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reason = why_not_fused(spec, page_size)

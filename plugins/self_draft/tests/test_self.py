@@ -18,7 +18,6 @@ from emssd_cascade import CascadeConfig
 from emssd_self_draft import SelfConfig
 from emssd_union import UnionConfig
 
-import emssd.drafters.levels
 import emssd.model.rounded
 from emssd.decoding.engine import Engine
 from emssd.drafters import SharedDrafter

@@ -1,4 +1,4 @@
-"""`Lane`: the KV of what drafts, beside that of the target; `HeadLane`, that of a trained head, which it runs."""
+"""`DraftCache`: the KV of what drafts, beside that of the target; `HeadRunner`: a trained head and its KV."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepP
 from emssd.drafters.heads.compiled import compiled_head
 from emssd.drafters.heads.head import Head
 from emssd.drafters.heads.layers import Attend
-from emssd.model.program import Growth
-from emssd.model.runner import in_passes, likeliest
+from emssd.model.runner import likeliest, run_planned
 
-__all__ = ["HeadLane", "KVCache", "Lane", "fed"]
+__all__ = ["DraftCache", "HeadRunner", "fed"]
 
 
 class KVCache(Protocol):
-    """The methods that a `Lane` needs of an `AttentionBackend` or a `ModelRunner`."""
+    """The methods that a `DraftCache` needs of an `AttentionBackend` or a `ModelRunner`."""
 
     def commit(self, kept: Kept) -> None: ...
     def release(self, request_ids: Iterable[str]) -> None: ...
     def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
 
 
-class Lane:
+class DraftCache:
     """The KV of what drafts.
 
     Args:
@@ -83,7 +82,7 @@ class Lane:
         return fitting
 
 
-class HeadLane(Lane):
+class HeadRunner(DraftCache):
     """A head on one device, with its KV in an attention backend. Rows, trees and rollback are those of any model.
 
     Args:
@@ -96,11 +95,6 @@ class HeadLane(Lane):
         super().__init__(backend)
         self.head, self._backend = head, backend
         self._compiled = compiled_head(head) if compile else None
-
-    @property
-    def grows(self) -> bool:
-        """Whether `grow` may do something."""
-        return self._compiled is not None
 
     @property
     def usage(self) -> KVUsage:
@@ -134,56 +128,36 @@ class HeadLane(Lane):
         hidden, *given = self._outputs(packed, inputs)
         return hidden, given[0] if given else logits(hidden)
 
-    def grow(
-        self, packed: PackedInputs, inputs: torch.Tensor, growth: Growth
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Compute a step of chains, and then trees of the head's likeliest tokens, level by level, in one call.
-
-        Args:
-            packed, inputs: as in `run`; outputs are wanted of the last token of each row.
-            growth: what is asked for.
-
-        Returns:
-            See `emssd.model.program.Program.grow`. ``None``: nothing was done, `run_to_logits` does one level.
-        """
-        if self._compiled is None:
-            return None
-        planned = self._backend.plan_growth(packed, growth.rooms)
-        return None if planned is None else self._compiled.grow(inputs.unsqueeze(0), *planned, growth)
-
-    @property
-    def plans_passes(self) -> bool:
-        """Whether `run_passes` may do something."""
-        return self._compiled is None and self._backend.plans_passes
-
-    def run_passes(
+    def run_chain(
         self,
         packed: PackedInputs,
         inputs: torch.Tensor,
-        growth: Growth,
+        lengths: Seq[int],
+        temperature: float,
         logits: Callable[[torch.Tensor], torch.Tensor],
-        following: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        reads: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor | None:
-        """See `emssd.model.ModelRunner.run_passes`.
+        """See `emssd.model.ModelRunner.run_chain`; tokens are columns of logits.
 
         Args:
-            packed: the first pass.
-            inputs: ``[B, input_size]`` what it reads.
-            growth: of chains, what is asked for; tokens are columns of logits.
+            packed, lengths, temperature: as there.
+            inputs: ``[B, input_size]`` what the first pass reads.
             logits: makes them of hidden states.
-            following: of tokens ``[n]``, and hidden states before them, what the next pass reads.
+            reads: of tokens ``[n]``, and hidden states before them, what the next pass reads.
         """
+        if self._compiled is not None:
+            return None
 
-        def given(plan: StepPlan) -> torch.Tensor:
+        def first(plan: StepPlan) -> torch.Tensor:
             size = plan.input_ids.numel()
-            return self.in_place(("passes", size), inputs, size)
+            return self.in_place(("chain", size), inputs, size)
 
-        def one_pass(plan: StepPlan, reads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden, *own = self._compute(plan, reads.unsqueeze(0))
-            both = likeliest(own[0] if own else logits(hidden), 1, growth.scale)[..., 0]
-            return both, following(both[0].long(), hidden)
+        def one_pass(plan: StepPlan, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden, *own = self._compute(plan, values.unsqueeze(0))
+            likely = likeliest(own[0] if own else logits(hidden), 1, 1.0 / temperature)[..., 0]
+            return likely, reads(likely[0].long(), hidden)
 
-        return in_passes(self._backend, packed, growth, given, one_pass)
+        return run_planned(self._backend, packed, lengths, first, one_pass)
 
     def _attend(self, plan: StepPlan) -> Attend:
         def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`BlockLane`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
+"""`BlockRunner`: runs a `BlockHead` on an attention backend, whose rows are causal, although a block is not.
 
 In most layers, every token of a block sees all others. A backend lets a token see the KV of its row up to its own. So a
 row computes its new features, its block, and its block a second time: keys and values come from the first, and queries
@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend, Kept, StepPlan, on_device
-from emssd.drafters import Lane, fed, pack_nodes
+from emssd.drafters import DraftCache, fed, pack_nodes
 from emssd_dflash.head import BlockAttend, BlockHead
 
-__all__ = ["BlockLane", "BlockRow"]
+__all__ = ["BlockRow", "BlockRunner"]
 
 _HIDDEN = 128.0  # its square is subtracted from scores: far more than they differ, and no overflow in half precision
 
@@ -41,7 +41,7 @@ class BlockRow:
     features: torch.Tensor
 
 
-class BlockLane(Lane):
+class BlockRunner(DraftCache):
     """A head on one device, with its KV in an attention backend, which is allocated for the head's `kv_cache_spec`."""
 
     def __init__(self, head: BlockHead, backend: AttentionBackend) -> None:
@@ -144,7 +144,7 @@ class _Sizes(NamedTuple):
 
     @property
     def of_places(self) -> list[int]:
-        """Of the parts of `BlockLane._places`."""
+        """Of the parts of `BlockRunner._places`."""
         return [self.features + self.blocks, self.step, *[self.step, self.blocks] * 2]
 
 
