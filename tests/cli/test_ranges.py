@@ -11,7 +11,8 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 
-from emssd.cli.config import ModelConfig, RunConfig
+from emssd.cli.config import RunConfig
+from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError
 from emssd.errors.ranges import check_options
 from emssd.plugins.registry import KINDS, Registry
@@ -21,7 +22,7 @@ from tests.support.tiers import looped
 REGISTRY = Registry()
 PLUGINS = [(kind, spec.config) for kind in KINDS for spec in REGISTRY.specs(kind)]
 TRAINED = (Eagle3Options, MedusaOptions, PardOptions)
-ALL = [*PLUGINS, ("", RunConfig), ("model", ModelConfig), *(("--", options) for options in TRAINED)]
+ALL = [*PLUGINS, ("", RunConfig), ("model", ModelOptions), *(("--", options) for options in TRAINED)]
 FOR_TRAINING = {"model": "demo", "data": "f.jsonl", "output": "out"}
 ANY_NUMBER = {"seed", "bits", "query_tile", "max_model_len", "temperature", "hidden_layers"}
 """Options that take any number, some, or those that a model has."""
@@ -94,7 +95,7 @@ def test_a_choice_is_one_of_the_enumeration_and_may_be_a_text(group: str, option
 
 def test_values_in_lists_and_groups_are_held_to_the_same() -> None:
     for values, problem in (
-        ({"model": ModelConfig(architecture={"a": [1, {"b": math.inf}]})}, r"model\.architecture\.a\[1\]\.b is inf; "),
+        ({"model": ModelOptions(architecture={"a": [1, {"b": math.inf}]})}, r"model\.architecture\.a\[1\]\.b is inf; "),
         ({"stop": [["x"]]}, r"stop is \[\['x'\]\]; each item must be a text"),
         ({"stop": "x"}, r"stop is 'x'; it must be a list"),
         ({"batch_size": 10**30}, "batch_size is a number of 31 digits; it must be below 2"),
