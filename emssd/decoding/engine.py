@@ -117,8 +117,8 @@ class Engine:
             budget: a name, a plugin's config, or a `BudgetPolicy`.
             options: fields of `ModelOptions`, such as ``dtype="float32"``, and of `EngineOptions`, such as
                 ``batch_size=16``. With ``compile="auto"``, `generate` and `stream` also compile where a call is long
-                enough. With ``tensor_parallel=True``, this call does not return in all processes but 0: they do their
-                part until process 0 ends, and end then.
+                enough. With ``tensor_parallel=True``, each process that torchrun started must make the same calls, with
+                the same prompts; each gets the same tokens.
         """
         return cls(**parts_of_path({"path": path} | options, drafter, backend, budget))
 
