@@ -29,7 +29,7 @@ from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
 from emssd.decoding.options import EngineOptions
-from emssd.errors import ConfigError, GroupError, exit_on_error
+from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
 from emssd.errors.version import __version__
 from emssd.plugins.registry import KINDS, Registry
@@ -45,11 +45,12 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
 class _Composed(NamedTuple):
-    """What Hydra composed for one run: its options, their YAML, its overrides and its number in a sweep."""
+    """What Hydra composed for one run: its options, their YAML, its overrides, its presets, its number in a sweep."""
 
     options: RunConfig
     text: str
     overrides: list[str]
+    presets: str
     number: int | None
 
 
@@ -89,12 +90,15 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
         target, is_sweep = hydra_config.launcher._target_, hydra_config.mode is RunMode.MULTIRUN
         overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         jobs.in_order = is_sweep and target.endswith(_IN_ORDER)
+        jobs.folder = Path(hydra_config.sweep.dir) if jobs.in_order else None
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
             options = jobs.attempt(overrides, partial(to_options, config, registry, is_sweep=is_sweep))
             if options is None:
                 return
             number = int(hydra_config.job.num) if is_sweep else None
-            one = _Composed(options, OmegaConf.to_yaml(config), overrides, number)
+            choices = {kind: hydra_config.runtime.choices.get(kind) for kind in KINDS}
+            presets = [f"{kind}={name}" for kind, name in choices.items() if name != getattr(options, kind).name]
+            one = _Composed(options, OmegaConf.to_yaml(config), overrides, ", ".join(presets), number)
             if options.experiment is not None and not target.endswith(_IN_ORDER):
                 raise ConfigError(
                     "an experiment compares runs that follow one another in one process, and its launcher is "
@@ -111,7 +115,7 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
 
 
 def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
-    options, text, overrides, number = one
+    options, text, overrides, presets, number = one
     folder = Path(options.output_dir)
     try:
         if options.experiment is not None:
@@ -120,8 +124,10 @@ def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
             jobs.attempt(overrides, partial(jobs.run, options, text, folder / str(number), overrides))
         else:
             jobs.run(options, text, folder)
-    except GroupError as error:
-        if not folder.is_dir():  # only process 0 writes to it
+    except EmssdError as error:
+        if presets:  # the message names what these are presets of
+            error.args = (f"{error} ({presets})", *error.args[1:])
+        if not isinstance(error, GroupError) or not folder.is_dir():  # only process 0 writes to it
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error
     except KeyboardInterrupt:

@@ -24,7 +24,6 @@ from emssd.sampling import SamplingParams
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "STDOUT",
-    "Check",
     "ExperimentConfig",
     "ModelConfig",
     "OnError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from emssd.cli.config import RunConfig
+from emssd.cli.lines_file import whole_file
 from emssd.cli.progress import time_left
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, EmssdError, GroupError
@@ -54,10 +56,12 @@ class Jobs:
     Attributes:
         found_difference: whether ``check=`` found tokens that are not those of the model alone.
         in_order: whether this process has all runs of a sweep, and so goes on after one that failed.
+        folder: of the sweep, where ``failed.jsonl`` tells which runs failed.
     """
 
     def __init__(self, registry: Registry) -> None:
         self.found_difference = self.in_order = False
+        self.folder: Path | None = None
         self._registry = registry
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
@@ -152,6 +156,8 @@ class Jobs:
     def finish(self) -> ConfigError | None:
         """Print the results of a sweep or an experiment, and how to see more of them. Returns an error: runs failed."""
         console, failed = plain_console(), [run for run in self._swept if run.error]
+        if self.folder is not None and self.folder.is_dir():
+            self._note(self.folder / "failed.jsonl", failed)
         num_done = len(self._swept) - len(failed) if self._rows is None else len(self._rows.rows)
         if failed and not num_done and len({run.error for run in failed}) == 1:
             return ConfigError(failed[0].error)
@@ -166,6 +172,15 @@ class Jobs:
             f"{len(failed)} of {every} runs failed; once their causes are mended, the same command with resume=true "
             f"makes them"
         )
+
+    def _note(self, path: Path, failed: Seq[SweptRun]) -> None:
+        """Write the file for `emssd.report`, or remove that of an earlier try."""
+        if not failed:
+            path.unlink(missing_ok=True)
+            return
+        with whole_file(path) as file:
+            for run in failed:
+                file.write(f"{json.dumps({'overrides': [*run.overrides], 'error': run.error})}\n".encode())
 
     def _print_experiment(self, console: Console, rows: RowsFile) -> None:
         from emssd.report.console import summary
@@ -286,9 +301,9 @@ def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> str:
     return f"{run.tokens_per_second / speeds[0]:.2f}×" if run.tokens_per_second is not None and speeds else "–"
 
 
-def _others(run: SweptRun) -> RunConfig | None:
+def _others(run: SweptRun) -> dict[str, Any] | None:
     """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
-    return run.options and dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
+    return run.options and vars(run.options) | {"drafter": None, "speculate": True, "check": None, "output_dir": ""}
 
 
 def _checked(run: SweptRun) -> str:

@@ -29,6 +29,8 @@ _GONE = {
     "model.fallback": "A model that cannot be served is refused; model.generate of Transformers still decodes with it",
     "model.frozen": "A run loads its model itself, and needs no promise; leave it out",
     "model.checksums": "A run loads its model itself, and needs no check; leave it out",
+    "data.seed": "Random prompts are the same each time",
+    "drafter.seed": "drafter=replay draws the same each time",
 }
 """Options of earlier versions, and what stands in for them."""
 

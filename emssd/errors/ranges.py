@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -47,8 +47,8 @@ def check_options(options: Any, group: str = "", spelled: Callable[[str], str] =
 
 
 @cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
+def _hints(kind: Hashable) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)  # type: ignore[arg-type]  # a class is hashable
 
 
 def _check_numbers(name: str, value: Any) -> None:

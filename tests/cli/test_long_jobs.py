@@ -19,6 +19,7 @@ from emssd.cli.intake import Failures
 from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
+from emssd.report.rows import read
 from tests.support.tiers import looped
 
 from .conftest import RESUME, files, jsonl, wait_for_rows
@@ -372,3 +373,11 @@ def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
     (result.folder / "generations.jsonl").write_text(before["generations.jsonl"].splitlines(keepends=True)[0])
     metrics = records(line, "on_error=skip", "resume=true").metrics
     assert [metrics[f"num_{kind}prompts"] for kind in ("", "resumed_", "failed_")] == [2, 1, 1]
+
+
+def test_a_report_passes_over_a_job_whose_figures_were_lost(decode: Callable, work: Path) -> None:
+    decode("output_dir=out/0", "data.limit=1")
+    decode("output_dir=out/1", "data.limit=1")
+    (work / "out" / "1" / "metrics.json").unlink()  # the disk was full, say
+    assert decode(*RESUME, "output_dir=out/1", "data.limit=1").status == 0
+    assert [run.name for run in read([work / "out"]).runs] == [str(work / "out" / "0")]
