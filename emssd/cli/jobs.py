@@ -230,21 +230,13 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
     if not checks:
         return
     exact, ties, wrong = (sum(check[name] for check in checks.values()) for name in ("exact", "ties", "differences"))
-    jobs = ", ".join(str(job) for job, check in checks.items() if check["differences"])
-    where = f", in jobs {jobs}; {folder}/JOB/metrics.json says where" if wrong else ""
-    console.print(
-        f"\nchecked: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
-        style="bold red" if wrong else "bold green",
-        soft_wrap=True,
+    laws = sum("law" in check for check in checks.values())
+    said = f"{exact} exact, {ties} numerical ties, {wrong} true differences" + (
+        f", {laws} tests of a law" if laws else ""
     )
-    if laws := {job: check["law"] for job, check in checks.items() if "law" in check}:
-        others = ", ".join(str(job) for job, law in laws.items() if not law["right"])
-        console.print(
-            f"of {len(laws)} runs with residual sampling, {f'jobs {others} have ANOTHER LAW' if others else 'all have'}"
-            f"{'' if others else ' the law of plain decoding'}",
-            style="bold red" if others else "bold green",
-            soft_wrap=True,
-        )
+    bad = ", ".join(str(job) for job, check in checks.items() if _differs({"check": check}))
+    where = f", in jobs {bad}; {folder}/JOB/metrics.json says where" if bad else ""
+    console.print(f"\nchecked: {said}{where}", style="bold red" if bad else "bold green", soft_wrap=True)
 
 
 def _said(row: dict[str, Any]) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 from emssd.data.chat import check_messages
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import content_of, records_in
 from emssd.data.sources import FileConfig
 from emssd.errors import PromptError, did_you_mean
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 
 __all__ = ["OpenAIBatchConfig", "openai_batch_prompts"]
 
@@ -58,7 +58,7 @@ class OpenAIBatchConfig(FileConfig):
     """
 
     limit: AtLeastOne | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
 
 
 def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:

@@ -350,13 +350,6 @@ def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path)
     assert "raise kv_memory, or lower max_new_tokens" in result.errors["prompts.txt:7"]
 
 
-def test_without_a_failure_there_is_no_file_of_errors(records: Callable) -> None:
-    assert records("[]", "on_error=skip").errors
-    result = records('{"id": "2", "n": 3, "prompt": "a"}', "on_error=skip", "overwrite=true")
-    assert result.metrics["num_failed_prompts"] == 0
-    assert "errors.jsonl" not in result.files
-
-
 def test_if_all_prompts_fail_the_run_fails(decode_records: Callable) -> None:
     result = decode_records(['{"text": "a"}', "{oops", '{"prompt": ""}', "[]"], "on_error=skip")
     assert result.sentence == "none of the 4 prompts can be used; out/errors.jsonl says why"
