@@ -45,12 +45,14 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
 class _Composed(NamedTuple):
-    """What Hydra composed for one run: its options, their YAML, its overrides, its presets, its number in a sweep."""
+    """What Hydra composed for one run: its options, their YAML, its overrides, by plugin the preset that was chosen,
+    and its number in a sweep.
+    """
 
     options: RunConfig
     text: str
     overrides: list[str]
-    presets: str
+    presets: dict[str, str]
     number: int | None
 
 
@@ -96,9 +98,10 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
             if options is None:
                 return
             number = int(hydra_config.job.num) if is_sweep else None
-            choices = {kind: hydra_config.runtime.choices.get(kind) for kind in KINDS}
-            presets = [f"{kind}={name}" for kind, name in choices.items() if name != getattr(options, kind).name]
-            one = _Composed(options, OmegaConf.to_yaml(config), overrides, ", ".join(presets), number)
+            plugins = {kind: getattr(options, kind).name for kind in KINDS}
+            choices = {kind: hydra_config.runtime.choices.get(kind, name) for kind, name in plugins.items()}
+            presets = {f"{kind}={name}": f"{kind}={choices[kind]}" for kind, name in plugins.items()}
+            one = _Composed(options, OmegaConf.to_yaml(config), overrides, presets, number)
             if options.experiment is not None and not target.endswith(_IN_ORDER):
                 raise ConfigError(
                     "an experiment compares runs that follow one another in one process, and its launcher is "
@@ -125,8 +128,9 @@ def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
         else:
             jobs.run(options, text, folder)
     except EmssdError as error:
-        if presets:  # the message names what these are presets of
-            error.args = (f"{error} ({presets})", *error.args[1:])
+        for plugin, preset in presets.items():
+            if plugin != preset and (plugin in str(error) or "{} {!r}".format(*plugin.split("=")) in str(error)):
+                error.args = (f"{error} ({preset})", *error.args[1:])
         if not isinstance(error, GroupError) or not folder.is_dir():  # only process 0 writes to it
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error

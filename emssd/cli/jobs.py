@@ -295,7 +295,8 @@ def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> str:
 
 def _others(run: SweptRun) -> dict[str, Any] | None:
     """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
-    return run.options and vars(run.options) | {"drafter": None, "speculate": True, "check": None, "output_dir": ""}
+    same = {"drafter": None, "speculate": True, "check": None, "output_dir": ""}
+    return None if run.options is None else vars(run.options) | same
 
 
 def _checked(run: SweptRun) -> str:

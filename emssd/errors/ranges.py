@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -38,17 +38,17 @@ def check_options(options: Any, group: str = "", spelled: Callable[[str], str] =
     Raises:
         ConfigError: a value cannot be. The message names the option, its value and what is possible.
     """
+    kind: Any = type(options)
     for field in fields(options):
         name, value = spelled(f"{group}.{field.name}".lstrip(".")), getattr(options, field.name)
         _check_numbers(name, value)
         if not is_dataclass(value):
-            kind = _hints(type(options))[field.name]
-            object.__setattr__(options, field.name, _converted(name, value, kind))
+            object.__setattr__(options, field.name, _converted(name, value, _hints(kind)[field.name]))
 
 
 @cache
-def _hints(kind: Hashable) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)  # type: ignore[arg-type]  # a class is hashable
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind, include_extras=True)
 
 
 def _check_numbers(name: str, value: Any) -> None:
