@@ -62,7 +62,7 @@ def _check_names(config: DictConfig, registry: Registry) -> None:
         owner = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
         if owner is not None and dataclasses.is_dataclass(owner):
             for option in {*node} - {field.name for field in dataclasses.fields(owner)}:
-                raise ConfigError(_no_option(f"{group}.{option}".lstrip("."), owner, registry))
+                raise ConfigError(_no_option(f"{group!s}.{option!s}".lstrip("."), owner, registry))
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
