@@ -45,11 +45,14 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
 class _Composed(NamedTuple):
-    """What Hydra composed for one run: its options, their YAML, its overrides and its number in a sweep."""
+    """What Hydra composed for one run: its options, their YAML, its overrides, by plugin the preset that was chosen,
+    and its number in a sweep.
+    """
 
     options: RunConfig
     text: str
     overrides: list[str]
+    presets: dict[str, str]
     number: int | None
 
 
@@ -89,12 +92,16 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
         target, is_sweep = hydra_config.launcher._target_, hydra_config.mode is RunMode.MULTIRUN
         overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         jobs.in_order = is_sweep and target.endswith(_IN_ORDER)
+        jobs.folder = Path(hydra_config.sweep.dir) if jobs.in_order else None
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
             options = jobs.attempt(overrides, partial(to_options, config, registry, is_sweep=is_sweep))
             if options is None:
                 return
             number = int(hydra_config.job.num) if is_sweep else None
-            one = _Composed(options, OmegaConf.to_yaml(config), overrides, number)
+            plugins = {kind: getattr(options, kind).name for kind in KINDS}
+            choices = {kind: hydra_config.runtime.choices.get(kind, name) for kind, name in plugins.items()}
+            presets = {f"{kind}={name}": f"{kind}={choices[kind]}" for kind, name in plugins.items()}
+            one = _Composed(options, OmegaConf.to_yaml(config), overrides, presets, number)
             if options.experiment is not None and not target.endswith(_IN_ORDER):
                 raise ConfigError(
                     "an experiment compares runs that follow one another in one process, and its launcher is "
@@ -111,7 +118,7 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
 
 
 def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
-    options, text, overrides, number = one
+    options, text, overrides, presets, number = one
     folder = Path(options.output_dir)
     try:
         if options.experiment is not None:
@@ -123,6 +130,9 @@ def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
     except EmssdError as error:
         if jobs.is_silent and jobs.group.is_broken:  # else rank 0 has the same error, and prints it
             sys.stderr = sys.__stderr__
+        for plugin, preset in presets.items():
+            if plugin != preset and (plugin in str(error) or "{} {!r}".format(*plugin.split("=")) in str(error)):
+                error.args = (f"{error} ({preset})", *error.args[1:])
         if not isinstance(error, GroupError) or not folder.is_dir():  # only rank 0 writes to it
             raise
         raise GroupError(f"{error}. resume=true output_dir={options.output_dir} goes on from there") from error

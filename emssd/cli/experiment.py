@@ -168,17 +168,8 @@ def changed(options: Any) -> dict[str, Any]:
 def setting_of(config: RunConfig) -> dict[str, Any]:
     """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
     apart = {
-        "drafter",
-        "backend",
-        "model",
-        "data",
-        "sampling",
-        "budget",
-        "speculate",
-        "batch_size",
-        "check",
-        "data.name",
-    }
+        "drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check", "data.name"
+    }  # fmt: skip
     equal = {name: value for name, value in _given(config).items() if name not in _AROUND | apart}
     equal |= {"backend": label_of(config.backend), "data": config.data.name}
     return {

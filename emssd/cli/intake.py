@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -81,27 +80,15 @@ def check_options(config: RunConfig) -> None:
             )
         if config.data.system is not None and not config.data.chat:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
-    if isinstance(config.data, OpenAIBatchConfig):
-        if config.sampling.temperature:
-            raise ConfigError(
-                f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
-                f"own, and data.temperature is that of the others"
-            )
-        with _named("data"):
-            SamplingParams(temperature=config.data.temperature)
+    if isinstance(config.data, OpenAIBatchConfig) and config.sampling.temperature:
+        raise ConfigError(
+            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
+            f"own, and data.temperature is that of the others"
+        )
     config.model.check()
     sampling_of(config)
     if config.resume and config.overwrite:
         raise ConfigError("resume=true keeps the rows of the output folder, overwrite=true drops them; choose one")
-
-
-@contextmanager
-def _named(group: str) -> Iterator[None]:
-    """Errors about an option name it with its `group`."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{group}.{error}") from error
 
 
 def sampling_of(
@@ -114,23 +101,22 @@ def sampling_of(
     given = {} if prompt is None or prompt.sampling is None else prompt.sampling
     own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
     try:
-        with _named("sampling"):
-            for name in own:
-                if name not in options:
-                    guess = did_you_mean(name, options) or "."
-                    raise ConfigError(f"{name} is no option{guess} The options are {', '.join(options)}")
-            if isinstance(bias := own.get("logit_bias"), dict):
-                own["logit_bias"] = {
-                    int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
-                    for token, value in bias.items()
-                }
-            params = SamplingParams(**options | own)
-            if vocab_size is not None:
-                params.check_vocabulary(vocab_size)
+        for name in own:
+            if name not in options:
+                guess = did_you_mean(name, options) or "."
+                raise ConfigError(f"{name} is no option{guess} The options are {', '.join(options)}")
+        if isinstance(bias := own.get("logit_bias"), dict):
+            own["logit_bias"] = {
+                int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
+                for token, value in bias.items()
+            }
+        params = SamplingParams(**options | own)
+        if vocab_size is not None:
+            params.check_vocabulary(vocab_size)
     except ConfigError as error:
         if own and prompt is not None:
-            raise PromptError(f"prompt {prompt.prompt_id}: {error}") from error
-        raise
+            raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
+        raise ConfigError(f"sampling.{error}") from error
     return None if params.is_greedy and params.logprobs is None else params
 
 

@@ -41,7 +41,7 @@ from emssd.plugins.registry import Registry
 from emssd.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.sequences import Generation, Request
 
-__all__ = ["JobResult", "run_job"]
+__all__ = ["run_job"]
 
 _Done = dict[tuple[str, int], Generation]  # by `_place`
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from emssd.cli.config import RunConfig
+from emssd.cli.lines_file import whole_file
 from emssd.cli.progress import time_left
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, EmssdError, GroupError
@@ -56,10 +58,12 @@ class Jobs:
     Attributes:
         found_difference: whether ``check=`` found tokens that are not those of the model alone.
         in_order: whether this process has all runs of a sweep, and so goes on after one that failed.
+        folder: of the sweep, where ``failed.jsonl`` tells which runs failed.
     """
 
     def __init__(self, registry: Registry) -> None:
         self.found_difference = self.in_order = False
+        self.folder: Path | None = None
         self._registry = registry
         self._rows: RowsFile | None = None
         self._swept: list[SweptRun] = []
@@ -169,6 +173,8 @@ class Jobs:
     def finish(self) -> ConfigError | None:
         """Print the results of a sweep or an experiment, and how to see more of them. Returns an error: runs failed."""
         console, failed = plain_console(), [run for run in self._swept if run.error]
+        if self.folder is not None and self.folder.is_dir():
+            self._note(self.folder / "failed.jsonl", failed)
         num_done = len(self._swept) - len(failed) if self._rows is None else len(self._rows.rows)
         if failed and not num_done and len({run.error for run in failed}) == 1:
             return ConfigError(failed[0].error)
@@ -183,6 +189,15 @@ class Jobs:
             f"{len(failed)} of {every} runs failed; once their causes are mended, the same command with resume=true "
             f"makes them"
         )
+
+    def _note(self, path: Path, failed: Seq[SweptRun]) -> None:
+        """Write the file for `emssd.report`, or remove that of an earlier try."""
+        if not failed:
+            path.unlink(missing_ok=True)
+            return
+        with whole_file(path) as file:
+            for run in failed:
+                file.write(f"{json.dumps({'overrides': [*run.overrides], 'error': run.error})}\n".encode())
 
     def _print_experiment(self, console: Console, rows: RowsFile) -> None:
         from emssd.report.console import summary
@@ -232,21 +247,13 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
     if not checks:
         return
     exact, ties, wrong = (sum(check[name] for check in checks.values()) for name in ("exact", "ties", "differences"))
-    jobs = ", ".join(str(job) for job, check in checks.items() if check["differences"])
-    where = f", in jobs {jobs}; {folder}/JOB/metrics.json says where" if wrong else ""
-    console.print(
-        f"\nchecked: {exact} exact, {ties} numerical ties, {wrong} true differences{where}",
-        style="bold red" if wrong else "bold green",
-        soft_wrap=True,
+    laws = sum("law" in check for check in checks.values())
+    said = f"{exact} exact, {ties} numerical ties, {wrong} true differences" + (
+        f", {laws} tests of a law" if laws else ""
     )
-    if laws := {job: check["law"] for job, check in checks.items() if "law" in check}:
-        others = ", ".join(str(job) for job, law in laws.items() if not law["right"])
-        console.print(
-            f"of {len(laws)} runs with residual sampling, {f'jobs {others} have ANOTHER LAW' if others else 'all have'}"
-            f"{'' if others else ' the law of plain decoding'}",
-            style="bold red" if others else "bold green",
-            soft_wrap=True,
-        )
+    bad = ", ".join(str(job) for job, check in checks.items() if _differs({"check": check}))
+    where = f", in jobs {bad}; {folder}/JOB/metrics.json says where" if bad else ""
+    console.print(f"\nchecked: {said}{where}", style="bold red" if bad else "bold green", soft_wrap=True)
 
 
 def _said(row: dict[str, Any]) -> str:
@@ -303,9 +310,10 @@ def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> str:
     return f"{run.tokens_per_second / speeds[0]:.2f}×" if run.tokens_per_second is not None and speeds else "–"
 
 
-def _others(run: SweptRun) -> RunConfig | None:
+def _others(run: SweptRun) -> dict[str, Any] | None:
     """The options of a run without those that say how it drafts, whether it is checked, and where its files go."""
-    return run.options and dataclasses.replace(run.options, drafter=None, speculate=True, check=None, output_dir="")
+    same = {"drafter": None, "speculate": True, "check": None, "output_dir": ""}
+    return None if run.options is None else vars(run.options) | same
 
 
 def _checked(run: SweptRun) -> str:

@@ -12,18 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from omegaconf import MISSING
 
-__all__ = [
-    "OptionText",
-    "attributes",
-    "choice_text",
-    "entries",
-    "introduction",
-    "markdown",
-    "option_texts",
-    "preset_text",
-    "sections",
-    "written",
-]
+__all__ = ["OptionText", "choice_text", "introduction", "option_texts", "preset_text", "written"]
 
 _SECTION = re.compile(r"^(Args|Attributes|Raises|Returns):$", re.MULTILINE)
 _ENTRY = re.compile(r"^ {4}(?P<names>\w+(?:, \w+)*): (?P<text>.*(?:\n {8}.*)*)", re.MULTILINE)

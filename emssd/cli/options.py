@@ -29,6 +29,8 @@ _GONE = {
     "model.fallback": "A model that cannot be served is refused; model.generate of Transformers still decodes with it",
     "model.frozen": "A run loads its model itself, and needs no promise; leave it out",
     "model.checksums": "A run loads its model itself, and needs no check; leave it out",
+    "data.seed": "Random prompts are the same each time",
+    "drafter.seed": "drafter=replay draws the same each time",
 }
 """Options of earlier versions, and what stands in for them."""
 
@@ -60,7 +62,7 @@ def _check_names(config: DictConfig, registry: Registry) -> None:
         owner = OmegaConf.get_type(node) if isinstance(node, DictConfig) else None
         if owner is not None and dataclasses.is_dataclass(owner):
             for option in {*node} - {field.name for field in dataclasses.fields(owner)}:
-                raise ConfigError(_no_option(f"{group}.{option}".lstrip("."), owner, registry))
+                raise ConfigError(_no_option(f"{group!s}.{option!s}".lstrip("."), owner, registry))
 
 
 def _check_together(options: RunConfig, *, is_sweep: bool) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
-
-from omegaconf import MISSING
+from typing import Annotated, Any
 
 from emssd.data.chat import check_messages
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import content_of, records_in
+from emssd.data.sources import FileConfig
 from emssd.errors import PromptError, did_you_mean
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 
 __all__ = ["OpenAIBatchConfig", "openai_batch_prompts"]
 
@@ -48,20 +47,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 @dataclass
-class OpenAIBatchConfig:
+class OpenAIBatchConfig(FileConfig):
     """`data=openai_batch`: requests of OpenAI's Batch API, for ``/v1/chat/completions`` and ``/v1/completions``.
 
     Beside its other files, the run writes ``batch_output.jsonl``, the answers in that API's format.
 
     Attributes:
-        path: the file; ``-`` is standard input.
         limit: use only this many requests.
         temperature: of requests that name none; 1 is the API's default.
     """
 
-    path: str = MISSING
     limit: AtLeastOne | None = None
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
 
 
 def openai_batch_prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:

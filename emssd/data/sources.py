@@ -19,6 +19,7 @@ from emssd.errors.ranges import AtLeastOne, Meta
 __all__ = [
     "DatasetConfig",
     "DemoConfig",
+    "FileConfig",
     "JSONLConfig",
     "RandomConfig",
     "TextConfig",
@@ -51,27 +52,30 @@ class Unit(str, Enum):
 
 
 @dataclass
-class TextConfig(SourceConfig):
-    """`data=text`: prompts from a text file; empty lines are skipped.
+class FileConfig:
+    """Options of a source that reads one file.
 
     Attributes:
         path: the file; ``-`` is standard input.
-        unit: each ``line``, each ``paragraph`` (separated by empty lines), or the whole ``file`` is one prompt.
     """
 
     path: str = MISSING
+
+
+@dataclass
+class TextConfig(SourceConfig, FileConfig):
+    """`data=text`: prompts from a text file; empty lines are skipped.
+
+    Attributes:
+        unit: each ``line``, each ``paragraph`` (separated by empty lines), or the whole ``file`` is one prompt.
+    """
+
     unit: Unit = Unit.line
 
 
 @dataclass
-class JSONLConfig(RecordsConfig):
-    """`data=jsonl`: one JSON object per line.
-
-    Attributes:
-        path: the file; ``-`` is standard input.
-    """
-
-    path: str = MISSING
+class JSONLConfig(RecordsConfig, FileConfig):
+    """`data=jsonl`: one JSON object per line."""
 
 
 @dataclass
@@ -97,13 +101,11 @@ class RandomConfig(SourceConfig):
     Attributes:
         num_tokens: of each prompt.
         vocab_size: token ids are drawn below this, and at least 4, since models keep special tokens there.
-        seed: of the draw.
     """
 
     limit: AtLeastOne | None = 32
     num_tokens: AtLeastOne = 128
     vocab_size: Annotated[int, Meta(ge=5)] = 1000
-    seed: int = 0
 
 
 def demo_prompts(config: DemoConfig) -> list[Prompt]:
@@ -123,7 +125,7 @@ def random_prompts(config: RandomConfig) -> list[Prompt]:
     """The prompts of `data=random`."""
     if config.limit is None:
         raise ConfigError("data.limit says how many random prompts to make, and is null; give a number")
-    draw = random.Random(config.seed)
+    draw = random.Random(0)
     return [
         Prompt(str(i), token_ids=tuple(draw.randrange(4, config.vocab_size) for _ in range(config.num_tokens)))
         for i in range(config.limit)

@@ -38,12 +38,12 @@ def check_options(options: Any, group: str = "", spelled: Callable[[str], str] =
     Raises:
         ConfigError: a value cannot be. The message names the option, its value and what is possible.
     """
+    kind: Any = type(options)
     for field in fields(options):
         name, value = spelled(f"{group}.{field.name}".lstrip(".")), getattr(options, field.name)
         _check_numbers(name, value)
         if not is_dataclass(value):
-            kind = _hints(type(options))[field.name]
-            object.__setattr__(options, field.name, _converted(name, value, kind))
+            object.__setattr__(options, field.name, _converted(name, value, _hints(kind)[field.name]))
 
 
 @cache

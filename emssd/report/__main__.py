@@ -12,6 +12,7 @@ from emssd.errors.terminal import steady
 from emssd.report.page import report
 from emssd.report.rows import read
 from emssd.report.sections import sections
+from emssd.report.sections.failures import failed_runs
 
 __all__ = ["make_parser"]
 
@@ -41,7 +42,8 @@ def main(arguments: Seq[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     if not re.fullmatch(r"[\w.-]+", options.name):
         raise ConfigError(f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only")
-    markdown, page, *plots = report(sections(read(options.runs)), options.out, title=options.title, name=options.name)
+    found = [*sections(read(options.runs)), *failed_runs(options.runs)]
+    markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)
     beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
     print(f"{page}\n{markdown}{beside}")
 

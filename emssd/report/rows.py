@@ -182,8 +182,8 @@ def read(paths: Iterable[Path]) -> Material:
             rows = read_rows(file)
             material.rows.extend(row for row in rows if isinstance(row, Row))
             material.simulations.extend(row for row in rows if isinstance(row, Simulation))
-        else:
-            material.runs.append(_read_run(file))
+        elif (run := _read_run(file)) is not None:
+            material.runs.append(run)
     return material
 
 
@@ -211,11 +211,14 @@ def _by_number(path: Path) -> tuple[int, str]:
     return (int(path.name) if path.name.isdecimal() else -1, path.name)
 
 
-def _read_run(file: Path) -> PlainRun:
+def _read_run(file: Path) -> PlainRun | None:
+    """The run, or ``None``: a resumed job had nothing left to do, and its figures were lost before."""
     try:
         value = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
+    if isinstance(value, dict) and "decode_tokens_per_second" not in value and "num_resumed_prompts" in value:
+        return None
     if not isinstance(value, dict) or "decode_tokens_per_second" not in value:
         raise ConfigError(f"{file} is no metrics.json; {_HOW}")
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.metrics.busy import CPUTimes, OtherProcesses, cpu_times
+from emssd.metrics.busy import CPUTimes, OtherProcesses
 from emssd.report.console import remarks, short_end, short_start
 from tests.support.tiers import looped
 
@@ -87,13 +87,6 @@ def test_a_busy_machine(run: float | None, greedy: float | None, said: str | Non
     assert found == ([sentence] if said else [])
 
 
-def test_the_share_is_in_the_metrics_of_both_runs(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.cli.job.OtherProcesses", lambda *_: OtherProcesses(counted(4.0, 10.0, 0.0)))
-    result = decode("check=greedy")
-    assert (result.metrics["other_cpu_share"], result.metrics["greedy"]["other_cpu_share"]) == (0.2, 0.2)
-    assert "the machine was busy: other processes used 20% of its cores" in result.out
-
-
 def counted(busy: float, idle: float, own: float, seconds: float = 10.0) -> Callable[[], CPUTimes]:
     """Readings of two cores between which so many seconds pass, and that CPU time of all, of none and of ourselves."""
     then = CPUTimes(100.0 + seconds, 2, 7.0 + busy, 9.0 + idle, 3.0 + own)
@@ -116,13 +109,6 @@ def test_the_share_of_others(busy: float, idle: float, own: float, seconds: floa
     with OtherProcesses(counted(busy, idle, own, seconds)) as others:
         pass
     assert others.share == (None if share is None else pytest.approx(share))
-
-
-def test_times_of_this_machine() -> None:
-    first, then = cpu_times(), cpu_times()
-    assert first.cores >= 1
-    assert then.clock > first.clock
-    assert (then.busy >= first.busy, then.own >= first.own > 0) == (True, True)
 
 
 def test_rows_go_to_stdout_and_all_else_to_stderr(decode: Callable, work: Path) -> None:

@@ -86,15 +86,6 @@ def test_spec_bench_from_its_real_file(read: Callable, shared: Path) -> None:
     assert taken(result) == {str(record["question_id"]): record["turns"][0] for record in wanted}
 
 
-def test_presets_of_articles_and_turns(read: Callable, work: Path) -> None:
-    (work / "cnn.jsonl").write_text(json.dumps({"article": "x" * 200}) + "\n")
-    result = read("data=cnn_dailymail", "data.path=cnn.jsonl", "data.max_prompt_tokens=50")
-    assert result.rows[0]["prompt"] == "x" * 200 + " TL;DR:"
-    assert result.rows[0]["num_prompt_tokens"] == 50  # cut on the left
-    (work / "mt.jsonl").write_text(json.dumps({"prompt": ["first", "second"]}) + "\n")
-    assert taken(read("data=mt_bench", "data.path=mt.jsonl")) == {"mt.jsonl:1": "first"}
-
-
 @looped("source", ["text", "jsonl"])
 def test_a_byte_order_mark_is_no_part_of_a_prompt(source: str, read: Callable, work: Path) -> None:
     content = {"text": "one\n", "jsonl": '{"prompt": "one"}\n'}[source]

@@ -220,23 +220,4 @@ def test_kept_rows_of_another_format_are_refused_before_the_first_run(emssd: Cal
         "resume=true: out/rows.jsonl:1 is of another format: it has no metrics.decode_steps"
     )
     assert "With overwrite=true all of its jobs run again" in result.sentence
-    assert not (first.folder / "1").exists()
-
-
-@looped(
-    "arguments, sentence",
-    [
-        (["overwrite=true", "batch_size=0"], "batch_size is 0; it must be at least 1"),
-        (["overwrite=true", "data=text", "data.path=nowhere.txt"], "data.path=nowhere.txt: no such file"),
-        (["overwrite=true", "resume=true"], "resume=true keeps the rows of the output folder, overwrite=true drops"),
-    ],
-)
-def test_an_earlier_experiment_stays_until_the_new_one_has_a_row(
-    arguments: list[str], sentence: str, emssd: Callable, work: Path
-) -> None:
-    folder = work / "out"
-    if not folder.exists():
-        little(emssd, "fig1", "method=greedy")
-    before = (folder / "rows.jsonl").read_bytes()
-    assert toy(emssd, "fig1", "method=greedy", *arguments).sentence.startswith(sentence)
-    assert (folder / "rows.jsonl").read_bytes() == before
+    assert not [*(first.folder / "1").iterdir()]

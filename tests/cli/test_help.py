@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import shlex
 import sys
 from collections.abc import Callable
 from importlib.metadata import version
@@ -97,14 +96,6 @@ def test_help_describes_every_option_of_what_is_chosen(emssd: Callable) -> None:
     assert options["data.path"][1].endswith("(needed)")
     assert "data.kind" not in options
     assert max(map(len, result.out.splitlines())) <= 120
-
-
-def test_the_examples_of_the_help_come_first_and_compose(emssd: Callable) -> None:
-    lines = emssd("--help").out.split("Choose as")[0].splitlines()
-    examples = [shlex.split(line, comments=True)[3:] for line in lines if line.startswith("  python -m emssd")]
-    assert len(examples) == 3
-    for words in examples:
-        assert emssd(*words, "--cfg", "job").status == 0
 
 
 def test_every_option_has_a_description_in_one_place() -> None:

@@ -19,6 +19,7 @@ from emssd.cli.intake import Failures
 from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
+from emssd.report.rows import read
 from tests.support.tiers import looped
 
 from .conftest import RESUME, files, jsonl, wait_for_rows
@@ -349,13 +350,6 @@ def test_a_prompt_that_the_kv_cache_cannot_hold(decode: Callable, prompts: Path)
     assert "raise kv_memory, or lower max_new_tokens" in result.errors["prompts.txt:7"]
 
 
-def test_without_a_failure_there_is_no_file_of_errors(records: Callable) -> None:
-    assert records("[]", "on_error=skip").errors
-    result = records('{"id": "2", "n": 3, "prompt": "a"}', "on_error=skip", "overwrite=true")
-    assert result.metrics["num_failed_prompts"] == 0
-    assert "errors.jsonl" not in result.files
-
-
 def test_if_all_prompts_fail_the_run_fails(decode_records: Callable) -> None:
     result = decode_records(['{"text": "a"}', "{oops", '{"prompt": ""}', "[]"], "on_error=skip")
     assert result.sentence == "none of the 4 prompts can be used; out/errors.jsonl says why"
@@ -372,3 +366,11 @@ def test_what_was_skipped_is_not_what_is_left_to_do(records: Callable) -> None:
     (result.folder / "generations.jsonl").write_text(before["generations.jsonl"].splitlines(keepends=True)[0])
     metrics = records(line, "on_error=skip", "resume=true").metrics
     assert [metrics[f"num_{kind}prompts"] for kind in ("", "resumed_", "failed_")] == [2, 1, 1]
+
+
+def test_a_report_passes_over_a_job_whose_figures_were_lost(decode: Callable, work: Path) -> None:
+    decode("output_dir=out/0", "data.limit=1")
+    decode("output_dir=out/1", "data.limit=1")
+    (work / "out" / "1" / "metrics.json").unlink()  # the disk was full, say
+    assert decode(*RESUME, "output_dir=out/1", "data.limit=1").status == 0
+    assert [run.name for run in read([work / "out"]).runs] == [str(work / "out" / "0")]

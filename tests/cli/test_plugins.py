@@ -230,9 +230,3 @@ def emssd_prompt_sources():
     )
     result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
-
-
-def test_a_plugin_without_metadata_is_listed(install: Callable, plugins: Callable, tmp_path: Path) -> None:
-    install("bare", drafter())
-    (tmp_path / "site_bare" / "third_party_bare-1.2.dist-info" / "METADATA").unlink()
-    assert any(line.startswith("drafter third ready") for line in words(plugins().out))

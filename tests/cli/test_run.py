@@ -183,11 +183,6 @@ def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str
     assert measured == ["measured", "measured", "engine", "engine"]
 
 
-def test_a_run_of_no_experiment_measures_nothing(measured: list[str], decode: Callable) -> None:
-    assert decode().metrics["hardware"] == provenance.hardware(torch.device("cpu"))
-    assert measured == ["engine"]
-
-
 def test_metrics_say_which_plugins_of_which_versions_ran(install: Callable, decode: Callable) -> None:
     install("good", drafter())
     metrics = decode("drafter=third", "check=greedy").metrics

@@ -204,11 +204,3 @@ def test_what_a_prompt_cannot_have_is_a_fault_of_that_one(own: Callable) -> None
     done = {row["id"] for row in result.rows}
     assert f"f.jsonl:{len(asked)}" in done
     assert len(done) + len(errors) == len(asked)
-
-
-def test_a_huge_limit_is_a_fault_of_that_prompt(decode_records: Callable) -> None:
-    records = [{"prompt": "abc", "limit": limit} for limit in (*HUGE, None)]
-    options = ("data.max_new_tokens_field=limit", "model.max_model_len=16", "max_new_tokens=2", "on_error=skip")
-    result = decode_records(records, *options)
-    assert f"f.jsonl:{len(records)}" in {row["id"] for row in result.rows}
-    assert len(result.rows) + len(result.errors) == len(records)

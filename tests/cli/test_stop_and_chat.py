@@ -11,10 +11,9 @@ import pytest
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from emssd import Engine, demo
+from emssd import Engine
 from emssd.cli import progress
 from emssd.cli.progress import Bar
-from emssd.data.chat import encode_chat
 from emssd.metrics.stats import RunReport
 from emssd.model import ModelOptions, load_model
 from emssd.sequences import StopStrings
@@ -73,15 +72,6 @@ def test_prompts_go_through_the_chat_template(
     assert row["num_prompt_tokens"] == len(text) - len("<s>") + 1
     assert row["token_ids"] == tokens_after(chat_model, text)
     assert row["prompt"] == ("Q: hi" if "Q" in text else prompt)
-
-
-def test_a_conversation_for_the_library_has_one_bos() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(demo.model_path("target"))  # it adds BOS to texts by itself
-    assert tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
-    tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    ids = encode_chat([ASK], tokenizer, system="be good")
-    assert ids.count(tokenizer.bos_token_id) == 1
-    assert tokenizer.decode(ids) == "<s>system: be good\nuser: he\n"
 
 
 def test_stop_strings_end_rows(decode: Callable) -> None:

@@ -23,10 +23,11 @@ from rich.console import Console
 from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import SweptRun, print_sweep
 from emssd.plugins.registry import Registry
+from emssd.report.__main__ import main as report_main
 from emssd.testing.models import tiny_model
 from tests.support.tiers import only
 
-from .conftest import byte_tokenizer
+from .conftest import byte_tokenizer, jsonl
 
 PLAIN, SAME = "drafter=none", "batch_size=3"
 SOME, EVERY = ["eagle3", "llma", "none", "rest"], Registry().names("drafter")
@@ -104,6 +105,11 @@ def test_a_run_that_fails_is_a_line_and_resume_tries_it_again(emssd: Callable, m
     (why,) = {line[-1] for line in table(first.out) if "rest" in line and "datastore" in line[-1]}
     assert why.startswith("failed: drafter=rest drafts from a datastore: give drafter.store=FOLDER")
     assert f"{why}\n" in first.err
+    assert why.removeprefix("failed: ") in [run["error"] for run in jsonl(first.folder / "failed.jsonl")]
+    report_main([str(first.folder), "--out", "page"])
+    page = (work / "page" / "report.md").read_text()
+    assert "## Runs that failed" in page
+    assert "drafter=rest drafts from a datastore" in page
     (work / "later").symlink_to(model)
     done = first.folder / "2" / "generations.jsonl"
     before = done.stat().st_mtime_ns

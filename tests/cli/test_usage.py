@@ -236,16 +236,27 @@ def test_a_full_disk(name: str, decode: Callable, work: Path) -> None:
     assert name != "metrics.json" or len(result.rows) == 5
 
 
-def test_ctrl_c_keeps_the_finished_rows(decode: Callable, fail_at: Callable) -> None:
-    fail_at(35, KeyboardInterrupt())
+@pytest.mark.parametrize("step", [1, 35])
+def test_ctrl_c_keeps_the_finished_rows_and_speaks_of_them_if_there_are_some(
+    step: int, decode: Callable, fail_at: Callable
+) -> None:
+    fail_at(step, KeyboardInterrupt())
     result = decode("batch_size=1", "drafter=none")
     assert result.status == 130
+    if step == 1:
+        assert result.err.endswith("emssd: interrupted\n")
+        assert not result.folder.exists()
+        return
     assert result.err.endswith(
         "emssd: interrupted; the rows that were finished are in out/, "
         "and resume=true output_dir=out goes on from there\n"
     )
     assert 1 <= len(result.rows) < 5
     assert "metrics.json" not in result.files
+
+
+def test_a_preset_that_fails_is_named_beside_its_drafter(decode: Callable) -> None:
+    assert decode("drafter=rest_original").sentence.endswith(" (drafter=rest_original)")
 
 
 @looped("argument", ["batch_size", "drafter", "model.path"])

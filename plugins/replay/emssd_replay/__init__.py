@@ -35,7 +35,6 @@ class ReplayConfig:
         known: ``generations.jsonl`` of an earlier run of the same prompts: what the target will generate. ``null``
             serves models of ``model.architecture``, whose text is known without; and with ``p=0`` any model, whose
             drafts then are arbitrary tokens and right by chance at most.
-        seed: of the draw.
     """
 
     p: Share = 0.75
@@ -46,7 +45,6 @@ class ReplayConfig:
     chances: list[list[Share]] = field(default_factory=list)
     trace: str | None = None
     known: str | None = None
-    seed: AtLeastZero = 0
 
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:

@@ -111,7 +111,7 @@ class ReplayTrees(ReplayDrafter):
                 "drafter.concentration and drafter.coverage"
             )
         chances = config.chances or [[config.p]]
-        self._law = TreeLaw(config.branches, chances, config.seed)
+        self._law = TreeLaw(config.branches, chances)
         super().__init__(replace(config, num_speculative_tokens=0), vocab_size)
         self.num_speculative_tokens = len(self._law.parents)
         self.must_count = self._known is None and any(map(any, chances))
@@ -134,11 +134,10 @@ def _drawn(config: ReplayConfig) -> Trace:
         num_speculative_tokens=config.num_speculative_tokens,
         max_new_tokens=_DRAWN_TOKENS,
         concentration=config.concentration,
-        seed=config.seed,
     )
     if config.coverage == 1:
         return trace
-    draw, requests = random.Random(config.seed), []
+    draw, requests = random.Random(0), []
     for request in trace:
         (stage,) = request.stages
         there = [draw.random() < config.coverage for _ in stage.drafted]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
 from emssd.plugins import DrafterSpec, hookimpl
 
 __all__ = ["BigramConfig", "emssd_drafters"]
@@ -19,8 +20,8 @@ class BigramConfig:
         min_count: only followers that were seen at least so often are drafted.
     """
 
-    length: int = 4
-    min_count: int = 1
+    length: AtLeastOne = 4
+    min_count: AtLeastOne = 1
 
 
 def _build(config: BigramConfig, context: DrafterContext) -> Drafter:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from emssd.drafting import Draft, Drafter
-from emssd.errors import ConfigError
 from emssd.sequences import Batch
 
 from emssd_bigram import BigramConfig
@@ -43,15 +42,9 @@ class BigramDrafter(Drafter):
 
     Args:
         config: see `BigramConfig`.
-
-    Raises:
-        ConfigError: a length or a count below one.
     """
 
     def __init__(self, config: BigramConfig) -> None:
-        for name in ("length", "min_count"):
-            if (value := getattr(config, name)) < 1:
-                raise ConfigError(f"drafter.{name} is {value}; it must be at least 1")
         self.num_speculative_tokens = config.length
         self._min_count = config.min_count
         self._followers: dict[str, _Followers] = {}

@@ -8,6 +8,7 @@ import pytest
 from emssd import Engine
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
+from emssd.errors.ranges import check_options
 from emssd.sequences import Batch, Request, Row
 from emssd.testing import DrafterConformance, tiny_model
 
@@ -51,4 +52,4 @@ def test_some_of_its_drafts_are_accepted() -> None:
 @pytest.mark.parametrize("name", ["length", "min_count"])
 def test_an_option_below_one_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=rf"drafter\.{name} is 0"):
-        BigramDrafter(BigramConfig(**{name: 0}))
+        check_options(BigramConfig(**{name: 0}), "drafter")
