@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import Distribution, EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -70,7 +70,9 @@ class Registry:
         self.in_use: dict[tuple[str, str], PluginRecord] = {}
         self._offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         points = list(entry_points(group="emssd") if group is None else group)
-        origins = {dist: _origin(dist) for dist in {point.dist for point in points}}  # each look parses all metadata
+        origins = {  # metadata may be missing, or tell neither; each look parses all of it
+            dist: ((dist and dist.name) or "?", (dist and dist.version) or "?") for dist in {p.dist for p in points}
+        }
         for point in sorted(points, key=lambda point: (origins[point.dist][0] != "emssd", point.name)):
             self._take(point, *origins[point.dist], on_load)
 
@@ -216,11 +218,6 @@ def verification_rule(name: str) -> VerificationRule:
     spec = registry.find("rule", name)
     rule: VerificationRule = registry.build("rule", spec, spec.config())
     return rule
-
-
-def _origin(dist: Distribution | None) -> tuple[str, str]:
-    """Name and version; metadata may be missing, or tell neither."""
-    return (dist and dist.name) or "?", (dist and dist.version) or "?"
 
 
 def _failure(record: PluginRecord) -> str:

@@ -202,13 +202,10 @@ def _found(folder: Path) -> Iterator[Path]:
         if file.is_file() and file.stat().st_size:  # an experiment that has just begun has no rows
             yield file
     of_experiment = (folder / "rows.jsonl").is_file()
-    for below in sorted((each for each in folder.iterdir() if each.is_dir()), key=_by_number):
+    folders = (below for below in folder.iterdir() if below.is_dir())
+    for below in sorted(folders, key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name)):
         if not (of_experiment and below.name.isdecimal()):
             yield from _found(below)
-
-
-def _by_number(path: Path) -> tuple[int, str]:
-    return (int(path.name) if path.name.isdecimal() else -1, path.name)
 
 
 def _read_run(file: Path) -> PlainRun | None:

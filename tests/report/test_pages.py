@@ -83,12 +83,6 @@ def test_every_kind_of_rows_has_its_section(page: Page) -> None:
     assert all(title.startswith(start) for title, start in zip(titles, starts, strict=True))
 
 
-def test_a_section_without_rows_is_left_out(tmp_path: Path, undrawn: None) -> None:
-    write(tmp_path, measured("my own", ("greedy", "vanilla")))
-    titles = [section.title for section in sections(read([tmp_path]))]
-    assert titles == ["Experiment my own", "Where the time of a step goes, and its floor", "Where this comes from"]
-
-
 def test_replay_and_random_weights_are_said_wherever_their_figures_are(page: Page) -> None:
     fig1 = page.markdown.split("\n## ")[1]
     heading = next(line for line in fig1.splitlines() if line.startswith("### "))

@@ -122,7 +122,7 @@ class LookaheadDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         """Fill the pools with what the target said after the windows, and move these on."""
-        width, length = self._config.window, self._window_nodes
+        width, length = self._config.window, (self._config.ngram - 1) * self._config.window - 1
         for row, verified, target_ids in zip(outcome.batch, outcome.draft.lengths, outcome.target_ids, strict=True):
             kept = self._rows[row.request_id]
             if kept.num_guesses is not None and verified == kept.num_guesses + length:
@@ -133,10 +133,6 @@ class LookaheadDrafter(Drafter):
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._rows.pop(request_id, None)
-
-    @property
-    def _window_nodes(self) -> int:
-        return (self._config.ngram - 1) * self._config.window - 1
 
     def _begin(self, row: Row) -> _Row:
         config = self._config
