@@ -137,9 +137,10 @@ class CheckedDrafter(Drafter):
             raise error
         if self.failure:
             return
-        is_broken_rule = isinstance(error, DraftError)
-        what = "broke its interface" if is_broken_rule else f"failed in {where}"
-        failure = (DraftError if is_broken_rule else PluginError)(f"{self._owner} {what}: {described(error)}")
+        if isinstance(error, DraftError):
+            failure: PluginError = DraftError(f"{self._owner} broke its interface: {described(error)}", error.rule)
+        else:
+            failure = PluginError(f"{self._owner} failed in {where}: {described(error)}")
         failure.__cause__ = error
         if self._on_error == "fail":
             raise failure

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NoReturn
 
+from emssd.errors import DraftError
 from emssd.errors.faults import described
 from emssd.testing.conformance.process import process_kept
 
@@ -128,7 +129,7 @@ def broken_rule(error: BaseException | None) -> BrokenRule | None:
 
 @contextmanager
 def named(rule: str, what: str) -> Iterator[None]:
-    """An exception of the body breaks `rule`, unless it is a `BrokenRule` already. `what` names the call.
+    """An exception of the body breaks `rule`, unless it is a `BrokenRule` or a `DraftError`. `what` names the call.
 
     What the body leaves changed for the whole process is set back, and breaks ``KIND.process``.
     """
@@ -141,6 +142,8 @@ def named(rule: str, what: str) -> Iterator[None]:
             raise
         if (inner := broken_rule(error)) is not None:
             raise inner from None
+        if isinstance(error, DraftError):
+            broken(f"drafter.{error.rule}", str(error))
         broken(rule, f"{what} raised {described(error)}")
     if changed:
         kind = rule.partition(".")[0]
