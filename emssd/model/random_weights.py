@@ -11,7 +11,7 @@ from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["counted_on", "counting_model"]
 
-_SMALL, _LARGE = 0.005, 4.0  # standard deviations of what layers add, and of embeddings, which must outweigh it
+_SMALL, _LARGE = 0.005, 4.0  # standard deviations: of weights in layers, and of embeddings, which outweigh them
 _PROJECTION = 0.02  # of the embeddings' size, so that logits stay in the range of half precision
 
 
