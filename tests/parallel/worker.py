@@ -49,21 +49,17 @@ def refused(act: Callable[[], Any]) -> str:
 def main(folder: Path) -> None:
     """Process 0."""
     choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
-    said["missing"] = refused(
-        lambda: load_model(ModelOptions(str(folder / "nowhere"), tensor_parallel=True, compile=False))
-    )
-    said["unreadable"] = refused(
-        lambda: load_model(ModelOptions(str(folder / UNREADABLE), tensor_parallel=True, compile=False))
-    )
+    said["missing"] = refused(lambda: load_model(ModelOptions(str(folder / "nowhere"), tensor_parallel=True)))
+    said["unreadable"] = refused(lambda: load_model(ModelOptions(str(folder / UNREADABLE), tensor_parallel=True)))
     for model in MODELS:
-        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True, compile=False))
+        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True))
         heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling])
             found[f"{model} {name} {backend} {sampling}"] = tokens
-    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True, compile=False)), "60KiB")
-    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True, compile=False))
+    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True)), "60KiB")
+    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True))
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "early_exit", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
