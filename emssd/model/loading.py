@@ -11,6 +11,7 @@ import torch
 
 from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.errors.faults import told
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel import join
@@ -138,11 +139,5 @@ def _resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here: {_first_line(error)} Try device=cpu.") from error
+        raise ConfigError(f"device {name!r} cannot be used here ({told(error)}); try device=cpu") from error
     return device
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    first = text[0].rstrip(" :,") if text else type(error).__name__
-    return first if first.endswith((".", "!")) else first + "."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from emssd.errors import ConfigError, did_you_mean
 
 __all__ = ["counted_on", "counting_model"]
 
-_SMALL, _LARGE = 0.005, 4.0  # standard deviations of what layers add, and of embeddings, which must outweigh it
+_SMALL, _LARGE = 0.005, 4.0  # standard deviations: of weights in layers, and of embeddings, which outweigh them
 _PROJECTION = 0.02  # of the embeddings' size, so that logits stay in the range of half precision
 
 
@@ -33,7 +33,10 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     if model_type is None:
         raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
     try:
-        _check_names(values, AutoConfig.for_model(model_type))
+        default = AutoConfig.for_model(model_type)
+        if unknown := [name for name in values if not hasattr(default, name)]:  # which Transformers would keep
+            guess = did_you_mean(unknown[0], default.to_dict())
+            raise ConfigError(f"model.architecture of type {model_type!r} has no value {unknown[0]!r}{guess}")
         config = AutoConfig.for_model(model_type, **(values | {"tie_word_embeddings": False}))
         if config.get_text_config().vocab_size < 1:
             raise ConfigError("model.architecture.vocab_size is 0 or less; there must be a token to generate")
@@ -57,14 +60,6 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     model.generation_config.pad_token_id = 0
     model.config.eos_token_id = None
     return model.eval()
-
-
-def _check_names(values: Iterable[str], config: Any) -> None:
-    """Refuse what the model's config does not have; Transformers would keep it without a word."""
-    for name in values:
-        if not hasattr(config, name):
-            guess = did_you_mean(name, config.to_dict())
-            raise ConfigError(f"model.architecture of type {config.model_type!r} has no value {name!r}{guess}")
 
 
 def counted_on(token: int, count: int, vocab_size: int) -> list[int]:

@@ -71,7 +71,7 @@ class _Row:
     flipped: bool = False
 
     def committed(self, kv_len: int, moved: tuple[int, ...], history: int) -> _Row:
-        """After the first tokens up to `kv_len` stay, the last of which are those with the indices `moved`."""
+        """The row after a commit that keeps `kv_len` tokens, the last of them taken from `moved`."""
         num_fixed = kv_len - len(moved)
         kept = (*self.kept[: num_fixed - self.first], *(self.kept[index - self.first] for index in moved))
         row = replace(self, kept=kept, ahead=0)
@@ -185,7 +185,7 @@ class StateCache:
         self._rows, self._inputs, self._states, self._history = step.rows, mixer.inputs, mixer.states, mixer.history
 
     def commit(self, kept: Kept) -> None:
-        """Tokens of these rows stay, in the place of which they are moved to; see `emssd.attention.Kept`."""
+        """Keep these tokens, and move accepted ones to their new places; see `emssd.attention.Kept`."""
         sources = kept.sources or ((),) * len(kept.request_ids)
         for name, kv_len, moved in zip(kept.request_ids, kept.kv_lens, sources, strict=True):
             if (row := self._rows.get(name)) is not None:

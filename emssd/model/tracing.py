@@ -21,6 +21,7 @@ import torch
 
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
+from emssd.errors.faults import told
 from emssd.model import program as loaded
 from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import UnnamedError
@@ -114,8 +115,8 @@ def compile_module(
                 program, package_path=str(folder / PROGRAM), inductor_configs=options
             )
     except Exception as error:  # tracing and compiling raise almost anything
-        reason = f"{type(error).__name__}: {_first_line(error)}{room_hint(error)}"
-        raise CompileError(f"{type(module.model).__name__} cannot be compiled: {reason}") from error
+        name = type(module.model).__name__
+        raise CompileError(f"{name} cannot be compiled: {told(error)}{room_hint(error)}") from error
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -200,11 +201,6 @@ def _other_products(program: torch.export.ExportedProgram) -> list[str]:
     return sorted(found)
 
 
-def _first_line(error: BaseException) -> str:
-    """Of the message of an error, the first line that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-
-
 class NotKeptError(CompileError):
     """No earlier run has left a program of this module."""
 
@@ -260,8 +256,7 @@ class ProvenProgram(ABC):
         except EmssdError:
             raise
         except Exception as error:  # a module's own code may raise anything
-            reason = f"{type(error).__name__}: {_first_line(error)}"
-            raise CompileError(f"{type(module).__name__} cannot be compiled: {reason}") from error
+            raise CompileError(f"{type(module).__name__} cannot be compiled: {told(error)}") from error
         self.folder, self._found = found.folder, found
         self.origin = self.origin if found.new else "its program was kept"
 
@@ -300,7 +295,7 @@ class ProvenProgram(ABC):
                 if not far <= most:  # also NaN
                     return f"its {name} differ by {far:.3g} standard deviations"
         except Exception as error:
-            return f"{type(error).__name__}: {_first_line(error)}"
+            return told(error)
         return None
 
 

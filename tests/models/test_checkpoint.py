@@ -193,7 +193,7 @@ def test_the_same_checkpoint_unbroken_is_served(untouched: Path) -> None:
 def test_tied_weights_are_in_the_file_once_and_not_missing(architecture: str, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path, architecture, tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(folder / WEIGHTS)
-    load_model(ModelOptions(str(folder), device="cpu", compile=False))
+    load_model(ModelOptions(str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_what_older_versions_stored_and_newer_ones_compute_may_be_left_over(
 ) -> None:
     folder = save_checkpoint(tmp_path, architecture)
     change_weights(folder, lambda weights: weights.update({name: torch.ones(4)}))
-    load_model(ModelOptions(str(folder), device="cpu", compile=False))
+    load_model(ModelOptions(str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize("level", ["WARNING", "CRITICAL"])
@@ -228,7 +228,7 @@ def test_experts_that_cannot_be_put_together_are_named(
     with pytest.raises(
         ConfigError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
     ):
-        load_model(ModelOptions(str(folder), device="cpu", compile=False))
+        load_model(ModelOptions(str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize("architecture", ["opt", "gpt2", "qwen2", "gemma2", "gpt_neox", "mistral"])
@@ -238,7 +238,7 @@ def test_a_missing_tokenizer_is_no_empty_one(architecture: str, tmp_path: Path) 
     with pytest.raises(
         ConfigError, match=rf"its tokenizer is missing: .* is in {tmp_path}; .*tokenizer\.save_pretrained"
     ):
-        load_model(ModelOptions(str(tmp_path), compile=False))
+        load_model(ModelOptions(str(tmp_path)))
 
 
 CODE = """

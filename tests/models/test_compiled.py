@@ -19,9 +19,7 @@ from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
 from filelock import FileLock
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 from emssd.attention import LayerSpec
 from emssd.decoding.caches import make_backend
@@ -38,6 +36,7 @@ from emssd.plugins.registry import Registry
 from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
+from tests.models.test_checkpoint import save_checkpoint
 from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states
 
@@ -420,9 +419,7 @@ def test_a_drafters_model_is_compiled_and_rounded_if_the_target_is_compiled(
     targets: dict[str, TargetModel], tmp_path: Path
 ) -> None:
     plain = make("opt-float32")
-    plain.save_pretrained(tmp_path)
-    words = Tokenizer(WordLevel({f"w{place}": place for place in range(13)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    save_checkpoint(tmp_path, "opt", num_hidden_layers=1, max_model_len=64)
     options = ModelOptions(str(tmp_path), dtype="float32", compile=False)
     for target, is_compiled in ((targets["opt-float32"], True), (TargetModel(plain), False)):
         draft, _ = load_model(options, draft_of=target)

@@ -157,7 +157,7 @@ def test_maps_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> 
 def test_without_accelerate_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'emssd\[devices\]'"):
-        load_model(ModelOptions("demo", device_map="auto", compile=False))
+        load_model(ModelOptions("demo", device_map="auto"))
 
 
 def test_what_cannot_be_spread_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,10 +84,9 @@ class TestWindows:
 
     def test_a_window_longer_than_any_row_of_the_probe_is_learnt_from_the_mask(self) -> None:
         model = random_model("phimoe", sliding_window=33, num_local_experts=2)
-        assert [layer.sliding_window for layer in TargetModel(model).layers] == [33, 33]
-        assert [
-            layer.sliding_window for layer in TargetModel(model, ModelOptions(max_model_len=33, compile=False)).layers
-        ] == [None, None]
+        for longest, windows in ((None, [33, 33]), (33, [None, None])):
+            target = TargetModel(model, ModelOptions(max_model_len=longest))
+            assert [layer.sliding_window for layer in target.layers] == windows
 
     def test_a_window_that_the_mask_does_not_have_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         original = modeling_llama.LlamaAttention.forward
@@ -98,7 +97,7 @@ class TestWindows:
         monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", with_window)
         with pytest.raises(UnsupportedModelError, match="gives layer 0 a sliding window of 30, and a mask without one"):
             TargetModel(tiny_model("llama"))
-        assert TargetModel(tiny_model("llama"), ModelOptions(max_model_len=30, compile=False)).max_model_len == 30
+        assert TargetModel(tiny_model("llama"), ModelOptions(max_model_len=30)).max_model_len == 30
 
     def test_two_windows_for_one_layer_are_refused(self) -> None:
         model = tiny_model("gemma2")
@@ -170,7 +169,7 @@ class TestPositionsBeyondTheProbe:
         with pytest.raises(UnsupportedModelError, match=r"counts the tokens of a call .* in sequences of 64 tokens"):
             TargetModel(model)
         with pytest.raises(UnsupportedModelError, match="in sequences of 32 tokens"):
-            TargetModel(model, ModelOptions(max_model_len=32, compile=False))
+            TargetModel(model, ModelOptions(max_model_len=32))
         assert_exact(model, max_model_len=31)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

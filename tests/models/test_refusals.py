@@ -98,7 +98,7 @@ def test_a_config_that_shows_it_cannot_be_served_is_refused_without_looking_for_
     architecture: str, values: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason) as refusal:
-        load_model(ModelOptions(folder_with_config_only(tmp_path, architecture, **values), compile=False))
+        load_model(ModelOptions(folder_with_config_only(tmp_path, architecture, **values)))
     assert str(refusal.value).startswith(f"{architecture} cannot be served")
 
 
@@ -118,9 +118,9 @@ def test_a_wrapper_of_peft_is_refused_with_what_to_give() -> None:
 def test_rotary_frequencies_that_depend_on_the_batch_are_refused_and_served_where_they_do_not(tmp_path: Path) -> None:
     path = folder_with_config_only(tmp_path, "llama", **SMALL, rope_parameters=dict(LONGROPE))
     with pytest.raises(UnsupportedModelError, match=r"longrope .*model\.max_model_len=32 or less works"):
-        load_model(ModelOptions(path, compile=False))
+        load_model(ModelOptions(path))
     with pytest.raises(ConfigError, match="tokenizer is missing"):  # that length is fine
-        load_model(ModelOptions(path, max_model_len=32, compile=False))
+        load_model(ModelOptions(path, max_model_len=32))
     model = tiny_model("llama", max_model_len=64, dtype=torch.float32, rope_parameters=dict(LONGROPE))
     with pytest.raises(UnsupportedModelError, match="longrope"):
         Engine.from_model(model, max_model_len=33)
@@ -234,13 +234,13 @@ def test_a_layer_that_changes_its_rules_while_running_is_refused() -> None:
 
 def test_unknown_paths_dtypes_and_devices_are_told_with_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot load the model '.*nowhere': there is no such folder.*or 'demo'"):
-        load_model(ModelOptions(str(tmp_path / "nowhere"), compile=False))
+        load_model(ModelOptions(str(tmp_path / "nowhere")))
     path = folder_with_config_only(tmp_path, "llama", **SMALL)
-    assert load_model(ModelOptions("demo", dtype=torch.float64, compile=False))[0].dtype is torch.float64
+    assert load_model(ModelOptions("demo", dtype=torch.float64))[0].dtype is torch.float64
     with pytest.raises(ConfigError, match="unknown dtype 'float8'; choose auto, float64, float32, bfloat16, float16"):
-        load_model(ModelOptions(path, dtype="float8", compile=False))
-    with pytest.raises(ConfigError, match=r"device 'nowhere' cannot be used here.*Try device=cpu"):
-        load_model(ModelOptions(path, device="nowhere", compile=False))
+        load_model(ModelOptions(path, dtype="float8"))
+    with pytest.raises(ConfigError, match=r"device 'nowhere' cannot be used here .*; try device=cpu"):
+        load_model(ModelOptions(path, device="nowhere"))
 
 
 def test_unknown_drafters_and_backends_are_told_before_a_model_is_looked_for() -> None:
@@ -256,7 +256,7 @@ def test_a_max_model_len_outside_the_models_range_is_refused(max_model_len: int,
         Engine.from_model(tiny_model("opt"), max_model_len=max_model_len)
     path = folder_with_config_only(tmp_path, "opt", max_position_embeddings=128)
     with pytest.raises(ConfigError, match=f"max_model_len is {max_model_len}"):
-        load_model(ModelOptions(path, max_model_len=max_model_len, compile=False))
+        load_model(ModelOptions(path, max_model_len=max_model_len))
 
 
 @looped("max_model_len", [2, 3, 5, 128])

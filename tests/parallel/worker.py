@@ -40,24 +40,22 @@ def refused(act: Callable[[], Any]) -> str:
 def main(folder: Path) -> None:
     """Decode every case."""
     choices, said, found, heads = backends(), dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
-    missing, unreadable = (
-        ModelOptions(str(folder / name), tensor_parallel=True, compile=False) for name in ("nowhere", UNREADABLE)
-    )
+    missing, unreadable = (ModelOptions(str(folder / name), tensor_parallel=True) for name in ("nowhere", UNREADABLE))
     said["missing"] = refused(lambda: load_model(missing))
     with pytest.MonkeyPatch.context() as patch:
         if join().rank:
             patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
         said["unreadable"] = refused(lambda: load_model(unreadable))
     for model in MODELS:
-        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True, compile=False))
+        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True))
         heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
         for name, backend, sampling in cases(model):
             made = drafter(name, str(folder / model))
             budget = "adaptive" if name == "adaptive" else "fixed"
             tokens = decoded(loaded, made, choices[backend], SAMPLING[sampling], budget)
             found[f"{model} {name} {backend} {sampling}"] = tokens
-    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True, compile=False)), "60KiB")
-    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True, compile=False))
+    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True)), "60KiB")
+    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True))
     with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
     said["borrowed"] = refused(lambda: decoded(loaded, "self", "ragged", None))
     said["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
