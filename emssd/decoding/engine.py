@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -211,7 +211,7 @@ class Engine:
                 greedy=schedule.batch.is_plain,
             )
             timer.lap("plan")
-            with self._masks_of(schedule.batch.rows, known) if self._has_grammars else nullcontext():
+            with self.grammars.beside(states_in(schedule.batch.rows, known)) if self._has_grammars else nullcontext():
                 output = self.runner.run(packed)
             timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
             verified = self._verify(schedule.batch.rows, draft, output)
@@ -404,10 +404,6 @@ class Engine:
         if schedule.preempted:
             self._free(schedule.preempted)
         return schedule
-
-    def _masks_of(self, rows: Seq[Row], draft: Draft) -> AbstractContextManager[None]:
-        """Computes the masks of grammars during what is done within."""
-        return self.grammars.beside(states_in(rows, draft))
 
     def _verify(self, rows: Seq[Row], draft: Draft, output: ModelOutput) -> list[Verified]:
         """Verify the draft of each row; the host has waited for the device once, unless a rule has to do so."""

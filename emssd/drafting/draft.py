@@ -24,7 +24,7 @@ __all__ = ["check_ids"]
 
 
 class DraftExtra(Protocol):
-    """What a drafter tells a rule of verification about the tokens of one row. The engine only passes it on."""
+    """Knowledge of a drafter about the tokens of one row, for a rule of verification. The engine only passes it on."""
 
     def pick(self, nodes: Seq[int], /) -> DraftExtra:
         """The same for these nodes alone."""

@@ -341,15 +341,15 @@ def draft_wrongly(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """``draft_wrongly()`` makes steps with a draft give wrong tokens; plain runs stay right."""
 
     def start() -> None:
-        right = engine.verify
+        right = engine.Engine._verify
 
-        def wrong(chosen: Any, draft: Any, *others: Any) -> Any:
-            verified = right(chosen, draft, *others)
+        def wrong(self: Any, rows: Any, draft: Any, output: Any) -> Any:
+            verified = right(self, rows, draft, output)
             for row in verified if draft.indptr[-1] else ():
                 row.new_tokens[-1] = 5
             return verified
 
-        monkeypatch.setattr(engine, "verify", wrong)
+        monkeypatch.setattr(engine.Engine, "_verify", wrong)
 
     return start
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 
 from emssd.sampling import SamplingParams
-from emssd.sampling.choice import Node, choose, greedy_tokens, scores_of
+from emssd.sampling.choice import Node, choose, scores_of
 from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
 from emssd.testing.models import tiny_model
@@ -88,29 +87,6 @@ def test_scores_of_a_row_have_the_same_bits_beside_any_others(monkeypatch: pytes
     assert torch.equal(choose(logits, nodes), whole)
 
 
-def test_greedy_rows_take_the_largest_logit_beside_sampled_ones() -> None:
-    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    logits[0, 7] = logits[0, 9] = 40.0
-    greedy, hot = Node(SamplingParams(temperature=0, top_p=0.5)), Node(SamplingParams(temperature=50.0), 5, 3)
-    found = choose(logits, [greedy, hot, greedy, hot, greedy, hot])
-    assert found[::2].tolist() == greedy_tokens(logits)[::2].tolist()
-    assert int(found[0]) == 7, "the first of equal ones"
-    assert found[1::2].tolist() == choose(logits[1::2], [hot] * 3).tolist() != greedy_tokens(logits)[1::2].tolist()
-
-
-def test_top_p_is_of_what_top_k_has_left_and_min_p_of_what_top_p_has_left() -> None:
-    logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
-    left = {
-        SamplingParams(top_p=0.5): 2,
-        SamplingParams(top_k=2, top_p=0.5): 1,  # 0.4 of the 0.7 that are left is more than half
-        SamplingParams(top_k=3, top_p=0.5): 2,
-        SamplingParams(temperature=0.5, top_p=0.5): 1,  # 0.16 of 0.3
-        SamplingParams(min_p=0.6): 2,
-    }
-    for params, number in left.items():
-        assert int(processed(logits, params).isfinite().sum()) == number, params
-
-
 def test_equal_logits_stay_or_go_together() -> None:
     logits = torch.tensor([[2.0, 3.0, 2.0, 1.0, 2.0, 0.0]])
     for params in (SamplingParams(top_k=2), SamplingParams(top_p=0.5)):
@@ -120,12 +96,6 @@ def test_equal_logits_stay_or_go_together() -> None:
 def test_of_equal_totals_the_first_wins() -> None:
     params = SamplingParams(temperature=0, logit_bias={1: 1.0, 3: 1.0})
     assert choose(torch.zeros(1, 5), [Node(params)]).tolist() == [1]
-
-
-def test_forbidden_tokens_never_come() -> None:
-    params = SamplingParams(temperature=100.0, logit_bias={token: -math.inf for token in range(5) if token != 3})
-    nodes = [Node(params, noise_key(0, "a"), position) for position in range(50)]
-    assert set(choose(torch.zeros(50, 5), nodes).tolist()) == {3}
 
 
 @given(params_of_any_kind(VOCAB), st.integers(0, 2**16))

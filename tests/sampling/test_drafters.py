@@ -27,7 +27,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
 from emssd.testing.drafters import PerfectDrafter
 from emssd.testing.strategies import policies
-from tests.sampling.test_engine import NUM_NEW, VOCAB, Expected, decode, requests, target
+from tests.sampling.test_engine import VOCAB, Expected, decode, requests, target
 from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.backends import runner_of
 from tests.support.every_drafter import DRAFTERS, EveryDrafter
@@ -215,11 +215,3 @@ def test_ids_of_no_token_are_not_believed_where_penalties_read_them(
         assert decode(engine, asked) == texts
     assert engine.drafting.drafters[0].failure
     assert engine.report.num_accepted == 6, "of the only step in which it drafted"
-
-
-def test_plain_sampling_is_what_is_written_out_by_hand() -> None:
-    asked = mixed()
-    texts = decode(make_engine("none", "torch", batch_size=1), asked)
-    assert texts == right(asked, Expected(asked))
-    assert len(set(texts.values())) == len(asked)
-    assert max(map(len, texts.values())) == NUM_NEW

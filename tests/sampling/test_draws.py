@@ -14,7 +14,7 @@ from emssd.decoding.choosing import first_node
 from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
-from emssd.sampling.choice import Node, choose
+from emssd.sampling.choice import Node
 from emssd.sequences import Request, Row
 from tests.support import sampling as reference
 from tests.support.tiers import looped
@@ -83,20 +83,6 @@ def test_the_likeliest_come_first_at_nodes_of_any_kind(
 def test_greedy_nodes_alone_are_as_they_were() -> None:
     values = logits(4).float()
     assert top_tokens(values, [first_node(rows(7)[6])] * 4, 5, 0.6) == top_tokens(values, None, 5, 0.6)
-
-
-def test_with_errors_as_they_are_assumed_the_shares_are_those_of_being_right() -> None:
-    """Targets whose logits are the draft model's and Gumbel errors of the scale 2; a G-test over their choices."""
-    num, error, node, values = 20_000, 2.0, first_node(rows(1)[0]), logits(1)
-    tokens, log_probs = top_tokens(values, [node], VOCAB, error)
-    uniform = torch.rand(num, VOCAB, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    chosen = choose(values - error * uniform.log().neg().log(), [node] * num)
-    found = torch.bincount(chosen, minlength=VOCAB)[tokens[0]].double()
-    expected = num * torch.tensor(log_probs[0], dtype=torch.float64).exp()
-    assert float(expected.min()) > 5
-    statistic = float(2 * torch.special.xlogy(found, found / expected).sum())
-    limit = torch.distributions.Chi2(torch.tensor(VOCAB - 1.0))
-    assert float(limit.cdf(torch.tensor(statistic))) < 0.999
 
 
 @looped("bad", [math.nan, math.inf])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import cache
@@ -15,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
-from emssd.drafting import BudgetPolicy, Draft, Drafter
+from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
@@ -28,7 +27,7 @@ from tests.support import sampling as reference
 from tests.support.backends import engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.sampling import params_of_any_kind
-from tests.support.tiers import looped, only
+from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
 VOCAB, NUM_NEW = 11, 12
@@ -194,66 +193,8 @@ def test_penalties_see_the_tokens_of_the_draft_on_the_way_to_a_node(params: Samp
         assert engine.report.num_accepted > 3 * 12
 
 
-@pytest.mark.parametrize("params", [HOT, SamplingParams(repetition_penalty=1.5)], ids=["noise", "penalty"])
-def test_ids_that_the_host_has_not_seen_change_nothing(params: SamplingParams, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = of_one_prompt(3, params)
-    expected = Expected(asked)
-    texts = dict(expected)
-    monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
-    assert decode(make_engine(RandomDrafter(VOCAB, 5, expected)), asked) == texts
-
-
-def test_generate_samples_each_prompt_by_its_place() -> None:
-    prompts = [[1, 2, 3], [4], [1, 2, 3]]
-    asked = [Request(str(i), tuple(prompt), 15, sampling=HOT) for i, prompt in enumerate(prompts)]
-    done = make_engine(RandomDrafter(VOCAB, 4), batch_size=2).generate(prompts, 15, sampling=HOT)
-    assert [each.token_ids for each in done] == list(Expected(asked).values())
-
-
 def test_tokens_that_there_are_not_are_refused_before_anything_runs() -> None:
     engine = make_engine(RandomDrafter(VOCAB, 4))
     with pytest.raises(ConfigError, match="logit_bias has token 11, but the model's vocabulary has 11 tokens"):
         engine.generate([[1]], 3, sampling=SamplingParams(logit_bias={11: 1.0}))
     assert engine.report.num_steps == 0
-
-
-PROMPT, NUM_ROWS, NUM_PREFIXES = (3, 1, 4, 1), 1500, 3
-MODES = {
-    "temperature": SamplingParams(temperature=1.3, seed=11),
-    "top-k and top-p": SamplingParams(temperature=1.3, top_k=8, top_p=0.95, seed=12),
-    "top-p": SamplingParams(temperature=1.3, top_p=0.7, seed=13),
-    "penalties": SamplingParams(temperature=1.1, repetition_penalty=1.6, presence_penalty=0.8, seed=14),
-}
-LIMIT = 1 - 0.01 / (len(MODES) * (2 + NUM_PREFIXES))
-
-
-def p_value_below(tokens: Seq[int], chances: Seq[float]) -> float:
-    """Probability of a G statistic below that of `tokens`, if each comes with its chance. Rare ones are one class."""
-    counts = Counter(tokens)
-    assert not [token for token in counts if not chances[token]], "a token that cannot be"
-    classes = [(float(counts[token]), len(tokens) * chance) for token, chance in enumerate(chances) if chance]
-    common = [each for each in classes if each[1] >= 5]
-    if rare := [each for each in classes if each[1] < 5]:
-        common.append((sum(found for found, _ in rare), sum(expected for _, expected in rare)))
-    assert len(common) >= 3
-    found, expected = torch.tensor(common, dtype=torch.float64).T
-    statistic = 2 * torch.special.xlogy(found, found / expected).sum()
-    return float(torch.distributions.Chi2(torch.tensor(len(common) - 1.0, dtype=torch.float64)).cdf(statistic))
-
-
-@pytest.mark.parametrize("mode", only(MODES, ci=["top-k and top-p", "penalties"]))
-def test_tokens_follow_the_targets_law_behind_every_common_prefix(mode: str) -> None:
-    """Rows differ by their ids alone. Some tokens are drafted and accepted, others are the target's own."""
-    params = MODES[mode]
-    asked = [Request(f"row {number}", PROMPT, 3, sampling=params) for number in range(NUM_ROWS)]
-    engine = make_engine(TreeDrafter(VOCAB, 8), TREE_BACKENDS["ragged-page-1"], batch_size=64, max_step_tokens=512)
-    texts = list(decode(engine, asked).values())
-    assert NUM_ROWS / 5 < engine.report.num_accepted < NUM_ROWS
-    firsts = Counter(text[0] for text in texts)
-    pairs = Counter(text[:2] for text in texts)
-    beginnings = [(), *((token,) for token, _ in firsts.most_common(NUM_PREFIXES)), pairs.most_common(1)[0][0]]
-    for beginning in beginnings:
-        prefix, place = (*PROMPT, *beginning), len(beginning)
-        scores = reference.scores(logits_behind(prefix), params, prefix, len(PROMPT))
-        tokens = [text[place] for text in texts if text[:place] == beginning]
-        assert p_value_below(tokens, reference.probabilities(scores)) < LIMIT, beginning

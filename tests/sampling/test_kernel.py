@@ -126,19 +126,6 @@ def test_millions_of_draws_are_pytorchs_and_none_is_left_to_it(dtype: torch.dtyp
         assert found == by_pytorch(logits, nodes)
 
 
-@pytest.mark.parametrize("num_turns", [10, pytest.param(100, marks=[pytest.mark.nightly])])
-def test_ten_thousand_choices_a_turn_are_pytorchs(num_turns: int) -> None:
-    generator, num_left = torch.Generator().manual_seed(0), 0
-    for turn in range(num_turns):
-        logits = 3 * torch.randn(10_000, 64, generator=generator)
-        options = WAYS[turn % len(WAYS)]
-        nodes = nodes_with(SamplingParams(temperature=1.3, seed=turn, **options), len(logits))
-        found = drawn(logits, nodes)
-        num_left += found.count(-1)
-        assert all(token in (-1, right) for token, right in zip(found, by_pytorch(logits, nodes), strict=True))
-    assert num_left < 3 * num_turns  # shares within 2e-5 of top_p
-
-
 def test_totals_that_are_too_near_are_left_to_pytorch() -> None:
     """The second token's logit brings its total within some ulps of the first one's."""
     nodes = nodes_with(SamplingParams(), 200)

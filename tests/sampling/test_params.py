@@ -70,12 +70,6 @@ def test_bounds_are_possible() -> None:
     SamplingParams(temperature=0, top_k=3, top_p=0.5, min_p=0.1)
 
 
-def test_tokens_beyond_the_vocabulary_are_refused() -> None:
-    SamplingParams(logit_bias={10: 1.0}).check_vocabulary(11)
-    with pytest.raises(ConfigError, match="logit_bias has token 11, but the model's vocabulary has 11 tokens"):
-        SamplingParams(logit_bias={10: 1.0, 11: 1.0}).check_vocabulary(11)
-
-
 def test_more_of_the_most_probable_tokens_than_there_are_is_refused() -> None:
     SamplingParams(logprobs=11).check_vocabulary(11)
     with pytest.raises(ConfigError, match="logprobs is 12, but the model's vocabulary has 11 tokens"):
@@ -121,14 +115,6 @@ def test_bits_are_written_down() -> None:
     assert noise_key(7, "a") == 0x490824F513A1AAA4
     assert noise_state(0x490824F513A1AAA4, 3) == 0x0420E940BAB6377B
     assert hashed([0x0420E940BAB6377B], 3, CPU).tolist() == [[3294546313, 2224496003, 1202606225]]
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 1000))
-def test_noise_is_that_of_python(state: int, token: int) -> None:
-    found = gumbel([state], token + 1, CPU)[0, token]
-    bits = int(hashed([state], token + 1, CPU)[0, token])
-    assert found.dtype is torch.float64
-    assert float(found) == pytest.approx(reference.gumbel(bits), rel=1e-13, abs=1e-15)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 2**32 - 2, 2**32 - 1])
@@ -180,17 +166,6 @@ def test_they_are_told_apart_by_number_and_stand_behind_one_another(backend: str
     assert [each.token_ids for each in done] == [by_hand(*place) for place in places]
     assert len({each.token_ids for each in done}) == len(done)
     assert {each.seed for each in done} == {HOT.seed}
-
-
-def test_the_first_is_the_text_of_a_single_one_and_more_change_none() -> None:
-    def texts(n: int) -> list[tuple[int, ...]]:
-        params = dataclasses.replace(HOT, n=n)
-        return [
-            each.token_ids for each in make_engine(RandomDrafter(VOCAB, 4)).generate(PROMPTS[:1], 12, sampling=params)
-        ]
-
-    assert texts(4)[:1] == texts(1)
-    assert texts(4)[:2] == texts(2)
 
 
 def test_preempted_ones_go_on_with_the_same_text() -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from emssd_residual.distributions import Uniform, choose, number, uniforms, without
-from emssd_residual.drafts import Beam, Drawn, extend_beam
+from emssd_residual.drafts import Drawn, beam_at, extend_beam
 
 from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Row
 
-__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s"]
+__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s", "way"]
 
 Behind = Callable[[Seq[int]], torch.Tensor]
 """The distribution ``q [vocab]`` that follows a text."""
@@ -41,6 +41,11 @@ class SampledTree:
         self.parents.append(parent)
         self.draft.append(torch.empty(0))
         return len(self.token_ids) - 1
+
+
+def way(tree: SampledTree, node: int) -> tuple[int, ...]:
+    """The tokens from the origin to `node`."""
+    return () if node < 0 else (*way(tree, tree.parents[node]), tree.token_ids[node])
 
 
 def joined(trees: Seq[SampledTree | None]) -> Draft:
@@ -93,7 +98,7 @@ def rsd_s(behind: BehindNodes, width: int, depth: int, noise: Callable[[int], to
         behind, width, depth: see above.
         noise: given the number of nodes of a level, the exponentials of `extend_beam`.
     """
-    tree, beam = SampledTree(), Beam()
+    tree, beam = SampledTree(), beam_at(-1)
     for _ in range(depth):
         if not beam.nodes:
             break
@@ -130,11 +135,7 @@ class DrawingDrafter(Drafter):
         key = next(drawn_nodes(row, Draft.empty(1), 0)).key
 
         def behind(tree: SampledTree, nodes: Seq[int]) -> list[torch.Tensor]:
-            return [self._behind([*row.tokens, *_way(tree, node)]) for node in nodes]
+            return [self._behind([*row.tokens, *way(tree, node)]) for node in nodes]
 
         branching = self._branching[: row.num_remaining - 1]
         return rsd_c(behind, branching, uniforms(key, "draft", len(row.tokens)))
-
-
-def _way(tree: SampledTree, node: int) -> list[int]:
-    return [] if node < 0 else [*_way(tree, tree.parents[node]), tree.token_ids[node]]

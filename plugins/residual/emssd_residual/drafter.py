@@ -7,7 +7,6 @@ in which they are drawn. So nothing is left out for what it is.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
@@ -25,40 +24,14 @@ from emssd.sampling.choice import Node, alike, probabilities, scores_of
 from emssd.sampling.noise import exponentials, noise_state
 from emssd.sequences import Batch, Row
 from emssd_residual.distributions import stream_key
-from emssd_residual.drafts import Beam, Drawn, extend_beam
+from emssd_residual.drafts import Beam, Drawn, beam_at, extend_beam
 
 __all__ = ["BeamShape", "ChildrenShape", "SampledDrafter", "SampledShape"]
 
 _NONE = torch.empty(0)  # after nodes without children
 
 
-@dataclass(slots=True)
-class _Drawing:
-    """By node, what its children were drawn from; and the deepest level, where that is a beam."""
-
-    q: dict[int, torch.Tensor] = field(default_factory=dict)
-    beam: Beam | None = None
-
-
-class SampledShape(Shape):
-    """The number of nodes of a tree, and the law by which a level is drawn."""
-
-    @abstractmethod
-    def draw(
-        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
-    ) -> tuple[list[tuple[int, int]], Beam | None]:
-        """The children of nodes of the deepest level, each its parent and its token; and the beam that they are.
-
-        Args:
-            beam: the nodes of the level; ``None`` at the origin, or where there is none.
-            expansions: ``r`` nodes, in the order in which they were drawn.
-            q: ``[r, vocab]`` the distribution after each.
-            noise: ``[r, vocab]`` standard exponentials for each; ones give the most probable tokens.
-            start: the number of the first child.
-        """
-
-
-class ChildrenShape(StaticShape, SampledShape):
+class ChildrenShape(StaticShape):
     """RSD-C: every node of level ``d`` has ``expansion[d]`` children.
 
     The first tokens to arrive in an exponential race are drawn without replacement, one after the other (Kool et al.
@@ -68,16 +41,8 @@ class ChildrenShape(StaticShape, SampledShape):
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         return [] if _is_full(tree) else super().expand(tree, frontier)
 
-    def draw(
-        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
-    ) -> tuple[list[tuple[int, int]], Beam | None]:
-        edges = list[tuple[int, int]]()
-        for (node, children), row, arrivals in zip(expansions, q, noise, strict=True):
-            edges += extend_beam(_beam_at(node, q.device), row[None], len(children), arrivals[None], start)[0]
-        return edges, None
 
-
-class BeamShape(SampledShape):
+class BeamShape(Shape):
     """RSD-S: `depth` levels of `width` nodes each, drawn as sequences without replacement."""
 
     def __init__(self, width: int, depth: int) -> None:
@@ -89,13 +54,16 @@ class BeamShape(SampledShape):
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return min(self.width, num_nodes - 1) * max(0, depth - 1)
 
-    def draw(
-        self, beam: Beam | None, expansions: Seq[Expansion], q: torch.Tensor, noise: torch.Tensor, start: int
-    ) -> tuple[list[tuple[int, int]], Beam | None]:
-        beam, number = beam or _beam_at(-1, q.device), len(expansions)
-        first = Beam(beam.nodes[:number], beam.arrivals[:number], beam.probs[:number])
-        assert first.nodes == tuple(node for node, _ in expansions), "the first nodes of the beam are expanded"
-        return extend_beam(first, q, self.width, noise, start)
+
+SampledShape = ChildrenShape | BeamShape
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """The deepest level of a tree while it is drawn, if that is a beam; by node, what its children were drawn from."""
+
+    beam: Beam
+    q: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
 class SampledDrafter(ModelDrafter):
@@ -109,16 +77,16 @@ class SampledDrafter(ModelDrafter):
         vocab_size: the target's; ids beyond it are never drafted.
     """
 
-    shape: SampledShape
-
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: SampledShape) -> None:
         super().__init__(runner, vocab_size, shape)
         self._drawn: dict[str, _Drawing] = {}  # of the draft that is being made
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._drawn = {}
-        draft = super().propose(batch, budget)
-        extra = [self._extra(row, length) for row, length in zip(batch, draft.lengths, strict=True)]
+        draft, extra = super().propose(batch, budget), list[Drawn | None]()
+        for row, length in zip(batch, draft.lengths, strict=True):
+            q = self._drawn[row.request_id].q if length and _is_residual(row) else None
+            extra.append(None if q is None else Drawn(tuple(q.get(node, _NONE) for node in range(-1, length))))
         self._drawn = {}
         return replace(draft, confidence=None, extra=tuple(extra) if any(extra) else None)
 
@@ -127,23 +95,25 @@ class SampledDrafter(ModelDrafter):
             return super().node_of(row)
         return self._with_known_bias(next(drawn_nodes(row, Draft.empty(1), 0)))
 
-    def _extra(self, row: Row, length: int) -> Drawn | None:
-        """The distributions after the newest token of `row`, and after each of the `length` nodes of its tree."""
-        if not length or not _is_residual(row):
-            return None
-        q = self._drawn[row.request_id].q
-        return Drawn(tuple(q.get(node, _NONE) for node in range(-1, length)))
-
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        q, place = self._distributions(logits, self._nodes(level)), 0
+        every, place = self._distributions(logits, self._nodes(level)), 0
         for row, expansions in level:
-            drawing, nodes = self._drawn.setdefault(row.request_id, _Drawing()), [node for node, _ in expansions]
-            own = q[place : place + len(nodes)]
-            noise, start = self._noise(row.node, nodes, own), len(row.tree.token_ids)
-            edges, drawing.beam = self.shape.draw(drawing.beam, expansions, own, noise, start)
-            drawing.q.update(zip(nodes, own, strict=True))
-            row.tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])  # all alike, to stay in order
+            nodes, start = [node for node, _ in expansions], len(row.tree.token_ids)
+            q = every[place : place + len(nodes)]
             place += len(nodes)
+            drawing = self._drawn.setdefault(row.request_id, _Drawing(beam_at(-1, q.device)))
+            drawing.q.update(zip(nodes, q, strict=True))
+            noise, width = self._noise(row.node, nodes, q), len(expansions[0][1])
+            if isinstance(self.shape, BeamShape):
+                beam, number = drawing.beam, len(nodes)
+                assert beam.nodes[:number] == tuple(nodes), "the first nodes of the beam are expanded"
+                beam = Beam(beam.nodes[:number], beam.arrivals[:number], beam.probs[:number])
+                edges, drawing.beam = extend_beam(beam, q, width, noise, start)
+            else:
+                edges = []
+                for node, own, arrivals in zip(nodes, q.unsqueeze(1), noise.unsqueeze(1), strict=True):
+                    edges += extend_beam(beam_at(node, q.device), own, width, arrivals)[0]
+            row.tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])  # all alike, to stay in order
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
         """``[r, vocab]`` what the race after each of `nodes` is run with, in the tree that begins at `origin`."""
@@ -170,8 +140,3 @@ def _is_full(tree: GrowingTree) -> bool:
 
 def _is_residual(row: Row) -> bool:
     return row.request.sampling is not None and row.request.sampling.is_residual
-
-
-def _beam_at(node: int, device: torch.device) -> Beam:
-    arrivals = torch.zeros(1, dtype=torch.float64, device=device)
-    return Beam((node,), arrivals, arrivals + 1)

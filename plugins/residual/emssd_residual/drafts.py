@@ -6,14 +6,15 @@ A level is extended for all rows after one call of the draft model, whose distri
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from emssd.attention.trees import Parents
 from emssd.errors import DraftError
 
-__all__ = ["Beam", "Drawn", "extend_beam"]
+__all__ = ["Beam", "Drawn", "beam_at", "extend_beam"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +49,7 @@ class Drawn:
                 raise DraftError(f"its q has NaN or inf behind a token with children; give {vocab_size} probabilities")
 
 
-@dataclass(frozen=True, slots=True)
-class Beam:
+class Beam(NamedTuple):
     """The deepest level of a tree that `extend_beam` draws.
 
     Attributes:
@@ -59,13 +59,18 @@ class Beam:
         probs: ``[r]`` of the way to each node.
     """
 
-    nodes: tuple[int, ...] = (-1,)
-    arrivals: torch.Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
-    probs: torch.Tensor = field(default_factory=lambda: torch.ones(1, dtype=torch.float64))
+    nodes: tuple[int, ...]
+    arrivals: torch.Tensor
+    probs: torch.Tensor
+
+
+def beam_at(node: int, device: torch.device | str = "cpu") -> Beam:
+    """`node` alone, which has arrived."""
+    return Beam((node,), torch.zeros(1, device=device).double(), torch.ones(1, device=device).double())
 
 
 def extend_beam(
-    beam: Beam, q: torch.Tensor, width: int, noise: torch.Tensor, start: int
+    beam: Beam, q: torch.Tensor, width: int, noise: torch.Tensor, start: int = 0
 ) -> tuple[list[tuple[int, int]], Beam]:
     """One level of RSD-S: of all continuations of the beam's nodes, the first `width` to arrive.
 

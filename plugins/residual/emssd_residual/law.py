@@ -1,17 +1,8 @@
 """`check=plain` of `residual` sampling: whether the tokens of a run have the law of plain decoding, by two tests.
 
-No other run has the same tokens, so each token is held against the target's distribution after the tokens before it,
-which one plain pass over the text gives.
-
-- **G-test.** With all tokens laid end to end, the most probable first, let `F` be the probability of those before the
-  drawn one, `p` its own, and `V` uniform. Then ``F + V p`` is uniform and independent of all before it, if the token
-  was drawn from that distribution (Rosenblatt 1952, "Remarks on a multivariate transformation"). Counts in equal bins,
-  over all places of the run, are compared with equal counts.
-- **Likelihood.** The sum of ``log p`` of the tokens is compared with what is expected of it, in units of its standard
-  deviation. It is the score test of the temperature, and finds small errors of that kind sooner.
-
-Both find faults that favour likely or unlikely tokens, if there are enough tokens; neither finds an exchange of equally
-likely ones.
+Each token is held against the target's distribution after the tokens before it, which one plain pass over the text
+gives: by a G-test of where it falls there (Rosenblatt 1952, "Remarks on a multivariate transformation"), and by its
+likelihood. See docs/decisions/0024-residual-sampling.md.
 """
 
 from __future__ import annotations
@@ -56,7 +47,8 @@ def check_distribution(generations: Seq[Generation], runner: ModelRunner, rows: 
     places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)
     num_tokens, num_impossible = len(own), int((own == 0).sum())
     p_bins = _p_bins(places.clamp(max=_LAST))
-    p_likelihood = _p_normal(float(surprise.sum()), float(spread.sum()))
+    variance = float(spread.sum())  # of a sum of mean 0
+    p_likelihood = math.erfc(abs(float(surprise.sum())) / math.sqrt(2 * variance)) if variance > 0 else 1.0
     p_value = min(1.0, 2 * min(p_bins, p_likelihood))
     is_right = p_value >= _LEAST_P_VALUE
     lines = [
@@ -82,11 +74,6 @@ def _p_bins(places: torch.Tensor) -> float:
     counts = torch.bincount((places * num_bins).long(), minlength=num_bins).double()
     statistic = 2 * torch.special.xlogy(counts, counts * (num_bins / len(places))).sum().clamp(min=0)
     return float(torch.special.gammaincc(torch.tensor((num_bins - 1) / 2, dtype=torch.float64), statistic / 2))
-
-
-def _p_normal(deviation: float, variance: float) -> float:
-    """The p-value, on both sides, of a sum of mean 0; 1 if nothing could vary."""
-    return math.erfc(abs(deviation) / math.sqrt(2 * variance)) if variance > 0 else 1.0
 
 
 @torch.inference_mode()

@@ -59,12 +59,6 @@ def test_the_output_of_any_tree_has_the_law_of_the_target(rule: Rule, shape: tup
         assert is_lossless(law, TARGETS[target], len(shape)), (target, draft)
 
 
-@pytest.mark.nightly
-def test_so_has_that_of_a_tree_with_three_children_everywhere() -> None:
-    target, draft = TARGETS["all possible"], DRAFTS["all possible"]
-    assert is_lossless(mixed(verify_traversal, trees_of("all possible", (3, 3)), target, draft), target, 2)
-
-
 @looped("name", TARGETS)
 @looped("shape", [(1, 1), (2, 2), (3, 1)])
 def test_a_draft_with_the_law_of_the_target_is_accepted_to_its_end(name: str, shape: tuple[int, ...]) -> None:
