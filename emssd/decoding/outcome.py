@@ -142,8 +142,8 @@ class StepTimer:
 
 
 class SharedTimer(StepTimer):
-    """Gives all ranks of `group` the seconds of rank 0, so that a budget policy, which gets them first in a step, decides
-    the same in each. Those of the report are each rank's own.
+    """Gives all ranks of `group` the seconds of rank 0 at the first call of `timed`, so that budget policies decide the
+    same in each. Those of the report, which come after it, are each rank's own.
     """
 
     def __init__(self, group: Group) -> None:

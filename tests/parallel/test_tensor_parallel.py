@@ -137,7 +137,7 @@ def test_the_first_process_alone_reads_and_writes_and_a_job_goes_on_where_it_end
         return [rows_by_id[name] for name in sorted(rows_by_id)]
 
     streamed = run(COMMAND, "data.path=-", "output_dir=-")
-    run(COMMAND, f"data.path={prompts}", f"output_dir={job}")
+    run(COMMAND, f"data.path={prompts}", f"output_dir={job}", "check=plain")
     file = job / "generations.jsonl"
     whole = file.read_text()
     file.write_text(whole.splitlines(keepends=True)[0])
