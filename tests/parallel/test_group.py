@@ -30,7 +30,7 @@ PROMPTS = [[1, 5, 6, 5, 6, 5], [1, 7, 7, 8], [4]]
 
 
 def in_ranks(*work: Callable[[Group], Any]) -> list[Any]:
-    """What each rank returns or raises."""
+    """Run `work` in ranks of one group. Returns the result or the exception of each."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
