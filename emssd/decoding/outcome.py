@@ -143,14 +143,19 @@ class StepTimer:
 
 
 class SharedTimer(StepTimer):
-    """Gives all ranks of `group` the seconds of rank 0, so that whoever learns from them decides the same in each."""
+    """Gives all ranks of `group` the seconds of rank 0 at the first call of `timed`, so that budget policies decide the
+    same in each. Those of the report, which come after it, are each rank's own.
+    """
 
     def __init__(self, group: Group) -> None:
         super().__init__()
-        self._group = group
+        self._group, self._is_shared = group, False
 
     def timed(self, stats: StepStats) -> StepStats:
         stats = super().timed(stats)
+        if self._is_shared:
+            return stats
+        self._is_shared = True
         seconds = self._group.first([*stats.seconds.values(), *(stage.seconds for stage in stats.stages)])
         stages = zip(stats.stages, seconds[len(PHASES) :], strict=True)
         return dataclasses.replace(

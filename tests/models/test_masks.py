@@ -99,20 +99,6 @@ class TestWindows:
             TargetModel(tiny_model("llama"))
         assert TargetModel(tiny_model("llama"), ModelOptions(max_model_len=30)).max_model_len == 30
 
-    def test_two_windows_for_one_layer_are_refused(self) -> None:
-        model = tiny_model("gemma2")
-        model.config.sliding_window = 40
-        with pytest.raises(
-            UnsupportedModelError, match="layer 0 a sliding window of 7, and a mask with a window of 40"
-        ):
-            TargetModel(model)
-
-    def test_attention_in_both_directions_is_refused(self) -> None:
-        model = tiny_model("llama")
-        model.config.is_causal = False
-        with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
-            TargetModel(model)
-
     def test_a_mask_that_the_model_changes_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         made = modeling_llama.create_causal_mask
 

@@ -11,15 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_padded import PaddedConfig
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
-from emssd import Engine
 from emssd.errors import UnsupportedModelError
 from emssd.model import BorrowedTarget, TargetModel
-from emssd.testing.drafters import RandomDrafter
 from emssd.testing.models import ARCHITECTURES, tiny_model
-from tests.support.hidden import Listener, right_states
 from tests.support.tiers import looped
 
 VOCAB_SIZE = 61
@@ -100,22 +96,6 @@ def test_embeddings_are_those_of_the_first_layer_without_positions(name: str) ->
         torch.testing.assert_close(embedded, states_of(name)[0])
     scaled = name.startswith(("gemma", "granite"))
     assert torch.equal(embedded, table[IDS]) != scaled
-
-
-def test_a_draft_that_was_asked_to_reach_all_layers_gets_them_in_a_run() -> None:
-    """Every index, on packed and on padded inputs; the index that Transformers does not tell, by the norm after it."""
-    for backend in ("ragged", PaddedConfig()):
-        model = tiny_model("gemma2", vocab_size=11, max_model_len=64)
-        listener = Listener(RandomDrafter(11, 4), (0, 1, 2, -1))
-        engine = Engine.from_model(model, drafter=listener, backend=backend, budget="fixed", on_drafter_error="fail")
-        engine.generate([(1, 2, 3, 1, 2), (4,), tuple(range(10)) * 2], 12, ignore_eos=True)
-        borrowed = BorrowedTarget(engine.target)
-        for tokens, (first, second, third, normed) in listener.finished.values():
-            right = right_states(model, tokens[:-1], (0, 1, -1), "eager")
-            for mine, true in zip((first, second, normed), right, strict=True):
-                torch.testing.assert_close(mine, true, atol=1e-5, rtol=1e-5)  # Gemma takes norms in float32
-            with torch.inference_mode():
-                assert torch.equal(borrowed.norm(third), normed)
 
 
 class TwoTowers(LlamaForCausalLM):

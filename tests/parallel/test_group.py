@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from emssd.attention import PackedInputs
 from emssd.attention.packed import Drafted
+from emssd.decoding import caches
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
@@ -29,7 +30,7 @@ PROMPTS = [[1, 5, 6, 5, 6, 5], [1, 7, 7, 8], [4]]
 
 
 def in_ranks(*work: Callable[[Group], Any]) -> list[Any]:
-    """What each rank returns or raises."""
+    """Run `work` in ranks of one group. Returns the result or the exception of each."""
     store = dist.HashStore()
 
     def run(rank: int) -> Any:
@@ -72,7 +73,7 @@ class ByClock(BudgetPolicy):
 
 def decodes(drafter: Drafter, policy: BudgetPolicy) -> Callable[[Group], list[list[int]]]:
     """Decodes `PROMPTS` with a model of its own."""
-    model, options = tiny_model("llama", vocab_size=11), EngineOptions(batch_size=2)
+    model, options = tiny_model("llama", vocab_size=11), EngineOptions(batch_size=2, kv_memory="0.9")
 
     def decode(group: Group) -> list[list[int]]:
         target = TargetModel(model, group=group, frozen=True)
@@ -82,12 +83,16 @@ def decodes(drafter: Drafter, policy: BudgetPolicy) -> Callable[[Group], list[li
     return decode
 
 
-def test_clocks_of_rank_0_hold_for_all_and_the_tokens_are_those_of_one_process() -> None:
-    policies = ByClock(), ByClock()
+def test_clocks_of_rank_0_and_the_least_room_hold_for_all_and_the_tokens_are_those_of_one_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policies, free = (ByClock(), ByClock()), iter([10**7, 10**7, 29_000])  # the last is too little for two rows
+    monkeypatch.setattr(caches, "free_for", lambda spec: next(free))
     alone = decodes(LastToken(), ByClock())(Group())
     assert in_ranks(*(decodes(LastToken(), policy) for policy in policies)) == [alone, alone]
     first, second = ([(step.seconds, step.stages, step.drafted) for step in policy.seen] for policy in policies)
     assert first == second
+    assert {step.num_rows for step in policies[0].seen} == {1}
 
 
 def test_ranks_that_draft_differently_end_before_a_token_comes_of_it() -> None:
