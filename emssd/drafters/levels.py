@@ -225,7 +225,7 @@ class LevelDrafter(Drafter):
         return on_host(self._likely(logits, None if self._all_greedy else self._nodes(level)))
 
     def _places_of(self, level: Level) -> list[int]:
-        """Where the nodes of a level are among those of all levels, row by row."""
+        """The places of a level's nodes among those of all levels, row by row."""
         return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
 
     def _nodes(self, level: Level) -> list[Node]:
