@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -144,7 +145,7 @@ class LevelDrafter(Drafter):
             if not active:
                 return torch.stack(likely, dim=1)
             depth, some = len(likely), [rows[i] for i in active]
-            index = slice(None) if len(active) == len(rows) else on_device(active, logits.device)
+            index: Any = slice(None) if len(active) == len(rows) else on_device(active, logits.device)
             tokens = likely[-1][0, index].long().clamp_(min=0)
             if self._all_greedy and depth == 1:
                 rest = self.follow_recorded(some, tokens, [lengths[i] - 1 for i in active])
