@@ -27,7 +27,7 @@ Choices = tuple[list[list[int]], list[list[float]]]
 
 
 def on_host(likely: torch.Tensor) -> Choices:
-    """What `likely_tokens` gave; a node where tokens are excluded may have fewer. A GPU's host waits once.
+    """The tokens that `likely_tokens` gave, fewer at a node where some are excluded. A GPU's host waits once.
 
     A probability that is not a number counts as 0, as after a model that overflowed.
     """

@@ -9,6 +9,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -144,7 +145,7 @@ class LevelDrafter(Drafter):
             if not active:
                 return torch.stack(likely, dim=1)
             depth, some = len(likely), [rows[i] for i in active]
-            index = slice(None) if len(active) == len(rows) else on_device(active, logits.device)
+            index: Any = slice(None) if len(active) == len(rows) else on_device(active, logits.device)
             tokens = likely[-1][0, index].long().clamp_(min=0)
             if self._all_greedy and depth == 1:
                 rest = self.follow_recorded(some, tokens, [lengths[i] - 1 for i in active])
@@ -225,7 +226,7 @@ class LevelDrafter(Drafter):
         return on_host(self._likely(logits, None if self._all_greedy else self._nodes(level)))
 
     def _places_of(self, level: Level) -> list[int]:
-        """Where the nodes of a level are among those of all levels, row by row."""
+        """The places of a level's nodes among those of all levels, row by row."""
         return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
 
     def _nodes(self, level: Level) -> list[Node]:
