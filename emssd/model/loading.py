@@ -11,7 +11,7 @@ import torch
 
 from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
-from emssd.errors.faults import told
+from emssd.errors.faults import described
 from emssd.model.checkpoint import load_checkpoint
 from emssd.model.int8 import round_drafter, round_weights
 from emssd.model.parallel import join
@@ -139,5 +139,5 @@ def _resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device {name!r} cannot be used here ({told(error)}); try device=cpu") from error
+        raise ConfigError(f"device {name!r} cannot be used here ({described(error)}); try device=cpu") from error
     return device

@@ -21,7 +21,7 @@ import torch
 
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError, EmssdError
-from emssd.errors.faults import told
+from emssd.errors.faults import described
 from emssd.model import program as loaded
 from emssd.model.compile_time import Compiling
 from emssd.model.fingerprint import UnnamedError
@@ -116,7 +116,7 @@ def compile_module(
             )
     except Exception as error:  # tracing and compiling raise almost anything
         name = type(module.model).__name__
-        raise CompileError(f"{name} cannot be compiled: {told(error)}{room_hint(error)}") from error
+        raise CompileError(f"{name} cannot be compiled: {described(error)}{room_hint(error)}") from error
 
 
 def has_kernel(dtype: torch.dtype) -> bool:
@@ -256,7 +256,7 @@ class ProvenProgram(ABC):
         except EmssdError:
             raise
         except Exception as error:  # a module's own code may raise anything
-            raise CompileError(f"{type(module).__name__} cannot be compiled: {told(error)}") from error
+            raise CompileError(f"{type(module).__name__} cannot be compiled: {described(error)}") from error
         self.folder, self._found = found.folder, found
         self.origin = self.origin if found.new else "its program was kept"
 
@@ -295,7 +295,7 @@ class ProvenProgram(ABC):
                 if not far <= most:  # also NaN
                     return f"its {name} differ by {far:.3g} standard deviations"
         except Exception as error:
-            return told(error)
+            return described(error)
         return None
 
 
