@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing, nullcontext, suppress
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -414,7 +415,8 @@ class Engine:
             verified = verify(output.greedy, rows, draft, best)
         if not draft.on_host:
             self.drafting.check_ids([each.drafted for each in verified])
-        add_logprobs(output.logits, draft, verified)
+        if any(map(attrgetter("request.sampling"), rows)):
+            add_logprobs(output.logits, draft, verified)
         return verified
 
     def _advance(self, schedule: Schedule, verified: Seq[Verified]) -> None:

@@ -184,7 +184,7 @@ class Draft:
             _check_trees(draft, batch, trees)
         if draft.extra is not None:
             _check_extra(draft, vocab_size)
-        if ids.device.type == "cpu":
+        if self.on_host:
             check_ids(draft.token_ids.tolist(), vocab_size)
         return draft
 

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
@@ -56,12 +56,9 @@ class Group:
         self.size: int = 1 if ranks is None else ranks.size()
         self.is_broken = False
 
-    def step(self, packed: PackedInputs) -> AbstractContextManager[None]:
-        """Within, all ranks compute `packed`. Raises GroupError: their steps differ, before anything is computed."""
-        return nullcontext() if self.size == 1 else self._step(packed)
-
     @contextmanager
-    def _step(self, packed: PackedInputs) -> Iterator[None]:
+    def step(self, packed: PackedInputs) -> Iterator[None]:
+        """Within, all ranks compute `packed`. Raises GroupError: their steps differ, before anything is computed."""
         token_ids = packed.input_ids
         if packed.drafted is not None:
             token_ids = token_ids.index_copy(0, packed.drafted.places, packed.drafted.token_ids.to(token_ids.device))

@@ -178,7 +178,8 @@ class CausalLMRunner(ModelRunner):
         if self._states is not None:
             plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
         in_states = nullcontext() if self._states is None else self._states.step(packed, plan.token_index)
-        with self.model.group.step(packed), in_states:
+        group = self.model.group
+        with nullcontext() if group.size == 1 else group.step(packed), in_states:
             logits, computed = self._compute(plan)
         num_tokens, hidden = packed.num_tokens, dict[int, torch.Tensor]()
         for index in self._hidden:

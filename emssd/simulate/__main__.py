@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-from emssd.decoding.options import DEFAULT_DRAFTER
+from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy
 from emssd.errors import ConfigError
@@ -77,6 +77,7 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 
 def _run(options: argparse.Namespace) -> None:
+    EngineOptions(options.batch_size, max_step_tokens=options.max_step_tokens)  # which checks them
     budget, curve, trace = make_budget(options.budget, options.option), _curve(options.curve), _trace(options)
     drafters = None
     if options.branches is not None:

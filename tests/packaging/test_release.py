@@ -86,6 +86,6 @@ def test_the_wheel_holds_every_plugin_that_offers_something() -> None:
 def test_walls_stand_around_every_plugin() -> None:
     linter = PROJECT["tool"]["importlinter"]
     assert linter["root_packages"] == ["emssd", "emssd_train", *NAMES]
-    assert [" | ".join(NAMES), "emssd"] in [
-        contract["layers"] for contract in linter["contracts"] if "layers" in contract
-    ]
+    layers = [contract["layers"] for contract in linter["contracts"] if "layers" in contract]
+    lower = "emssd_residual"  # has what drafters draw with
+    assert [" | ".join(name for name in NAMES if name != lower), lower, "emssd"] in layers

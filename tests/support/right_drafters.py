@@ -31,6 +31,7 @@ from emssd_ragged import Kernels, RaggedConfig
 
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.errors.ranges import check_options
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Generation
@@ -113,7 +114,9 @@ def loading(plugin: Any, config: type[Any], usual: Callable[[], Mapping[str, Any
 
     def load(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
         (spec,) = plugin.emssd_drafters()
-        made: Any = spec.build(config(**{**usual(), **options}), context)
+        chosen = config(**{**usual(), **options})
+        check_options(chosen, "drafter")
+        made: Any = spec.build(chosen, context)
         if sure:
             made.shape.temperature = 0.01
         return made
