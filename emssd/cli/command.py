@@ -45,7 +45,7 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
 class _Composed(NamedTuple):
-    """A run that Hydra composed: its options, their YAML, its overrides, by plugin the preset that was chosen,
+    """One run as Hydra composed it: its options, their YAML, its overrides, by plugin the preset that was chosen,
     and its number in a sweep.
     """
 

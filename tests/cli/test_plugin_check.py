@@ -128,6 +128,7 @@ WRONG = {
     "llma 7": "'7' is no option; write OPTION=VALUE, as in length=3",
     "llma length=7": "drafter 'llma' cannot take length=7: Key 'length' not in 'LLMAConfig'",
     "llma copy_length=x": "drafter 'llma' cannot take copy_length=x: Value 'x'",
+    "llma copy_length=0": "copy_length is 0; it must be at least 1",
     "llma copy_length=${": r"drafter 'llma' cannot take copy_length=\${: no viable alternative at input",
     "cascade drafters=[a": r"the value of 'drafters=\[a' is no YAML: expected ',' or ']', .*; write it as",
     "ragged --decides-at-random": "--decides-at-random is for drafters and policies, and 'ragged' is a backend",

@@ -79,7 +79,6 @@ OF_TREES = (*PAIRED, "hydra", "medusa")
     [
         ((*OF_TREES, "kangaroo"), {"path": None}, "give drafter.path=FOLDER"),
         ((*OF_TREES, "kangaroo"), {"path": "./nowhere"}, "there is no such folder"),
-        (PAIRED, {"tree": "statics"}, "'statics'; did you mean 'static'? choose one of chain, static, dynamic"),
         (
             PAIRED,
             {"tree": "static", "static_tree": "mc_sim_7b"},

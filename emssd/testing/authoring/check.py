@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.errors.faults import guarded
+from emssd.errors.ranges import check_options
 from emssd.plugins import DrafterSpec
 from emssd.plugins.registry import Registry
 from emssd.testing.authoring import QUICK
@@ -115,7 +116,7 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
         raise ConfigError(f"{wrong[0]!r} is no option; write OPTION=VALUE, as in length=3")
     try:
         values = from_text(options)
-        made(config, values)
+        check_options(made(config, values))
     except OmegaConfBaseException as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(f"{owner} cannot take {' '.join(options) or 'its defaults'}: {reason}") from error
