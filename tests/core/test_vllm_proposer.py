@@ -131,7 +131,7 @@ def test_every_drafter_has_a_class_that_can_be_imported() -> None:
             {"branches": 2},
             "drafter 'suffix' cannot draft inside vLLM: it drafts trees, and vLLM verifies chains",
         ),
-        ("suffix", {"min_token_prob": 2.0}, "drafter.min_token_prob is 2.0; it must be from 0 to 1"),
+        ("suffix", {"min_token_prob": 2.0}, "drafter.min_token_prob is 2.0; it must be at most 1"),
         ("lookahead", {}, "it drafts trees"),
         ("rest", {}, "drafter=rest drafts from a datastore: give drafter.store=FOLDER"),
         ("draft_model", {}, "drafter=draft_model needs a small model of the target's tokenizer: give drafter.path"),
