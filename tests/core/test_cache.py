@@ -130,9 +130,10 @@ def test_what_writing_raises_passes_through_and_nothing_stays(root: Path) -> Non
 
 
 WRITER = """
-import sys, time
-from pathlib import Path
+import logging, sys, time
 from emssd.native import entry
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 
 def write(folder):
     (folder / sys.argv[2]).write_text("code")
@@ -154,6 +155,9 @@ def test_processes_write_an_entry_once_and_nothing_of_a_killed_one_is_read(root:
     assert killed.stdout.readline() == "writing\n"
     assert not is_kept("kind", "key")
     waiting = [writer(0.1, "library"), writer(0.1, "library")]
+    for process in waiting:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"another process makes {root}/kind/key; waiting for it …\n"
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert sorted(process.communicate()[0] for process in waiting) == ["found\n", "writing\nnew\n"]
