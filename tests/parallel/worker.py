@@ -31,10 +31,10 @@ def follow() -> None:
 def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
     """`load`, on a machine whose disk has no folder `name`."""
 
-    def other(path: str, **options: Any) -> Any:
-        if Path(path).name == name:
+    def other(options: ModelOptions, *more: Any, **keywords: Any) -> Any:
+        if Path(options.path).name == name:
             raise ConfigError("there is no such folder here")
-        return load(path, **options)
+        return load(options, *more, **keywords)
 
     return other
 
