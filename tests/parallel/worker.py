@@ -22,10 +22,10 @@ UNREADABLE = "opt-1"  # by the other processes than the first
 def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
     """`load`, on a machine whose disk has no folder `name`."""
 
-    def other(options: ModelOptions, *arguments: Any, **keywords: Any) -> Any:
+    def other(options: ModelOptions, *more: Any, **keywords: Any) -> Any:
         if Path(options.path).name == name:
             raise ConfigError("there is no such folder here")
-        return load(options, *arguments, **keywords)
+        return load(options, *more, **keywords)
 
     return other
 
