@@ -7,6 +7,7 @@ from emssd.model.interface import ATTENTION_NAME, Attend
 from emssd.model.loading import load_model
 from emssd.model.program import Growth
 from emssd.model.random_weights import counted_on
+from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelOutput, ModelRunner
 from emssd.model.target import TargetModel
 
@@ -19,6 +20,7 @@ __all__ = [
     "ModelOptions",
     "ModelOutput",
     "ModelRunner",
+    "RoundedRunner",
     "TargetModel",
     "counted_on",
     "load_model",
