@@ -11,7 +11,7 @@ from emssd.drafters.levels import GrowingRow, Level, LevelDrafter, pack_chain, p
 from emssd.drafting import Draft
 from emssd.drafting.levels import GrowingTree
 from emssd.drafting.shapes import Shape
-from emssd.model.rounded import RoundedRunner
+from emssd.model import RoundedRunner
 from emssd.sequences import Row
 
 __all__ = ["SharedDrafter"]

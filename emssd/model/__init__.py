@@ -6,6 +6,7 @@ from emssd.model.checkpoint import load_tokenizer
 from emssd.model.interface import ATTENTION_NAME, Attend
 from emssd.model.loading import load_model
 from emssd.model.random_weights import counted_on
+from emssd.model.rounded import RoundedRunner
 from emssd.model.runner import CausalLMRunner, ModelOutput, ModelRunner
 from emssd.model.target import TargetModel
 
@@ -17,6 +18,7 @@ __all__ = [
     "ModelOptions",
     "ModelOutput",
     "ModelRunner",
+    "RoundedRunner",
     "TargetModel",
     "counted_on",
     "load_model",
