@@ -28,6 +28,7 @@ from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
+from emssd.data.model_folder import check_folder
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
 from emssd.errors.terminal import INTERRUPTED
@@ -66,6 +67,7 @@ def main() -> None:
     if "--version" in sys.argv[1:]:  # Hydra has its own
         print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
         return
+    _check_path(sys.argv[1:])
     registry = Registry()
     register_configs(registry, runnable=True)
     OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
@@ -142,6 +144,16 @@ def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
         again = f"resume=true output_dir={options.output_dir} goes on from there"
         print(f"emssd: interrupted; the rows that were finished are in {folder}/, and {again}", file=sys.stderr)
         sys.exit(INTERRUPTED)
+
+
+def _check_path(arguments: list[str]) -> None:
+    """Refuse a ``model.path`` that holds no model now: what follows imports torch and Transformers, for seconds."""
+    if any(argument.startswith(("-", "experiment=")) or "architecture" in argument for argument in arguments):
+        return  # it may be no run at all, or the path only a name
+    for argument in arguments:
+        name, _, path = argument.partition("=")
+        if name == "model.path" and not re.search(r"""[,'"$()\[\]{}\\]""", path):  # else it is Hydra's to read
+            check_folder(path)
 
 
 def _check_flags(arguments: list[str]) -> None:

@@ -232,6 +232,14 @@ def test_heavy_modules_are_not_imported_by_a_run(tmp_path: Path) -> None:
     assert [name for name in HEAVY if name in modules] == []
 
 
+def test_a_path_without_a_model_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
+    program = "import atexit, sys; atexit.register(lambda: print('torch' in sys.modules))\n"
+    command = [sys.executable, "-c", f"{program}from emssd.__main__ import main; main()", f"model.path={tmp_path}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "False\n")
+    assert f"cannot load the model '{tmp_path}': there is no config.json in it" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("mine", "then"), [({}, "3000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)]
 )
