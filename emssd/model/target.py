@@ -135,7 +135,7 @@ class TargetModel:
         self.layers: tuple[LayerSpec, ...] = ()
         self.layers = self._learned()
         self.may_compile, self._num_steps = options.compile, 0
-        self.why_compiled = "not compiled: model.compile=false"
+        self.why_compiled = f"not compiled: {'nothing has run yet' if options.compile else 'model.compile=false'}"
         if self.is_spread:
             devices = layer_devices(self)
             self.devices = devices if {*devices} != {self.device} else ()
