@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Self
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
@@ -54,6 +55,7 @@ class World:
     ) -> None:
         self.policy, self.seconds, self.accepts, self.per_token = policy, seconds, accepts, per_token
         self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
+        self.tokens = self.time = 0.0
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns what was allotted, and what was verified."""
@@ -61,18 +63,28 @@ class World:
         step = BudgetStep(batch, tuple(limits))
         budget = list(self.policy.allot(step))
         assert all(0 <= asked <= limit for asked, limit in zip(budget, limits, strict=True))
-        draft = Draft.from_chains([[1] * asked for asked in budget])
+        draft = self.draft(budget)
         kept = list(self.policy.trim(step, draft))
         assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
-        accepted = [min(length, self.accepts(row, length)) for row, length in enumerate(kept)]
-        for row, count in zip(self.rows, accepted, strict=True):
-            row.advance([1] * (count + 1), None, num_drafted=count, num_accepted=count)
-        forward = self.seconds(len(batch) + sum(kept))
-        stats = step_stats(budget, kept, [count + 1 for count in accepted], forward, self.per_token * sum(budget))
-        self.policy.observe(Outcome(batch, draft.cut(kept), tuple(range(count) for count in accepted), ()), stats)
+        draft = draft.cut(kept)
+        accepted = self.accepted(draft)
+        for row, path, length in zip(self.rows, accepted, kept, strict=True):
+            row.advance([1] * (len(path) + 1), None, num_drafted=length, num_accepted=len(path))
+        forward, drafting = self.seconds(len(batch) + sum(kept)), self.per_token * sum(budget)
+        stats = step_stats(budget, kept, [len(path) + 1 for path in accepted], forward, drafting)
+        self.tokens, self.time = self.tokens + stats.num_new_tokens, self.time + forward + drafting
+        self.policy.observe(Outcome(batch, draft, tuple(accepted), ()), stats)
         return budget, kept
 
-    def warm(self) -> World:
+    def draft(self, budget: Seq[int]) -> Draft:
+        """So many tokens of each row."""
+        return Draft.from_chains([[1] * asked for asked in budget])
+
+    def accepted(self, draft: Draft) -> Seq[Seq[int]]:
+        """The accepted nodes of each row."""
+        return [range(min(length, self.accepts(row, length))) for row, length in enumerate(draft.lengths)]
+
+    def warm(self) -> Self:
         """Show steps of every size, as `emssd.decoding.warmup` does: from steps of one size no curve can be learnt."""
         for limit in (0, 2, 5):
             self.run(8, limit)
