@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -100,8 +99,7 @@ TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=1, max_size=
 
 
 def opened(folder: Path, documents: list[list[int]]) -> Store:
-    build_store(folder / "store", documents)
-    return Store.open(folder / "store")
+    return Store.open(made(folder, documents))
 
 
 def continuations(config: RestConfig, documents: list[list[int]], tokens: list[int]) -> list[list[int]]:
@@ -157,13 +155,3 @@ def test_the_tree_is_made_of_the_most_frequent_prefixes(
     assert len(ends) <= config.branches
     if len(ends) < config.branches:
         assert worths == sorted((count for path, count in counts.items() if path), reverse=True)[:budget]
-
-
-def test_as_published_there_are_so_many_nodes_and_any_branches(tmp_path: Path) -> None:
-    draw = Random(0)
-    store = opened(tmp_path, [[1, 2, *(draw.randrange(3, 9) for _ in range(10))] for _ in range(300)])
-    drafter = RestDrafter(RestConfig(branches=64, num_nodes=64), store)
-    assert drafter.num_speculative_tokens == 64
-    draft = tree_of(drafter, row_of([7, 1, 2]), 999)
-    assert draft.lengths == [64]
-    assert set(range(3, 9)) == {path[0] for path in paths_of(draft)}

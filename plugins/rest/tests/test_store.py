@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from emssd_rest import RestConfig, search
-from emssd_rest.build import build_store, suffix_array
+from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import END, Header, Store, fingerprint
@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from emssd.data.demo import model_path
 from emssd.errors import ConfigError, OutputError
 from emssd.sequences import Batch, Request, Row
+from tests.support.tiers import looped
 
 LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
 DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)
@@ -72,18 +73,6 @@ def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: i
 def chain(searched: StoreSearch, match: int, places: range, num_tokens: int, most: int = 5000) -> list[int]:
     """The most frequent tokens after a match, of at most so many places, one after another."""
     return searched.tree(searched.behind(match, places, most), num_tokens, num_tokens, 1).token_ids
-
-
-@pytest.mark.parametrize("largest", [3, 300, 70_000])
-@given(data=st.data())
-def test_a_suffix_array_is_the_order_of_all_suffixes(largest: int, data: st.DataObject) -> None:
-    ids = st.integers(0, 3) | st.integers(0, largest)
-    text = data.draw(st.lists(ids, min_size=1, max_size=40))
-    expected = sorted(range(len(text)), key=lambda place: text[place:])
-    for kind in (">u4", "<u4") if largest > 65_535 else (">u2", "<u2", ">u4"):
-        order = suffix_array(np.array(text, dtype=kind))
-        assert order.dtype == np.int32
-        assert order.tolist() == expected
 
 
 @settings(deadline=None)
@@ -204,40 +193,25 @@ def test_a_header_that_says_something_else_is_refused(tmp_path: Path, header: An
         Store.open(tmp_path / "store")
 
 
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def _replaced(values: Any) -> Any:
-    return lambda file: np.save(file, values)
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
+@looped(
+    "name, values",
     [
-        ("tokens.npy", _cut),
-        ("suffixes.npy", _cut),
-        ("tokens.npy", _empty),
-        ("suffixes.npy", _empty),
-        ("tokens.npy", _replaced(np.ones(101, dtype=np.float64))),
-        ("tokens.npy", _replaced(np.ones(99, dtype=">u2"))),
-        ("tokens.npy", _replaced(np.ones(101, dtype=">u2"))),
-        ("suffixes.npy", _replaced(np.zeros(101, dtype=np.int32))),
-        ("suffixes.npy", _replaced(np.arange(101, dtype=np.int32)[::-1].copy())),
-        ("suffixes.npy", _replaced(np.arange(101, dtype=np.int32) - 1)),
-        ("suffixes.npy", _replaced(np.full(101, 101, dtype=np.int64))),
-        ("suffixes.npy", _replaced(np.array([None] * 101))),
+        ("tokens.npy", np.ones(101, dtype=np.float64)),
+        ("tokens.npy", np.ones(99, dtype=">u2")),
+        ("tokens.npy", np.ones(101, dtype=">u2")),
+        ("suffixes.npy", np.zeros(101, dtype=np.int32)),
+        ("suffixes.npy", np.arange(101, dtype=np.int32)[::-1].copy()),
+        ("suffixes.npy", np.arange(101, dtype=np.int32) - 1),
+        ("suffixes.npy", np.full(101, 101, dtype=np.int64)),
+        ("suffixes.npy", np.array([None] * 101)),
     ],
 )
-def test_damaged_arrays_are_refused(tmp_path: Path, name: str, damage: Any) -> None:
-    made(tmp_path / "store", [list(range(100))])
-    damage(tmp_path / "store" / name)
+def test_other_arrays_are_refused(tmp_path_factory: pytest.TempPathFactory, name: str, values: Any) -> None:
+    folder = tmp_path_factory.mktemp("other") / "store"
+    made(folder, [list(range(100))])
+    np.save(folder / name, values)
     with pytest.raises(ConfigError, match=r"is damaged: .*build it anew"):
-        Store.open(tmp_path / "store")
+        Store.open(folder)
 
 
 @pytest.mark.filterwarnings("ignore:Reading")  # of numpy's on a head that looks old

@@ -5,6 +5,7 @@ Oracle of outputs: `greedy_reference`, float64.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, FinishReason, Row
 from tests.support.tiers import looped
-from tests.support.trees import chains_of, row_of
+from tests.support.trees import chains_of, paths_of, row_of, tree_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere
 CONFIGS = st.builds(
@@ -55,8 +56,10 @@ def from_counts(
     return context[length:], score
 
 
-def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[int], budget: int) -> list[int]:
-    """Of each text, the draft of the best score over all lengths of the match; the texts in the order of preference."""
+def by_definition(
+    config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[int], budget: int
+) -> tuple[list[int], int]:
+    """The draft of the best score over all lengths of a text's match, and that length; the preferred text decides."""
     longest = config.max_tree_depth - config.num_speculative_tokens
     ranked: list[tuple[float, Seq[int], int]] = []
     for i, text in enumerate([tokens, *generations]):
@@ -66,11 +69,12 @@ def by_definition(config: SuffixConfig, generations: Seq[Seq[int]], tokens: Seq[
         length = next(found, 0)
         ranked.append((length + (config.cache_bias if i == 0 else 0), text, length))
     for _, text, length in sorted(ranked, key=lambda each: -each[0]):
-        drafts = [from_counts(config, text, tokens, n, budget) for n in range(length, config.min_match_length - 1, -1)]
-        chain, score = max(drafts, key=lambda draft: draft[1], default=([], 0.0))
+        lengths = range(length, config.min_match_length - 1, -1)
+        drafts = [(*from_counts(config, text, tokens, n, budget), n) for n in lengths]
+        chain, score, match = max(drafts, key=lambda draft: draft[1], default=([], 0.0, 0))
         if score > 0:
-            return chain
-    return []
+            return chain, match
+    return [], 0
 
 
 class AsDefined(SuffixDrafter):
@@ -83,7 +87,7 @@ class AsDefined(SuffixDrafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = super().propose(batch, budget)
         expected = [
-            by_definition(self._config, self.generations, row.tokens, min(limit, self.num_speculative_tokens))
+            by_definition(self._config, self.generations, row.tokens, min(limit, self.num_speculative_tokens))[0]
             for row, limit in zip(batch, budget, strict=True)
         ]
         assert chains_of(draft) == expected
@@ -167,3 +171,61 @@ def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_
 def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(options: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=f"drafter.{sentence}"):
         SuffixDrafter(SuffixConfig(**options))
+
+
+Paths = dict[tuple[int, ...], float]
+
+
+def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
+    """The count of each token that follows `context` in `text`, the most frequent first, of equals the latest."""
+    size = len(context)
+    found = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
+    latest, counts = {token: place for place, token in enumerate(found)}, Counter(found)
+    ranked = sorted(counts, key=lambda token: (-counts[token], -latest[token]))
+    return {token: counts[token] / len(found) for token in ranked}
+
+
+def trie(config: SuffixConfig, text: Seq[int], length: int, most: int) -> Paths:
+    """By path, its probability: all continuations of the last `length` tokens that are long and likely enough."""
+    found, level = Paths(), {(): 1.0}
+    for depth in range(1, most + 1):
+        if depth > config.max_spec_factor * length:
+            break
+        level = {
+            (*path, token): product * frequency
+            for path, product in level.items()
+            for token, frequency in behind(text, [*text[-length:], *path]).items()
+            if product * frequency >= config.min_token_prob
+        }
+        found |= level
+    return found
+
+
+@given(
+    config=CONFIGS,
+    branches=st.integers(1, 4),
+    text=st.lists(TOKENS, min_size=1, max_size=30),
+    budget=st.integers(0, 12),
+    num_remaining=st.integers(1, 8),
+)
+def test_the_tree_is_the_likeliest_part_of_the_trie_behind_the_match_of_the_chain(
+    config: SuffixConfig, branches: int, text: list[int], budget: int, num_remaining: int
+) -> None:
+    config = replace(config, branches=branches)
+    budget = budget if config.branches > 1 else min(budget, num_remaining - 1)
+    draft = tree_of(SuffixDrafter(config), row_of(text, max_new_tokens=num_remaining), budget)
+    most = min(budget, config.num_speculative_tokens, num_remaining - 1)
+    chain, length = by_definition(config, [], text, most)
+    everything, found = trie(config, text, length, most) if chain else Paths(), paths_of(draft)
+    assert set(found) <= set(everything)
+    assert bool(found) == bool(chain)
+    products = [everything[path] for path in found]
+    assert products == sorted(products, reverse=True)
+    assert draft.confidence is not None
+    for path, confidence in zip(found, draft.confidence, strict=True):
+        assert confidence == behind(text, [*text[-length:], *path[:-1]])[path[-1]]
+    if config.branches == 1:
+        assert found == [tuple(chain[: depth + 1]) for depth in range(len(chain))]
+    ends = [path for path in found if not any(other[:-1] == path for other in found)]
+    if len(ends) < config.branches:  # nothing but the budget cut it, so the best are there
+        assert products == pytest.approx(sorted(everything.values(), reverse=True)[:budget])
