@@ -55,29 +55,16 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     return Machine(monkeypatch, tmp_path)
 
 
-def test_nothing_is_said_where_nothing_is_missing(machine: Machine) -> None:
-    assert unavailable() is None
-
-
 FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
     "card": (lambda machine: setattr(machine, "capability", (7, 5)), "8.0 or later, and an old card has 7.5"),
-    "package": (
-        lambda machine: machine.modules.discard("flashinfer"),
-        "FlashInfer is not installed (pip install 'emssd[",
-    ),
+    "package": (lambda machine: machine.modules.discard("flashinfer"), "not installed (pip install 'emssd["),
     "module": (lambda machine: machine.modules.discard("tvm_ffi"), "installed without tvm_ffi, which it imports"),
-    "old": (
-        lambda machine: setattr(machine, "version", "0.6.12"),
-        "0.6.12 is installed, and this version of emssd knows",
-    ),
+    "old": (lambda machine: setattr(machine, "version", "0.6.12"), "0.6.12 is installed, and this version of emssd"),
     "new": (lambda machine: setattr(machine, "version", "0.8.0"), "0.6.13 up to, but not including, 0.8.0"),
     "unknown": (lambda machine: setattr(machine, "version", None), "so its version is unknown"),
     "ninja": (lambda machine: machine.tools.discard("ninja"), "ninja is not on PATH"),
     "compiler": (lambda machine: machine.tools.discard("c++"), "there is no C++ compiler 'c++' on PATH"),
-    "nvcc": (
-        lambda machine: (machine.home / "bin" / "nvcc").unlink(),
-        "there is no nvcc at {home}/bin/nvcc (set CUDA_HOME",
-    ),
+    "nvcc": (lambda machine: (machine.home / "bin" / "nvcc").unlink(), "no nvcc at {home}/bin/nvcc (set CUDA_HOME"),
 }
 
 
@@ -210,24 +197,15 @@ def test_without_cuda_one_sentence_says_why_and_names_the_ragged_backend(
     assert not sentence.endswith(".")  # whoever shows it puts the stop
 
 
-@pytest.mark.parametrize("choice", ["flashinfer", FlashInferConfig()], ids=["name", "config"])
-def test_asking_for_it_without_cuda_gives_the_reason_before_a_model_is_looked_for(
-    choice: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_cuda_everybody_who_asks_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch, None)
-    with pytest.raises(PluginError, match=r"backend 'flashinfer' is not available: .*use backend=ragged.*device\.$"):
-        Engine.from_pretrained("/nowhere", backend=choice)
-
-
-def test_it_is_listed_as_unavailable_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_cuda(monkeypatch, None)
+    for choice in ("flashinfer", FlashInferConfig()):  # before a model is looked for
+        with pytest.raises(
+            PluginError, match=r"backend 'flashinfer' is not available: .*use backend=ragged.*device\.$"
+        ):
+            Engine.from_pretrained("/nowhere", backend=choice)
     (record,) = [record for record in Registry().records if record.name == "flashinfer"]
-    assert (record.kind, record.state) == ("backend", "unavailable")
-    assert record.reason == unavailable()
-
-
-def test_building_it_by_hand_gives_the_reason_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_cuda(monkeypatch, None)
+    assert (record.kind, record.state, record.reason) == ("backend", "unavailable", unavailable())
     (spec,) = emssd_attention_backends()
     with pytest.raises(PluginError, match="use backend=ragged"):
         spec.build(FlashInferConfig())

@@ -141,16 +141,6 @@ def test_each_drafter_hears_what_verifying_its_own_draft_would_have_told(
         assert [list(ids) for ids in heard.target_ids] == [list(ids) for ids in expected.target_ids]
 
 
-@given(told=st.lists(drafts(1), min_size=1, max_size=3), budget=st.integers(0, 20))
-def test_with_budget_enough_every_path_of_every_draft_is_verified(told: list[Draft], budget: int) -> None:
-    whole = union(*map(Told, told))
-    assert whole.num_speculative_tokens == 9 * len(told)
-    found = set(paths_of(tree_of(whole, row_of([1]), budget)))
-    wanted = {path for draft in told for path in paths_of(draft.cut([min(draft.lengths[0], budget)]))}
-    assert found <= wanted
-    assert len(found) == min(budget, len(wanted))
-
-
 def test_a_chain_drafter_gets_no_budget_beyond_the_end_of_a_row_and_none_beyond_its_own_most() -> None:
     one, many = Told(chains([3] * 9)), Told(Draft.from_trees([[(4, -1)] * 9]), most=5)
     whole = union(one, many)
