@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -19,23 +20,37 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafters import HeadRunner
 from emssd.drafters.heads.head import Head
 from emssd.drafting import Draft
+from emssd.errors import ConfigError
 from emssd.plugins.registry import Registry
 
 __all__ = [
     "CPU",
+    "SMALL",
     "Weights",
     "assert_same",
+    "blank_weights",
     "dense_layer",
     "dense_rms",
+    "eagle3_shapes",
     "layer_weights",
     "numbers",
     "random_weights",
+    "refusal",
     "run_ragged",
+    "turned",
     "write_head",
 ]
 
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+}
+"""The config of a small decoder layer of Llama's kind."""
 
 
 def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Weights:
@@ -48,6 +63,11 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> Weig
     }
 
 
+def blank_weights(shapes: Mapping[str, tuple[int, ...]]) -> Weights:
+    """Zeros; ones for norms."""
+    return {name: torch.full(shape, float("norm" in name)) for name, shape in shapes.items()}
+
+
 def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
     """Random inputs, float64."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -56,6 +76,15 @@ def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
 def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
     """Hold outputs to what formulas give; only the order of sums may differ."""
     torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
+
+
+def refusal(load: Callable[[], object]) -> str:
+    """The one sentence that a head is refused with."""
+    with pytest.raises(ConfigError) as raised:
+        load()
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+    return str(raised.value)
 
 
 def layer_weights(prefix: str, config: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
@@ -72,6 +101,19 @@ def layer_weights(prefix: str, config: Mapping[str, Any], input_size: int) -> di
         f"{prefix}mlp.up_proj.weight": (wide, hidden),
         f"{prefix}mlp.down_proj.weight": (hidden, wide),
         f"{prefix}post_attention_layernorm.weight": (hidden,),
+    }
+
+
+def eagle3_shapes(config: Mapping[str, Any], num_states: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of an EAGLE-3 head of one layer that reads so many hidden states of its own width."""
+    size = config["hidden_size"]
+    return {
+        "fc.weight": (size, num_states * size),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.hidden_norm.weight": (size,),
+        **layer_weights("midlayer.", config, 2 * size),
+        "norm.weight": (size,),
+        "lm_head.weight": (config["draft_vocab_size"], size),
     }
 
 
@@ -112,7 +154,7 @@ def dense_layer(
         return out if norm is None else dense_rms(out, norm, eps)
 
     theta = config.get("rope_theta", 10000.0)
-    q, k = (_turned(by_head(name, count), positions, theta) for name, count in (("q", heads), ("k", kv_heads)))
+    q, k = (turned(by_head(name, count), positions, theta) for name, count in (("q", heads), ("k", kv_heads)))
     v = by_head("v", kv_heads)
     rows = []
     for i in range(len(attended)):
@@ -128,7 +170,7 @@ def dense_layer(
     return hidden + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
 
 
-def _turned(x: torch.Tensor, positions: Seq[int], theta: float) -> torch.Tensor:
+def turned(x: torch.Tensor, positions: Seq[int], theta: float) -> torch.Tensor:
     """Rotary positions: element ``j`` and element ``j + dim / 2`` of a head are a pair. Frequencies are float32."""
     dim = x.shape[-1]
     frequencies = (1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)).double()

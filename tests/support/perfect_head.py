@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from emssd.testing.models import tiny_model
-from tests.support.heads import Weights, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, blank_weights, eagle3_shapes, layer_weights, random_weights, write_head
 
 __all__ = [
     "DRAFTED",
@@ -37,6 +37,7 @@ DIM, SIZE = 10, 3 * VOCAB + 3  # of an attention head; of the stream: three toke
 NUM_LAYERS, EPS, THETA = 3, 1e-12, 10000.0
 MOVED = torch.eye(VOCAB)[[4, 2, 0, 7, 8, 1, 3, 5, 6]]  # a permutation of tokens, without a fixed point
 ONE = SIZE - 1
+LAYER = {"hidden_size": SIZE, "intermediate_size": 4, "num_attention_heads": 3, "head_dim": DIM}  # of the target
 
 
 def _tables() -> torch.Tensor:
@@ -86,19 +87,21 @@ def _put(out: torch.Tensor, head: int, block: int, matrix: torch.Tensor) -> None
     out[_block(block), head * DIM : head * DIM + VOCAB] += matrix
 
 
+def blank_llama(size: int, num_layers: int, heads: int, **options: Any) -> tuple[Any, Weights]:
+    """A Llama in float64, and weights to fill it with: zeros, and ones for norms."""
+    sizes = {"hidden_size": size, "num_hidden_layers": num_layers, "num_attention_heads": heads, "head_dim": DIM}
+    more = {"num_key_value_heads": heads, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
+    model: Any = tiny_model("llama", **sizes, **more, **options)
+    return model, blank_weights({name: tuple(each.shape) for name, each in model.state_dict().items()})
+
+
 def perfect_target(max_model_len: int = 128) -> Any:
     """The target, in float64: a Llama whose logits are a sum over its last three tokens.
 
     Its stream holds the token after layer 0. Layer 1 adds the two before it, and permutes the token. Layer 2 permutes
     it again.
     """
-    sizes = {"hidden_size": SIZE, "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 3, "num_key_value_heads": 3}
-    more = {"head_dim": DIM, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
-    model: Any = tiny_model("llama", vocab_size=VOCAB, max_model_len=max_model_len, **sizes, **more)
-    weights: Weights = {
-        name: torch.ones_like(each) if "norm" in name else torch.zeros_like(each)
-        for name, each in model.state_dict().items()
-    }
+    model, weights = blank_llama(SIZE, NUM_LAYERS, 3, vocab_size=VOCAB, max_model_len=max_model_len)
     embeddings = torch.zeros(VOCAB, SIZE, dtype=torch.float64)
     embeddings[:, _block(0)], embeddings[:, ONE] = torch.eye(VOCAB), 1
     eye = torch.eye(VOCAB)
@@ -149,19 +152,13 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
     for block, new, old in ((0, 0, 1), (1, 1, 2), (2, 4, 3)):  # heads that copy what comes, and what goes
         _put(out, new, block, eye)
         _put(out, old, block, -eye)
-    weights: Weights = {
+    weights = blank_weights(eagle3_shapes(values, 3)) | {
         "fc.weight": fc,
-        "norm.weight": torch.ones(SIZE),
         "lm_head.weight": (_tables() / featured)[drafted],
         "d2t": torch.tensor(drafted) - torch.arange(len(drafted)),
         "midlayer.self_attn.o_proj.weight": out,
-        "midlayer.mlp.gate_proj.weight": torch.zeros(4, SIZE),
-        "midlayer.mlp.up_proj.weight": torch.zeros(4, SIZE),
-        "midlayer.mlp.down_proj.weight": torch.zeros(SIZE, 4),
     }
     _heads(weights, "midlayer.", places, (ONE, embedded), 2 * SIZE)
-    for norm in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        weights[f"midlayer.{norm}.weight"] = torch.ones(SIZE)
     return write_head(folder, values | config, {name: each.contiguous() for name, each in weights.items()})
 
 
@@ -185,14 +182,8 @@ def write_perfect_eagle(folder: Path, **config: Any) -> str:
     fc[ONE, ONE] = normed
     out = torch.zeros(SIZE, DIM, dtype=torch.float64)
     _put(out, 0, 2, torch.eye(VOCAB))
-    weights: Weights = {
-        "fc.weight": fc,
-        "layers.0.self_attn.o_proj.weight": out,
-        "layers.0.mlp.gate_proj.weight": torch.zeros(4, SIZE),
-        "layers.0.mlp.up_proj.weight": torch.zeros(4, SIZE),
-        "layers.0.mlp.down_proj.weight": torch.zeros(SIZE, 4),
-        "layers.0.post_attention_layernorm.weight": torch.ones(SIZE),
-    }
+    weights = blank_weights(layer_weights("layers.0.", values, SIZE))
+    weights |= {"fc.weight": fc, "layers.0.self_attn.o_proj.weight": out}
     _heads(weights, "layers.0.", [(1, VOCAB, 1.0)], (ONE, normed), SIZE)
     return write_head(folder, values | config, weights)
 
@@ -212,17 +203,11 @@ def write_perfect_mtp(folder: Path, **config: Any) -> str:
     turned[_block(0)] = -1
     out = torch.zeros(SIZE, 3 * DIM, dtype=torch.float64)
     _put(out, 0, 2, torch.eye(VOCAB))
-    weights: Weights = {
+    norms = {f"{prefix}{name}.weight": (SIZE,) for name in ("enorm", "input_layernorm", "shared_head.norm")}
+    weights = blank_weights(norms | layer_weights(prefix, LAYER, SIZE)) | {
         f"{prefix}eh_proj.weight": projection,
-        f"{prefix}enorm.weight": torch.ones(SIZE),
         f"{prefix}hnorm.weight": turned,
-        f"{prefix}input_layernorm.weight": torch.ones(SIZE),
-        f"{prefix}post_attention_layernorm.weight": torch.ones(SIZE),
-        f"{prefix}shared_head.norm.weight": torch.ones(SIZE),
         f"{prefix}self_attn.o_proj.weight": out,
-        f"{prefix}mlp.gate_proj.weight": torch.zeros(4, SIZE),
-        f"{prefix}mlp.up_proj.weight": torch.zeros(4, SIZE),
-        f"{prefix}mlp.down_proj.weight": torch.zeros(SIZE, 4),
     }
     _heads(weights, prefix, [(1, VOCAB, fused)] * 3, (ONE, fused), SIZE)
     return write_head(folder, {"hidden_size": SIZE, "vocab_size": VOCAB} | config, weights)
@@ -255,9 +240,7 @@ def random_head(head: str) -> RandomHead:
         shapes |= layer_weights(prefix, config, SIZE) | {f"{prefix}shared_head.head.weight": (VOCAB, SIZE)}
     else:
         config |= {"draft_vocab_size": len(DRAFTED), "eagle_aux_hidden_state_layer_ids": [0, 2]}
-        shapes = {f"midlayer.{name}.weight": (SIZE,) for name in ("input_layernorm", "hidden_norm")}
-        shapes |= {"fc.weight": (SIZE, 2 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (len(DRAFTED), SIZE)}
-        shapes |= layer_weights("midlayer.", config, 2 * SIZE)
+        shapes = eagle3_shapes(config, 2)
         ids = {"d2t": torch.tensor(DRAFTED) - torch.arange(len(DRAFTED))}
     if head == "peagle":
         config |= {"pard_token": 7}

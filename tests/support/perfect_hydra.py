@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from tests.support.heads import Weights, write_head
-from tests.support.perfect_head import DIM, MOVED, ONE, SIZE, VOCAB, _block, _heads, _put, _tables
+from tests.support.heads import Weights, blank_weights, layer_weights, write_head
+from tests.support.perfect_head import DIM, LAYER, MOVED, ONE, SIZE, VOCAB, _block, _heads, _put, _tables
 
 __all__ = ["NUM_HEADS", "write_perfect_hydra"]
 
@@ -63,15 +63,9 @@ _SCALE = math.sqrt(SIZE / 4)  # of a one in the target's last hidden state
 def _prefix_layer() -> Weights:
     """It has the sizes of the target's layers."""
     layer, moved_back = f"{PREFIX}layers.0.", MOVED.T.double() @ MOVED.T.double()
-    weights: Weights = {
-        f"{PREFIX}embed_tokens.weight": torch.ones(VOCAB, SIZE),
-        f"{layer}input_layernorm.weight": torch.ones(SIZE),
-        f"{layer}post_attention_layernorm.weight": torch.ones(SIZE),
-        f"{layer}mlp.gate_proj.weight": torch.zeros(4, SIZE),
-        f"{layer}mlp.up_proj.weight": torch.zeros(4, SIZE),
-        f"{layer}mlp.down_proj.weight": torch.zeros(SIZE, 4),
-        f"{PREFIX}norm.weight": torch.ones(SIZE),
-    }
+    norms = {f"{layer}input_layernorm.weight": (SIZE,), f"{PREFIX}norm.weight": (SIZE,)}
+    weights = blank_weights(norms | layer_weights(layer, LAYER, SIZE))
+    weights[f"{PREFIX}embed_tokens.weight"] = torch.ones(VOCAB, SIZE)
     wanted = [(1, 0, _SCALE), (0, VOCAB, _SCALE), (0, 0, _SCALE)]
     _heads(weights, layer, wanted, (ONE, _SCALE), SIZE)
     out = torch.zeros(SIZE, 3 * DIM, dtype=torch.float64)

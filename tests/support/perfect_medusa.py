@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, write_head
-from tests.support.perfect_head import DIM, EPS, UNDRAFTED, VOCAB, _block, _heads, _put
+from tests.support.perfect_head import DIM, UNDRAFTED, VOCAB, _block, _heads, _put, blank_llama
 
 __all__ = ["NUM_HEADS", "lagging_target", "write_perfect_medusa"]
 
@@ -33,13 +32,7 @@ def lagging_target(sharpness: float = 1.0) -> Any:
     A text must begin with at least `BLOCKS` tokens.
     """
     heads = BLOCKS - 1
-    sizes = {"hidden_size": SIZE, "num_hidden_layers": 1, "num_attention_heads": heads, "num_key_value_heads": heads}
-    more = {"head_dim": DIM, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
-    model: Any = tiny_model("llama", vocab_size=VOCAB, max_model_len=144, **sizes, **more)
-    weights: Weights = {
-        name: torch.ones_like(each) if "norm" in name else torch.zeros_like(each)
-        for name, each in model.state_dict().items()
-    }
+    model, weights = blank_llama(SIZE, 1, heads, vocab_size=VOCAB, max_model_len=144)
     embeddings, scale = torch.zeros(VOCAB, SIZE, dtype=torch.float64), math.sqrt(SIZE / 2)
     embeddings[:, _block(0)], embeddings[:, ONE] = torch.eye(VOCAB), 1
     wanted = [(distance, 0, scale) for distance in range(1, BLOCKS)]

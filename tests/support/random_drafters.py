@@ -13,7 +13,7 @@ import torch
 from emssd_rest.build import build_store
 
 from emssd.drafting import DrafterContext
-from tests.support.heads import Weights, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, eagle3_shapes, layer_weights, random_weights, write_head
 
 __all__ = [
     "random_adapter",
@@ -72,18 +72,10 @@ def random_eagle(context: DrafterContext, kind: str) -> str:
     """A head of EAGLE; that of EAGLE-3 reads two hidden states, and drafts all tokens of the target but the first."""
     size, vocab_size = _sizes(context)
     config = _HEADS | {"hidden_size": size, "vocab_size": vocab_size}
-    shapes = {"fc.weight": (size, 2 * size)}
     if kind == "eagle":
-        return _written(config, shapes | layer_weights("layers.0.", config, size))
+        return _written(config, {"fc.weight": (size, 2 * size)} | layer_weights("layers.0.", config, size))
     config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
-    shapes |= {
-        "midlayer.input_layernorm.weight": (size,),
-        "midlayer.hidden_norm.weight": (size,),
-        **layer_weights("midlayer.", config, 2 * size),
-        "norm.weight": (size,),
-        "lm_head.weight": (vocab_size - 1, size),
-    }
-    return _written(config, shapes, {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)})
+    return _written(config, eagle3_shapes(config, 2), {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)})
 
 
 def random_adapter(context: DrafterContext) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "paths_of",
     "row_of",
     "tree_of",
+    "ways",
 ]
 
 TREE_BACKENDS = {name: make for name, make in BACKENDS.items() if make().takes_trees}
@@ -96,6 +97,11 @@ def paths(token_ids: Seq[int], parents: Parents) -> list[tuple[int, ...]]:
     for token, parent in zip(token_ids, parents, strict=True):
         found.append(((*found[parent], token)) if parent >= 0 else (token,))
     return found
+
+
+def ways(parents: Parents) -> list[list[int]]:
+    """The nodes on the way to each node of a tree, the node itself last."""
+    return [list(way) for way in paths(range(len(parents)), parents)]
 
 
 def paths_of(draft: Draft, row: int = 0) -> list[tuple[int, ...]]:

@@ -23,7 +23,8 @@ from emssd.model import TargetModel
 from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from tests.support.backends import context_of
-from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, refusal, turned, write_head
+from tests.support.tiers import looped
 
 VOCAB, SIZE, NUM_NEW = 17, 32, 14
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3, 9, 9, 2, 1], [6], [7, 8, 3]]
@@ -70,8 +71,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
         {"architectures": ["DSparkDraftModel"], "block_size": 3},
         DSPARK,
         {
-            "markov_head.markov_w1.weight": (VOCAB, 3),
-            "markov_head.markov_w2.weight": (VOCAB, 3),
+            **MARKOV,
             "confidence_head.proj.weight": (1, SIZE + 3),
             "confidence_head.proj.bias": (1,),
         },
@@ -80,8 +80,7 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
         {"architectures": ["DSparkDraftModel"]},
         DSPARK,
         {
-            "markov_head.markov_w1.weight": (VOCAB, 3),
-            "markov_head.markov_w2.weight": (VOCAB, 3),
+            **MARKOV,
             "confidence_head.proj.weight": (1, SIZE),
             "confidence_head.proj.bias": (1,),
         },
@@ -90,17 +89,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
         {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "markov_head_type": "vanilla", "num_anchors": 512},
         {},
         {
-            "markov_head.markov_w1.weight": (VOCAB, 3),
-            "markov_head.markov_w2.weight": (VOCAB, 3),
+            **MARKOV,
             "embed_tokens.weight": (VOCAB, SIZE),
             "lm_head.weight": (VOCAB, SIZE),
         },
     ),
-    "dspark without confidence": (
-        {"architectures": ["DSparkDraftModel"]},
-        DSPARK,
-        {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)},
-    ),
+    "dspark without confidence": ({"architectures": ["DSparkDraftModel"]}, DSPARK, MARKOV),
     "dspark with a gate": (
         {"architectures": ["DSparkDraftModel"]},
         DSPARK | {"markov_head_type": "gated"},
@@ -150,14 +144,6 @@ def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
     config = CONFIG | top | {"dflash_config": CONFIG["dflash_config"] | inner}
     weights = random_weights(shapes_of(config) | more, seed=3)
     return write_head(folder / "head", config, weights), config, weights
-
-
-def turned(x: torch.Tensor, positions: Sequence[int], theta: float) -> torch.Tensor:
-    half = x.shape[-1] // 2
-    frequencies = (1.0 / theta ** (torch.arange(0, 2 * half, 2).float() / (2 * half))).double()
-    angles = torch.tensor(positions).double()[:, None, None] * frequencies
-    a, b = x[..., :half], x[..., half:]
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
 
 
 def dense_kernels(own: Weights, part: str, x: torch.Tensor) -> torch.Tensor | None:
@@ -384,87 +370,60 @@ def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) 
         load(path)
 
 
-INNER = CONFIG["dflash_config"]
-REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
-    "no block size": ({"block_size": None}, "its config.json has no block_size"),
-    "no mask": ({"dflash_config": {"target_layer_ids": [0, 2]}}, "its config.json has no mask_token_id"),
-    "a list for an object": ({"dflash_config": [1]}, "its dflash_config is no object of JSON"),
-    "a word for a number": ({"block_size": "many"}, "a value of another type or size than expected"),
-    "a mask beyond": ({"dflash_config": INNER | {"mask_token_id": VOCAB}}, f"the target has embeddings of {VOCAB} ids"),
-    "another vocabulary": ({"vocab_size": 99}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
-    "another size": ({"hidden_size": 24}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
-    "another depth": ({"num_target_layers": 5}, "trained for a target of 5 layers, and this one has 4"),
-    "no such layer": ({"dflash_config": INNER | {"target_layer_ids": [0, 4]}}, "the target has layers 0 to 3"),
-    "a block without end": ({"block_size": 10**9}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
-    "a block of one": ({"block_size": 1}, "its block_size is 1; a block drafts 1 to 4096 tokens"),
-    "windows somewhere": ({"dflash_config": INNER | {"use_swa": True}}, "no layer_types say which"),
-    "a container of other layers": (
+FIRST = {"markov_head.markov_w1.weight": (VOCAB, 3)}
+
+
+def inner(**values: Any) -> dict[str, Any]:
+    return {"dflash_config": CONFIG["dflash_config"] | values}
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
+    ({"block_size": None}, {}, "its config.json has no block_size"),
+    ({"dflash_config": {"target_layer_ids": [0, 2]}}, {}, "its config.json has no mask_token_id"),
+    ({"dflash_config": [1]}, {}, "its dflash_config is no object of JSON"),
+    ({"block_size": "many"}, {}, "a value of another type or size than expected"),
+    (inner(mask_token_id=VOCAB), {}, f"the target has embeddings of {VOCAB} ids"),
+    ({"vocab_size": 99}, {}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
+    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
+    ({"num_target_layers": 5}, {}, "trained for a target of 5 layers, and this one has 4"),
+    (inner(target_layer_ids=[0, 4]), {}, "the target has layers 0 to 3"),
+    ({"block_size": 10**9}, {}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
+    ({"block_size": 1}, {}, "its block_size is 1; a block drafts 1 to 4096 tokens"),
+    (inner(use_swa=True), {}, "no layer_types say which"),
+    (
         {"speculators_model_type": "dflash", "transformer_layer_config": {"model_type": "mamba"}},
+        {},
         "its layers are those of mamba",
     ),
-    "another format": ({"speculators_model_type": "eagle3"}, "what it holds is an EAGLE-3 head"),
-    "more layers": ({"num_hidden_layers": 3}, "are missing"),
-}
+    ({"speculators_model_type": "eagle3"}, {}, "what it holds is an EAGLE-3 head"),
+    ({"num_hidden_layers": 3}, {}, "are missing"),
+    ({}, {"candidate_selector.hidden_projection.weight": (2, 2)}, "candidate_selector.predecessor_codebook"),
+    ({}, {"layers.0.mlp_conv.base_kernel": (2, 2, SIZE)}, "layers.0.mlp_conv.kernel_projection.weight is missing"),
+    ({}, {"refiner_head.mix_l": (2, 5, 5)}, "refiner_head.token_embed.weight"),
+    ({}, {"layers.0.extra.weight": (2, 2)}, "layers.0.extra.weight is without a place"),
+    ({}, {"confidence_head.proj.weight": (1, SIZE + 3)}, "its confidence head reads a Markov head, and it has none"),
+    (inner(markov_head_type="rnn"), FIRST, "markov_head.joint_proj.weight are missing"),
+    ({}, FIRST, "markov_head.markov_w2.weight is missing"),
+    (inner(final_logit_softcapping=30.0), MARKOV, "it scales its logits by final_logit_softcapping 30.0, and"),
+    (inner(output_multiplier=0.5), MARKOV, "it scales its logits by output_multiplier 0.5, and"),
+    (inner(output_multiplier=-0.5), {}, "it scales its logits by output_multiplier -0.5, and"),
+]
 
 
-@pytest.mark.parametrize("fault", REFUSALS)
-def test_wrong_files_are_refused_in_one_sentence(fault: str, tmp_path: Path) -> None:
-    config, words = REFUSALS[fault]
-    path = write_head(tmp_path / "head", CONFIG | config, random_weights(shapes_of(CONFIG)))
-    with pytest.raises(ConfigError) as raised:
-        load(path)
-    assert words in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "inner", "words"),
-    [
-        ({"candidate_selector.hidden_projection.weight": (2, 2)}, {}, "candidate_selector.predecessor_codebook"),
-        ({"layers.0.mlp_conv.base_kernel": (2, 2, SIZE)}, {}, "layers.0.mlp_conv.kernel_projection.weight is missing"),
-        ({"refiner_head.mix_l": (2, 5, 5)}, {}, "refiner_head.token_embed.weight"),
-        ({"layers.0.extra.weight": (2, 2)}, {}, "layers.0.extra.weight is without a place"),
-        (
-            {"confidence_head.proj.weight": (1, SIZE + 3)},
-            {},
-            "its confidence head reads a Markov head, and it has none",
-        ),
-        (
-            {"markov_head.markov_w1.weight": (VOCAB, 3)},
-            {"markov_head_type": "rnn"},
-            "markov_head.joint_proj.weight are missing",
-        ),
-        ({"markov_head.markov_w1.weight": (VOCAB, 3)}, {}, "markov_head.markov_w2.weight is missing"),
-        (MARKOV, {"final_logit_softcapping": 30.0}, "it scales its logits by final_logit_softcapping 30.0, and"),
-        (MARKOV, {"output_multiplier": 0.5}, "it scales its logits by output_multiplier 0.5, and"),
-        ({}, {"output_multiplier": -0.5}, "it scales its logits by output_multiplier -0.5, and"),
-    ],
-)
-def test_weights_of_other_kinds_are_refused(shapes: Any, inner: Any, words: str, tmp_path: Path) -> None:
-    config = CONFIG | {"dflash_config": INNER | inner}
-    path = write_head(tmp_path / "head", config, random_weights(shapes_of(CONFIG) | shapes))
-    with pytest.raises(ConfigError) as raised:
-        load(path)
-    assert words in str(raised.value)
+@looped("config, shapes, words", REFUSALS)
+def test_wrong_files_are_refused_in_one_sentence(config: Any, shapes: Any, words: str, tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", CONFIG | config, random_weights(shapes_of(CONFIG) | shapes))
+    assert words in refusal(lambda: load(path))
 
 
 def test_scaled_logits_have_the_same_likeliest_tokens_and_are_read_where_nothing_is_added(tmp_path: Path) -> None:
-    config = CONFIG | {"dflash_config": INNER | {"output_multiplier": 0.5}, "final_logit_softcapping": 30.0}
+    config = CONFIG | inner(output_multiplier=0.5) | {"final_logit_softcapping": 30.0}
     load(write_head(tmp_path / "plain", config, random_weights(shapes_of(CONFIG))))
-    neutral = CONFIG | {"dflash_config": INNER | {"output_multiplier": 1.0}, "final_logit_softcapping": None}
+    neutral = CONFIG | inner(output_multiplier=1.0) | {"final_logit_softcapping": None}
     load(write_head(tmp_path / "markov", neutral, random_weights(shapes_of(CONFIG) | MARKOV)))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"path": None}, "give drafter.path=FOLDER"),
-        ({"num_speculative_tokens": 5}, "drafter.num_speculative_tokens is 5; a block of this head drafts 4 at most"),
-        ({"path": "./nowhere"}, "there is no such folder"),
-    ],
-    ids=str,
-)
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_more_tokens_than_a_block_drafts_are_refused(tmp_path: Path) -> None:
     path, _, _ = written(tmp_path, "plain")
-    with pytest.raises(ConfigError) as raised:
-        load(**({"path": path} | options))
-    assert words in str(raised.value)
+    words = "drafter.num_speculative_tokens is 5; a block of this head drafts 4 at most"
+    assert words in refusal(lambda: load(path, num_speculative_tokens=5))

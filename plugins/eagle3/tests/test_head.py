@@ -18,28 +18,26 @@ from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
 from emssd.model import tracing
 from emssd.native import NativeError
 from tests.support.heads import (
+    SMALL,
     Weights,
     assert_same,
     dense_layer,
     dense_rms,
+    eagle3_shapes,
     layer_weights,
     numbers,
     random_weights,
     run_ragged,
     write_head,
 )
+from tests.support.trees import ways
 
-H, WIDE, V, VD, L = 16, 24, 40, 12, 9
+H, V, VD, L = 16, 40, 12, 9
 TARGET = TargetSizes(V, H, L)
-CONFIG = {
+CONFIG: dict[str, Any] = SMALL | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
-    "hidden_size": H,
-    "intermediate_size": WIDE,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "num_hidden_layers": 1,
-    "rms_norm_eps": 1e-5,
     "vocab_size": V,
     "draft_vocab_size": VD,
     "max_position_embeddings": 8,  # shorter than the sequences, as in published heads
@@ -47,17 +45,8 @@ CONFIG = {
 DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
 
 
-def head_weights(
-    config: dict[str, Any] = CONFIG, first: str = "midlayer.", num_states: int = 3, seed: int = 0
-) -> Weights:
-    shapes = {
-        "fc.weight": (H, num_states * H),
-        f"{first}input_layernorm.weight": (H,),
-        f"{first}hidden_norm.weight": (H,),
-        **layer_weights(first, config, 2 * H),
-        "norm.weight": (H,),
-        "lm_head.weight": (VD, H),
-    }
+def head_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> Weights:
+    shapes = eagle3_shapes(config, 3)
     for layer in range(1, config.get("num_hidden_layers", 1)):
         shapes |= {f"layers.{layer}.input_layernorm.weight": (H,), **layer_weights(f"layers.{layer}.", config, H)}
     vocabulary = {
@@ -157,6 +146,15 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
     assert loaded.layers == (2, L // 2, L - 3)
 
 
+def drawn_rows() -> list[Any]:
+    """Rows for `run_ragged`, of different lengths and trees."""
+    sizes = ((9, 2, (-1, -1, 0, 0, 1, 3)), (3, 1, (-1, 0, 1)), (6, 5, (-1, -1, -1, 2, 2)))
+    return [
+        (numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree)
+        for row, (length, first, tree) in enumerate(sizes)
+    ]
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -173,23 +171,14 @@ def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], b
     config = CONFIG | flags
     weights = head_weights(config)
     head = load(write_head(tmp_path, config, weights)).head
-    trees = [(-1, -1, 0, 0, 1, 3), (-1, 0, 1), (-1, -1, -1, 2, 2)]
-    rows = []
-    for row, (length, first) in enumerate([(9, 2), (3, 1), (6, 5)]):
-        tree = trees[row]
-        rows.append((numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree))
+    rows = drawn_rows()
     for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
         assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1), **flags)[-1])
-        for node in range(len(tree)):
-            way = [node]
-            while tree[way[0]] >= 0:
-                way.insert(0, tree[way[0]])
+        for node, way in enumerate(ways(tree)):
             chain = torch.cat([inputs, nodes[way]])
-            assert_same(outputs[node], dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1])
-            assert_same(
-                head.logits(outputs[node : node + 1], pytest.fail)[0],
-                dense_logits(weights, dense_outputs(weights, *chain.chunk(2, -1), **flags), **flags)[-1],
-            )
+            wanted = dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1:]
+            assert_same(outputs[node : node + 1], wanted)
+            assert_same(head.logits(wanted, pytest.fail), dense_logits(weights, wanted, **flags))
         longer = torch.cat([chain, nodes[:1]])
         assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
 
@@ -285,14 +274,6 @@ def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: 
     head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
     normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
     assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)
-
-
-def drawn_rows(trees: Seq[tuple[int, ...]] = ((-1, -1, 0, 0, 1, 3), (-1, 0, 1))) -> list[Any]:
-    lengths = ((9, 2), (3, 1))
-    return [
-        (numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree)
-        for row, ((length, first), tree) in enumerate(zip(lengths, trees, strict=True))
-    ]
 
 
 @pytest.mark.nightly

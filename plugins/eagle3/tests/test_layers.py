@@ -15,36 +15,20 @@ from emssd_eagle3.loading import load_eagle3
 
 from emssd.drafters.heads.target import TargetSizes
 from emssd.errors import ConfigError
-from tests.support.heads import Weights, layer_weights, random_weights, write_head
+from tests.support.heads import SMALL, Weights, eagle3_shapes, random_weights, refusal, write_head
 from tests.support.perfect_head import write_perfect_eagle3
 from tests.support.right_drafters import DEPTH, decode, trial
 from tests.support.tiers import looped
 
 H, V, VD = 16, 40, 12
 TARGET = TargetSizes(V, H, 9)
-CONFIG: dict[str, Any] = {
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": V,
-    "draft_vocab_size": VD,
-}
+CONFIG: dict[str, Any] = SMALL | {"vocab_size": V, "draft_vocab_size": VD}
 
 
 def head_weights() -> Weights:
-    shapes = {
-        "fc.weight": (H, 3 * H),
-        "midlayer.input_layernorm.weight": (H,),
-        "midlayer.hidden_norm.weight": (H,),
-        **layer_weights("midlayer.", CONFIG, 2 * H),
-        "norm.weight": (H,),
-        "lm_head.weight": (VD, H),
-    }
     d2t = torch.arange(VD)  # draft id i is the target's 2 i
     t2d = (torch.arange(V) % 2 == 0) & (torch.arange(V) < 2 * VD)
-    return random_weights(shapes) | {"d2t": d2t, "t2d": t2d}
+    return random_weights(eagle3_shapes(CONFIG, 3)) | {"d2t": d2t, "t2d": t2d}
 
 
 def load(path: str, target: TargetSizes = TARGET) -> Any:
@@ -66,17 +50,13 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
     return lambda weights: weights.update({name.replace("__", "."): each for name, each in more.items()})
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "words"),
+@looped(
+    "config, change, words",
     [
         ({}, without("norm.weight"), "of its weights, norm.weight is missing"),
         ({}, without("midlayer.mlp.up_proj.weight"), "layers.0.mlp.up_proj.weight is missing"),
         ({}, put(extra=torch.ones(2)), "extra is without a place in such a head"),
-        (
-            {},
-            put(norm__weight=torch.ones(3), fc__weight=torch.ones(5, 3 * H)),
-            "fc.weight (5x48 in place of 16x48), norm.weight (3 in place of 16) are of another shape",
-        ),
+        ({}, put(norm__weight=torch.ones(3), fc__weight=torch.ones(5, 48)), "(5x48 in place of 16x48), norm.weight (3"),
         ({}, put(layers__0__hidden_norm__weight=torch.ones(H)), "are for the same place"),
         ({}, put(fc__weight=torch.ones(H, 50)), "its fc reads 50 numbers, which is no multiple of the target's hidden"),
         ({}, without("fc.weight"), "fc.weight is missing"),
@@ -93,11 +73,7 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ({"kv_lora_rank": 512}, None, "of the kind MLA"),
         ({"rope_scaling": {"type": "longrope"}}, None, "rotary embeddings are of type longrope"),
         ({"rope_scaling": {"type": "linear"}}, None, "rotary embeddings of type linear have no factor"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 5}}},
-            None,
-            "its layers have different rotary embeddings",
-        ),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, None, "its layers have different rotary embeddi"),
         ({"partial_rotary_factor": 0.5}, None, "it rotates a part of each head only"),
         ({"hidden_act": "wavy"}, None, "its hidden_act is 'wavy'"),
         ({"num_attention_heads": "many"}, None, "a value of another type or size than expected"),
@@ -110,11 +86,7 @@ def put(**more: torch.Tensor) -> Callable[[Weights], object]:
         ({"eagle_config": "x"}, None, "its config.json has a value of another type or size than expected"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, None, "reads 3 hidden states of the target, and its config na"),
         ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, None, "hidden states 2, 4, 10, and a target of 9 layers"),
-        (
-            {"speculators_model_type": "medusa"},
-            None,
-            "what is wanted is an EAGLE-3 head or a P-EAGLE head",
-        ),
+        ({"speculators_model_type": "medusa"}, None, "what is wanted is an EAGLE-3 head or a P-EAGLE head"),
         ({"speculators_model_type": "peagle"}, None, "it drafts in parallel, and its mask_token_id is None"),
         ({"mask_token_id": V}, put(mask_hidden=torch.ones(1, 1, 3 * H)), "its mask_token_id is 40; that must be"),
         ({"mask_token_id": 3}, put(mask_hidden=torch.ones(1, 1, H)), "mask_hidden (1x1x16 in place of 1x1x48)"),
@@ -136,12 +108,7 @@ def test_what_does_not_fit_is_one_sentence(
     weights = head_weights()
     if change is not None:
         change(weights)
-    with pytest.raises(ConfigError) as raised:
-        load(write_head(tmp_path, CONFIG | config, weights))
-    message = str(raised.value)
-    assert words in message
-    assert "\n" not in message
-    assert len(message) < 500
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights)))
 
 
 def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_path: Path) -> None:

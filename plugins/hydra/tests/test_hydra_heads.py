@@ -10,23 +10,25 @@ import pytest
 import torch
 from emssd_hydra.heads import LoadedHydra, load_hydra
 
-from emssd.drafters.heads.options import read_trees
 from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
-from emssd.errors import ConfigError
 from tests.support.heads import (
+    SMALL,
     Weights,
     dense_layer,
     dense_rms,
     layer_weights,
     numbers,
     random_weights,
+    refusal,
     run_ragged,
     write_head,
 )
+from tests.support.tiers import looped
 
 H, V, HEADS, LAYERS = 16, 40, 4, 9
 TARGET = TargetSizes(V, H, LAYERS)
-TARGET_CONFIG: dict[str, Any] = {
+TARGET_CONFIG: dict[str, Any] = SMALL | {"num_hidden_layers": LAYERS, "rope_theta": 20000.0}
+CONFIG: dict[str, Any] = {
     "hidden_size": H,
     "intermediate_size": 24,
     "num_attention_heads": 4,
@@ -129,8 +131,8 @@ def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
     assert "residual stream before layer 7" in load(path).described[1]
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "words"),
+@looped(
+    "config, change, words",
     [
         ({}, lambda w: w.pop("hydra_mlp.3.0.res_connection.weight"), "mlp.3.0.res_connection.weight is missing"),
         ({}, lambda w: w.pop("hydra_lm_head.1.weight"), "projections.1.weight is missing"),
@@ -141,23 +143,10 @@ def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
         ({"hydra_head_arch": "eagle-attn"}, None, "its heads are of the architecture 'eagle-attn'"),
         ({"grounded_heads": False}, None, "its heads do not read drafted tokens"),
         ({"hidden_state_offset": 10}, None, "its hidden_state_offset is 10, and the target has 9 layers"),
-        ({"speculators_model_type": "eagle3"}, None, "what it holds is an EAGLE-3 head; what is wanted is Hydra heads"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
     weights = head_weights()
     if change is not None:
         change(weights)
-    with pytest.raises(ConfigError) as raised:
-        load(write_head(tmp_path, CONFIG | config, weights, "hydra_lm_head.pt"))
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-def test_the_authors_tree_comes_along() -> None:
-    tree = read_trees("emssd_hydra")["mc_sim_7b_63"]
-    assert max(map(len, tree)) == HEADS
-    children: dict[tuple[int, ...], list[int]] = {}
-    for *way, rank in tree:
-        children.setdefault(tuple(way), []).append(rank)
-    assert all(sorted(ranks) == list(range(len(ranks))) for ranks in children.values())
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "hydra_lm_head.pt")))

@@ -15,16 +15,13 @@ from emssd.testing.models import tiny_model
 from emssd.testing.oracle import greedy_reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.tiers import looped
+from tests.support.trees import paths
 
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
 
 
 def ways_of(tree: list[tuple[int, int]]) -> list[tuple[int, ...]]:
-    ways: list[tuple[int, ...]] = []
-    for token, parent in tree:
-        assert -1 <= parent < len(ways), "a parent comes first"
-        ways.append((*(ways[parent] if parent >= 0 else ()), token))
-    return ways
+    return paths([token for token, _ in tree], tuple(parent for _, parent in tree))
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=5), st.integers(0, 12), st.integers(0, 4))

@@ -27,10 +27,11 @@ from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch
 from tests.support import right_drafters
-from tests.support.heads import Weights, numbers, random_weights, write_head
+from tests.support.heads import Weights, numbers, random_weights, refusal, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
+from tests.support.tiers import looped
 from tests.support.trees import paths_of
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -60,14 +61,7 @@ def random_heads(seed: int) -> tuple[str, Weights]:
 def probabilities(weights: Weights, tokens: list[int]) -> list[list[float]]:
     """By head, the probability of each token, from the state of the token before the newest one."""
     (states,) = right_states(trial().target.model, tokens[:-1], [-1])
-    found = []
-    for head in range(3):
-        x = states[-1]
-        for layer in range(2):
-            y = weights[f"{head}.{layer}.linear.weight"].double() @ x + weights[f"{head}.{layer}.linear.bias"]
-            x = x + y / (1 + torch.exp(-y))
-        found.append(torch.softmax(weights[f"{head}.2.weight"].double() @ x, 0).tolist())
-    return found
+    return [dense_logits(weights, head, states[-1], num_layers=2).softmax(0).tolist() for head in range(3)]
 
 
 def best_combinations(by_head: list[list[float]], ways: set[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
@@ -191,8 +185,8 @@ def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
         load(write_head(tmp_path, {}, other))
 
 
-@pytest.mark.parametrize(
-    ("config", "change", "words"),
+@looped(
+    "config, change, words",
     [
         ({}, lambda w: w.pop("3.0.linear.weight"), "heads.3.0.linear.weight is missing"),
         ({}, lambda w: w.pop("2.1.weight"), "heads.2.1.weight is missing"),
@@ -201,21 +195,13 @@ def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
         ({}, lambda w: w.update({"0.1.weight": torch.ones(V + 1, H)}), "0.1.weight (41x16 in place of 40x16) is of"),
         ({}, lambda w: w.update({"0.0.linear.weight": torch.ones(8, 8)}), "(8x8 in place of 16x16)"),
         ({"original_lm_head": True}, None, "its heads share one vocabulary projection"),
-        (
-            {"speculators_model_type": "eagle3"},
-            None,
-            "what it holds is an EAGLE-3 head; what is wanted is Medusa heads",
-        ),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
     weights = head_weights()
     if change is not None:
         change(weights)
-    with pytest.raises(ConfigError) as raised:
-        load(write_head(tmp_path, CONFIG | config, weights, "medusa_lm_head.pt"))
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "medusa_lm_head.pt")))
 
 
 def test_the_authors_trees_come_along() -> None:
