@@ -15,7 +15,7 @@ from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Row
 
-__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s"]
+__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s", "way"]
 
 Behind = Callable[[Seq[int]], torch.Tensor]
 """The distribution ``q [vocab]`` that follows a text."""
@@ -41,6 +41,11 @@ class SampledTree:
         self.parents.append(parent)
         self.draft.append(torch.empty(0))
         return len(self.token_ids) - 1
+
+
+def way(tree: SampledTree, node: int) -> tuple[int, ...]:
+    """The tokens from the origin to `node`."""
+    return () if node < 0 else (*way(tree, tree.parents[node]), tree.token_ids[node])
 
 
 def joined(trees: Seq[SampledTree | None]) -> Draft:
@@ -130,11 +135,7 @@ class DrawingDrafter(Drafter):
         key = next(drawn_nodes(row, Draft.empty(1), 0)).key
 
         def behind(tree: SampledTree, nodes: Seq[int]) -> list[torch.Tensor]:
-            return [self._behind([*row.tokens, *_way(tree, node)]) for node in nodes]
+            return [self._behind([*row.tokens, *way(tree, node)]) for node in nodes]
 
         branching = self._branching[: row.num_remaining - 1]
         return rsd_c(behind, branching, uniforms(key, "draft", len(row.tokens)))
-
-
-def _way(tree: SampledTree, node: int) -> list[int]:
-    return [] if node < 0 else [*_way(tree, tree.parents[node]), tree.token_ids[node]]

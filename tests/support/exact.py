@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from emssd_residual.rules import Verdict
 
-from tests.support.drawing import SampledTree
+from tests.support.drawing import SampledTree, way
 
 __all__ = [
     "Law",
@@ -34,7 +34,6 @@ __all__ = [
     "law_of",
     "probabilities",
     "target_law",
-    "way",
 ]
 
 Law = dict[Any, Fraction]
@@ -126,11 +125,6 @@ class Model:
 
     def __call__(self, text: Seq[int]) -> Any:
         return self.told.get(tuple(text), self.rest)
-
-
-def way(tree: SampledTree, node: int) -> tuple[int, ...]:
-    """The tokens from the origin to `node`."""
-    return () if node < 0 else (*way(tree, tree.parents[node]), tree.token_ids[node])
 
 
 def behind(model: Model) -> Callable[[SampledTree, Seq[int]], list[Any]]:
