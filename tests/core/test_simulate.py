@@ -23,7 +23,7 @@ from emssd.sequences import FinishReason, Request, Row
 from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import logged_steps, record_trace
-from emssd.simulate.simulator import Simulation, warm_up
+from emssd.simulate.simulator import warm_up
 from emssd.testing.drafters import ChainDrafter
 
 CURVE = PRESETS["8b-1xh100"]
@@ -111,22 +111,14 @@ def test_every_step_is_the_engines(
     assert [stage.drafter for stage in engine.drafting.drafters] == drafters
     with logged_steps(engine, make_policy()) as steps:
         engine.generate(prompts, max_new_tokens=limits)
-    run = Simulator(in_order(trace), make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
+    in_order = tuple(sorted(trace, key=lambda row: int(row.request_id)))  # as they were given to the engine
+    trace = dataclasses.replace(trace, requests=in_order)
+    run = Simulator(trace, make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
     # After an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
     unknown = ["acceptance"] if eos else list[str]()
     if not (eos and make_policy is HesitantBudget):  # which looks at what was accepted there, too
         assert figures(run.steps, unknown) == figures(steps, unknown)
     assert run.report.num_new_tokens == engine.report.num_new_tokens
-
-
-def in_order(trace: Trace) -> Trace:
-    """The requests in the order in which they were given to the engine."""
-    return dataclasses.replace(trace, requests=tuple(sorted(trace, key=lambda row: int(row.request_id))))
-
-
-def simulate(**options: Any) -> Simulation:
-    trace = geometric_trace(0.7, 12, num_speculative_tokens=3, num_prompt=30, max_new_tokens=150)
-    return Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, **options).run()
 
 
 class PlainCurve(StepCurve):
@@ -162,8 +154,9 @@ def test_a_row_ends_where_its_trace_does_before_its_limit_also_by_a_drafted_toke
 
 
 def test_what_cannot_run_is_refused() -> None:
+    trace = geometric_trace(0.7, 12, num_speculative_tokens=3, num_prompt=30, max_new_tokens=150)
     with pytest.raises(ConfigError, match="takes up to 180 tokens of KV cache, and there is room for 160"):
-        simulate(max_kv_tokens=160)
+        Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, max_kv_tokens=160).run()
     scheduler = ContinuousScheduler(1)
     scheduler.add(Row(Request("busy", (1,), 1)))
     with pytest.raises(ConfigError, match="work of another run"):

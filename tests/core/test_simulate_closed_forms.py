@@ -16,7 +16,6 @@ from emssd.errors import ConfigError
 from emssd.simulate import Simulator, TreeLaw, geometric_trace
 from emssd.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
 from emssd.simulate.curves import StepCurve
-from emssd.simulate.simulator import Simulation
 from emssd.simulate.trace_drafter import TreeDrafter
 from tests.support.tiers import looped
 
@@ -117,15 +116,11 @@ class Steep(StepCurve):
         return 0.0
 
 
-def run(law: TreeLaw, num_tokens: int) -> Simulation:
-    drafters = [TreeDrafter(TRACE, law)]
-    return Simulator(TRACE, ContinuousScheduler(8), FixedBudget(num_tokens), Steep(), drafters=drafters).run()
-
-
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 12), st.integers(0, 9))
 def test_what_is_accepted_is_what_the_law_says(branches: list[int], num_tokens: int, seed: int) -> None:
     law = TreeLaw(branches, [[0.5, 0.3, 0.1]], seed)
-    simulation = run(law, num_tokens)
+    scheduler, budget = ContinuousScheduler(8), FixedBudget(num_tokens)
+    simulation = Simulator(TRACE, scheduler, budget, Steep(), drafters=[TreeDrafter(TRACE, law)]).run()
     for row in simulation.sequences:
         position = steps = 0
         while position < 64:

@@ -182,10 +182,6 @@ class TestTheModelAfterwards:
         assert model.lm_head.weight.grad is not None
 
 
-def allow_all(batch_id: int, ids: torch.Tensor) -> list[int]:
-    return [3, 4]
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 2}, "num_beams=2"),
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha=0.6"),
@@ -196,7 +192,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bad words": ({"bad_words_ids": [[5], [5, 6]]}, r"bad_words_ids for single tokens, and \[5, 6\] is a sequence"),
     "min_length": ({"min_length": 15}, "MinLength"),
     "min_new_tokens": ({"min_new_tokens": 3}, "MinNewTokens"),
-    "prefix": ({"prefix_allowed_tokens_fn": allow_all}, "PrefixConstrained"),
+    "prefix": ({"prefix_allowed_tokens_fn": lambda *_: [3, 4]}, "PrefixConstrained"),
     "forced bos": ({"forced_bos_token_id": 4}, "forced_bos_token_id=4"),
     "forced eos": ({"forced_eos_token_id": 0}, "forced_eos_token_id=0"),
     "invalid values": ({"remove_invalid_values": True}, "remove_invalid_values=True"),
