@@ -144,7 +144,7 @@ def attack(session: nox.Session) -> None:
 
     Without options it then draws many sampled runs, of every drafter on every backend.
     """
-    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10", "--kills", "4"]))
+    session.run(sys.executable, "-m", "tests.attack", *(session.posargs or ["--minutes", "10"]))
     if not session.posargs:
         sampled = ["-k", "plain_sampling", "tests/sampling/test_drafters.py"]
         session.run(BIN / "pytest", "-q", *sampled, env={"HYPOTHESIS_PROFILE": "thorough"})

@@ -11,15 +11,12 @@ from dataclasses import dataclass, field
 import torch
 from transformers import logging
 
-from . import kills
-from .areas import AREAS, Case, cases
-from .histories import History, differing_fields
+from .areas import AREAS, cases
+from .histories import differing_fields
 from .judge import Account
 from .runner import safely
-from .worlds import World
 
 _MINUTES_TO_COMPILE = 5  # in less, compiling alone would take the time of all others
-_MOST_SHOWN = 12  # kinds of differences that are told in full
 
 
 @dataclass
@@ -54,7 +51,6 @@ class Attack:
     def __init__(self, seed: int, areas: list[str], seconds: float) -> None:
         self.seed, self.seconds = seed, seconds
         self.tallies = {area: Tally() for area in areas}
-        self.found: dict[str, list[tuple[Case, World, History, str]]] = {}
 
     def run(self) -> None:
         start = shown = time.monotonic()
@@ -64,21 +60,12 @@ class Attack:
             self._world(area, f"{self.seed}.{tally.worlds}", tally)
             tally.seconds += time.monotonic() - begun
             if time.monotonic() - shown > 10:
-                shown = time.monotonic()
-                done = (shown - start) / self.seconds
-                bar = "█" * round(20 * done)
-                histories = sum(tally.histories for tally in self.tallies.values())
-                wrong = sum(tally.wrong for tally in self.tallies.values())
-                print(f"  {bar:░<20} {min(done, 1):4.0%} {histories} histories, {wrong} wrong; {area}", flush=True)
+                shown, tallies = time.monotonic(), self.tallies.values()
+                counts = f"{sum(t.histories for t in tallies)} histories, {sum(t.wrong for t in tallies)} wrong"
+                print(f"  {min((shown - start) / self.seconds, 1):4.0%} {counts}; {area}", flush=True)
 
     def _world(self, area: str, seed: str, tally: Tally) -> None:
         tally.worlds += 1
-        if (job := AREAS[area].job) is not None:
-            tally.histories += 1
-            for what in job(seed)[:1]:
-                tally.wrong += 1
-                print(f"  {area}/{seed}/0: {what}", flush=True)
-            return
         empty = True
         for case, world, history in cases(area, seed):
             empty = False
@@ -87,8 +74,8 @@ class Attack:
             tally.account.add(account)
             if account.differences:
                 tally.wrong += 1
-                kind = _kind(case, world, history)
-                self.found.setdefault(kind, []).append((case, world, history, account.differences[0]))
+                told = f"{case.name}, {world.name}: {account.differences[0]}\n    {differing_fields(history)}"
+                print(f"  {told}\n    again: python -m tests.attack --case {case.name}", flush=True)
         tally.refused += empty
 
     def close(self) -> int:
@@ -96,45 +83,15 @@ class Attack:
         print()
         for area, tally in self.tallies.items():
             print(tally.line(area))
-        together = Account()
-        for tally in self.tallies.values():
-            together.add(tally.account)
         wrong = sum(tally.wrong for tally in self.tallies.values())
-        print(
-            f"seed {self.seed}: {sum(tally.histories for tally in self.tallies.values())} histories, "
-            f"{sum(tally.worlds - tally.refused for tally in self.tallies.values())} models, "
-            f"{together.num_preempted} preemptions, {together.num_tokens} tokens and {together.num_logits} lines of "
-            f"logits compared, {wrong} histories with differences"
-        )
-        for kind, found in sorted(self.found.items(), key=lambda item: -len(item[1]))[:_MOST_SHOWN]:
-            case, world, history, what = min(found, key=lambda each: (len(each[2].asks), len(each[3])))
-            print(f"\n{kind}: {len(found)} times, for instance in {world.name}\n  {what}")
-            print(f"  again:    python -m tests.attack --case {case.name}")
-            print(f"  smallest: {differing_fields(history)}")
-        if len(self.found) > _MOST_SHOWN:
-            print(
-                f"\nand of {len(self.found) - _MOST_SHOWN} further kinds: {', '.join(list(self.found)[_MOST_SHOWN:])}"
-            )
+        histories = sum(tally.histories for tally in self.tallies.values())
+        print(f"seed {self.seed}: {histories} histories, {wrong} with differences")
         return wrong
-
-
-def _kind(case: Case, world: World, history: History) -> str:
-    """The key that groups differences."""
-    if history.sin:
-        return f"{case.area}: {history.sin}"
-    if history.change:
-        return f"{case.area}: {history.change}"
-    if history.fault:
-        return f"{case.area}: {history.fault.place}, backend {history.backend.split('_')[0]}"
-    return f"{case.area}: {world.name.split()[0]}"
 
 
 def again(name: str) -> int:
     """One case, told in full. Returns how many differences it has."""
     area, seed, number = name.split("/")
-    if (job := AREAS[area].job) is not None:
-        print("\n".join(found := job(seed)) or "no difference")
-        return len(found)
     for case, world, history in cases(area, seed):
         account = safely(world, history)  # those before it belong to it: they share an oracle, and perhaps a bug
         if case.number == int(number):
@@ -151,7 +108,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--only", help=f"some areas of {','.join(AREAS)}", type=lambda text: text.split(","))
     parser.add_argument("--case", help="run one case again, as a difference names it")
-    parser.add_argument("--kills", type=int, default=0, help="then kill and resume a command so many times")
     options = parser.parse_args()
     torch.set_num_threads(1)
     logging.set_verbosity_error()
@@ -165,10 +121,7 @@ def main() -> int:
         areas.remove("compiled")
     attack = Attack(options.seed, options.only or areas, 60 * options.minutes)
     attack.run()
-    wrong = attack.close()
-    if options.kills:
-        wrong += kills.kill_and_resume(options.seed, options.kills)
-    return 1 if wrong else 0
+    return 1 if attack.close() else 0
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from tests.support.backends import CONFIGS as BACKENDS
 from .changes import CHANGES
 from .histories import History, draw_history
 from .judge import Account
-from .kills import damaged_output
 from .plain import judged_by_plain
 from .runner import run_history
 from .worlds import World, draw_world
@@ -31,7 +30,6 @@ class Area:
         history: a history in it.
         share: of the time; 0 where it must be asked for.
         num_histories: in each world.
-        job: in the place of worlds: what is wrong with a run of the command, by seed.
     """
 
     about: str
@@ -39,7 +37,6 @@ class Area:
     history: Callable[[random.Random, World], History]
     share: float
     num_histories: int = 12
-    job: Callable[[str], list[str]] | None = None
 
 
 @dataclass(frozen=True)
@@ -140,10 +137,6 @@ def _in_threads(rng: random.Random, world: World) -> History:
     return replace(history, rounds=3, close_after=None)
 
 
-def _no_world(seed: str) -> None:
-    return None
-
-
 AREAS: dict[str, Area] = {
     "histories": Area("random histories, float64", _exact, draw_history, 0.15),
     "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
@@ -159,8 +152,7 @@ AREAS: dict[str, Area] = {
     "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
     "changes": Area("the model changes between two runs", _exact, _changing, 0.05),
     "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.03),
-    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.05),
-    "outputs": Area("outputs that are damaged in mid-run", _no_world, draw_history, 0.03, job=damaged_output),
+    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.08),
 }
 
 

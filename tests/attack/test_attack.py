@@ -8,7 +8,6 @@ from functools import cache
 import pytest
 import torch
 
-from emssd.errors import UnsupportedModelError
 from emssd.model import TargetModel
 from tests.support.backends import CONFIGS as BACKENDS
 
@@ -152,16 +151,3 @@ def test_embeddings_that_are_not_finite_stay_in_their_own_rows(backend: str) -> 
         for asks in (ASKS, (*ASKS, Ask(6, 9)), (Ask(6, 1), *ASKS)):  # it is drafted; and is in a prompt, too
             history = History(asks, backend=backend, moods=("foul", "right", "foul"), batch_size=3)
             assert run_history(there, history).differences == []
-
-
-@pytest.mark.parametrize("kind", ["phimoe", "llama4_text"])
-def test_rules_that_do_not_go_through_the_attention_function_are_kept_or_refused(kind: str) -> None:
-    rng = random.Random(kind)
-    for window in (3, 8, 11):
-        model = draw_model(rng, kind, vocab_size=31, max_model_len=64, window=window)
-        try:
-            target = TargetModel(model)
-        except UnsupportedModelError:
-            continue
-        there = World(kind, model, target, Oracle(model, 64), PROMPTS)
-        assert run_history(there, History(ASKS)).differences == []

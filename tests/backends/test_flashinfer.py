@@ -23,6 +23,7 @@ from emssd.errors import OutOfMemoryError
 from emssd.sequences import Request, Row
 from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
+from tests.support.trees import ways
 
 CPU = torch.device("cpu")
 LAYER = LayerSpec(num_qo_heads=4, num_kv_heads=2, key_dim=10, value_dim=7, scale=0.3)
@@ -72,11 +73,8 @@ def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(
     attention.plan(metadata, tree_mask(packed, window))
     attention.run(query, keys, values, out)
     out = out[..., :7]
-    for node in range(len(tree)):
-        path = [node]
-        while tree[path[0]] >= 0:
-            path.insert(0, tree[path[0]])
-        chosen = torch.tensor([0] + [1 + step for step in path])
+    for node, way in enumerate(ways(tree)):
+        chosen = torch.tensor([0] + [1 + step for step in way])
         dense = DenseBackend()
         dense.allocate(spec)
         alone = pack([sequence("a", 5 + len(chosen))], Draft.empty(1))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from emssd_flashinfer.recorded import Compute, CudaGraphCapture, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.recorded import CudaGraphCapture, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, step_pages
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,15 +20,10 @@ from hypothesis import strategies as st
 from emssd.attention import PackedInputs, PagedBackend
 from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
-from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import PluginError
-from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Row
-from emssd.testing.drafters import RandomDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.backends.test_flashinfer import CPU, SPEC, allocated, sequence
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
@@ -103,17 +97,6 @@ class TestStaticInputs:
                 assert host.data_ptr() != device.data_ptr()
         assert addresses == [table.data_ptr() for table in static.tables]
 
-    def test_the_tables_do_not_overlap_and_fill_what_they_say(self) -> None:
-        ranges = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.itemsize) for t in self.make().tables)
-        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(ranges))
-        assert ranges[-1][1] - ranges[0][0] == StaticInputs.num_bytes(self.SHAPE)
-
-    def test_more_rows_than_the_shape_has_are_our_own_mistake(self) -> None:
-        packed, table = pack([sequence(name, 1) for name in "abcde"], Draft.empty(5)), PageTable(3)
-        table.reserve_step(packed)
-        with pytest.raises(AssertionError, match="5 rows in a recording of 4"):
-            self.make().fill(packed, step_pages(table, packed), np.zeros(11, dtype=np.int64))
-
 
 class FakeEvent:
     """Of a device that has come as far as it is told to."""
@@ -185,42 +168,6 @@ class TestStaging:
         for name in "ab":
             backend.plan(pack([sequence(name, 5)], Draft.empty(1)))
         assert log == ["planned", "planned", "recorded event 1", "planned", "planned", "recorded event 0"]
-
-
-class Counting:
-    """Records like `rerun` and counts."""
-
-    def __init__(self) -> None:
-        self.recorded = self.replayed = 0
-
-    def __call__(self, compute: Compute) -> Compute:
-        self.recorded += 1
-
-        def replay() -> torch.Tensor:
-            self.replayed += 1
-            return compute()
-
-        return replay
-
-
-@pytest.mark.parametrize("architecture", ["opt", "llama", "gemma2"])
-def test_recorded_steps_generate_what_greedy_decoding_does(architecture: str) -> None:
-    model = tiny_model(architecture, max_model_len=64)
-    target = TargetModel(model)
-    prompts = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8], [4, 4]]
-    expected = {str(i): greedy_reference(model, prompt, 12) for i, prompt in enumerate(prompts)}
-    capture = Counting()
-    backend = PagedBackend(ReferenceKernels(capture=capture, max_graph_tokens=16), page_size=4, memory_fraction=1.0)
-    backend.allocate(target.kv_cache_spec(3))
-    engine = Engine(
-        CausalLMRunner(target, backend), RandomDrafter(target.vocab_size, 4, expected, seed=1), batch_size=3
-    )
-    outputs = engine.generate(prompts, 12, ignore_eos=True)
-    assert [list(output.token_ids) for output in outputs] == list(expected.values())
-    assert 0 < capture.recorded <= len(ladder(16))
-    assert capture.replayed > capture.recorded, "nothing was replayed, so this proves nothing"
-    assert capture.replayed < engine.report.num_steps, "the prompts' step is too large to be replayed"
-    assert engine.report.input_padding > 0
 
 
 @pytest.mark.parametrize("length", [9, 10, 13], ids=["padded", "full", "not recorded"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
 from emssd_flashinfer.recorded import Staging, StaticInputs
-from emssd_flashinfer.sizes import eager_workspace, query_tile, recorded_rows, recorded_workspace
+from emssd_flashinfer.sizes import eager_workspace, query_tile, recorded_rows
 from emssd_flashinfer.tables import FixedShape
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,35 +42,6 @@ def test_a_recording_has_rows_for_every_step_and_no_more_than_its_tile_takes(
     assert query_tile((size - rows + 1) * group, 128) <= tile
     if rows > enough:
         assert query_tile((size - rows + 2) * group, 128) > tile, "one row less would do"
-
-
-@looped(
-    ("size", "batch", "group", "by_tile"),
-    [  # rows by tile; 128 is what FlashInfer does by itself
-        (80, 16, 1, {128: 16, 64: 17, 16: 65}),  # 16 rows of 5 tokens
-        (64, 8, 1, {128: 8, 64: 8, 16: 49}),  # 8 rows of 8
-        (64, 8, 8, {128: 8, 64: 57, 16: 63}),
-        (512, 256, 1, {128: 256, 64: 449, 16: 497}),
-    ],
-)
-def test_rows_of_steps_to_verify(size: int, batch: int, group: int, by_tile: dict[int, int]) -> None:
-    assert {tile: recorded_rows(size, batch, group, tile) for tile in by_tile} == by_tile
-
-
-@pytest.mark.parametrize(
-    ("rows", "heads", "kv_heads", "mib"),
-    [(256, 32, 32, 522), (128, 64, 8, 641), (256, 40, 40, 653)],
-    ids=["32 heads", "64 over 8 heads", "OPT-13b"],
-)
-def test_workspace_of_recorded_steps_of_512_tokens(rows: int, heads: int, kv_heads: int, mib: int) -> None:
-    assert round(recorded_workspace(512, rows, heads, kv_heads, 128, H100) / MIB) == mib
-
-
-def test_workspace_of_small_and_of_eager_steps() -> None:
-    rows = recorded_rows(64, 8, 1, 64)
-    assert recorded_workspace(64, rows, 32, 32, 128, H100) == 8 * 32 * 64 * 129 * 4
-    assert round(eager_workspace(32, 32, 128, H100) / MIB) == 16
-    assert round(eager_workspace(64, 8, 128, H100) / MIB) == 133
 
 
 LAYER = LayerSpec(32, 32, 128, 128, 128**-0.5)

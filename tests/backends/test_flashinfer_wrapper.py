@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.tables import step_pages, tree_mask
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import KVCacheSpec, LayerSpec, PagedBackend
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.sequences import Request, Row
 from emssd.testing.machines import BackendMachine
-from tests.support.reference_kernels import ReferenceKernels, rerun
+from tests.support.reference_kernels import ReferenceKernels, rerun, tree_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
 
@@ -65,20 +62,8 @@ def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None, modules: list[Any]) -> None:
     layer = LayerSpec(4, 2, 64, 64, 0.3, sliding_window=window, softcap=4.0)
-    spec, table = replace(SPEC, layers=(layer,)), PageTable(3)
-    draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
-    packed = pack([Row(Request("a", (1, 2, 3), 9)), Row(Request("b", (4, 5), 9))], draft)
-    table.reserve_step(packed)
-    metadata, mask = step_pages(table, packed).metadata(), tree_mask(packed, window)
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((12, 4, 64), (table.num_pages, 3, 2, 64), (table.num_pages, 3, 2, 64))
-    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    outs = [torch.full_like(inputs[0], torch.nan) for _ in range(2)]
-    for kernels, out in zip((CpuKernels(None, "fa2"), ReferenceKernels((64,))), outs, strict=True):
-        kernels.allocate(spec, KVPool([], 3, spec.dtype, CPU))
-        attention = kernels.attention(layer, masked=True)
-        attention.plan(metadata, mask)
-        attention.run(*inputs, out)
+    kernels = (CpuKernels(None, "fa2"), ReferenceKernels((64,)))
+    outs = [tree_attention(each, replace(SPEC, layers=(layer,)), page_size=3) for each in kernels]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
 

@@ -17,7 +17,6 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
 from tests.support.strategies import step_histories
-from tests.support.tiers import looped
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)
 SPEC = KVCacheSpec((LAYER,), torch.float64, torch.device("cpu"), max_batch_size=8, max_model_len=512)
@@ -119,14 +118,6 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
     assert plan.attention.mask.key_positions.tolist() == [[*range(5)]]
     ones = torch.ones(5, 1, 1, dtype=torch.float64)
     assert torch.equal(backend.forward(plan, 0, ones, ones, ones), ones)
-
-
-@looped("window", [None, 1, 2, 3])
-def test_window_counts_the_token_itself(window: int | None) -> None:
-    backend, rows = allocated(True, True), sequences(4)
-    plan = backend.plan(pack(rows, Draft.empty(1)))
-    mask = plan.attention.mask.additive(window, torch.empty(0, dtype=torch.float64))
-    assert (mask[0] == 0).sum(dim=1).tolist() == [min(i + 1, window or 4) for i in range(4)]
 
 
 @each_cell

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from emssd.attention import Kept, KVCacheSpec, LayerSpec, PagedBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
-from emssd.errors import ConfigError
 from emssd.sequences import Request, Row
 from tests.support.strategies import step_histories
 
@@ -157,8 +156,3 @@ def test_a_long_prompt_beside_short_rows_attends_in_a_group_of_its_own() -> None
     groups = backend.plan(pack(rows, Draft.empty(4))).attention.groups
     assert [group.num_rows for group in groups] == [2, 1, 1]
     assert [tuple(group.mask.positions.shape) for group in groups] == [(2, 16), (1, 17), (1, 40)]
-
-
-def test_unknown_kernels_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"backend\.kernels is 'fast'; choose auto, fused, torch"):
-        ragged_backend(kernels="fast")

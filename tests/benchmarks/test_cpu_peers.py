@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from rich.progress import Progress
 
 from emssd.data.demo import model_path
@@ -157,14 +156,6 @@ def run(tmp_path: Path, *given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, timeout=600, capture_output=True, text=True)
 
 
-def test_what_each_peer_has_at_which_batch_size(peers: Any) -> None:
-    known = peers.workers.PEERS
-    assert [mode for mode in peers.protocol.MODES if known["hf"].has(mode, 1)] == ["greedy", "ngram", "draft_model"]
-    assert [mode for mode in peers.protocol.MODES if known["hf"].has(mode, 2)] == ["greedy"]
-    assert not known["hf_generate_batch"].has("ngram", 1)
-    assert known["vllm"].has("draft_model", 32)
-
-
 PAIR = ("--model", str(model_path("target")), "--draft-model", str(model_path("draft")))
 
 
@@ -275,26 +266,3 @@ def test_llama_cpp_runs_all_modes_and_its_float32_is_exact(peers: Any, llamas: t
         assert all(0 < details["steps"] <= details["tokens"] for details in row["details"])
     other = run(tmp_path, *llamas, *given, "--references", str(tmp_path / "references.json"), "--max-new-tokens", "3")
     assert "they are of other prompts" in other.stderr
-
-
-def test_a_copied_draft_follows_the_latest_match(load: Any) -> None:
-    load("cpu_peers")
-    pytest.importorskip("numpy")
-    folder = str(BENCHMARKS / "peers")
-    sys.path.insert(0, folder)
-    try:
-        copied = importlib.import_module("run_llama_cpp").copied
-    finally:
-        sys.path.remove(folder)
-    assert copied([1, 2, 3, 1, 2, 4, 5, 1, 2], 2) == [4, 5]
-    assert copied([1, 2, 1, 2], 7) == [1, 2]
-    assert copied([1, 2, 3], 7) == []
-
-
-@pytest.mark.benchmark
-def test_references_are_taken_in_both_precisions(peers: Any, tmp_path: Path) -> None:
-    request = peers.protocol.Request("greedy", 1, 3, [[4, 5], [6]], [2])
-    given = peers.workers.Setting(PAIR[1], PAIR[3], "bfloat16", threads=1)
-    found = peers.comparison.references_of(request, given, tmp_path, Console(quiet=True))
-    assert list(found) == ["HF bfloat16", "HF float32"]
-    assert all([1 <= len(row) <= 3 for row in tokens] == [True, True] for tokens in found.values())

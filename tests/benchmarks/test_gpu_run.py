@@ -16,17 +16,6 @@ import pytest
 from tests.benchmarks.conftest import BENCHMARKS
 from tests.support.tiers import looped
 
-ROOT = BENCHMARKS.parent
-WHEELS = {  # bytes, for Python 3.12 on Linux
-    "flashinfer_python-0.6.18.post1": 18_348_022,
-    "apache_tvm_ffi-0.1.15.post2": 3_312_304,
-    "msgspec-0.22.0": 230_377,
-    "hydra_core-1.3.2": 154_547,
-    "omegaconf-2.3.1": 79_502,
-    "antlr4_python3_runtime-4.9.3": 144_590,
-}
-KERNEL_BYTES = 2_076_304 + 166_928  # heads of 128 in float16, and the packing of masks, built for 9.0a
-
 
 @looped("part", range(1, 6))
 def test_a_part_fits_into_its_ten_minutes(load: Any, part: int) -> None:
@@ -66,16 +55,6 @@ def test_where_the_device_failed_the_step_goes_on_in_a_new_process(load: Any, tm
     script = f"echo x >>{count}; [ $(wc -l <{count}) -ge 3 ] || exit {parts.DEVICE_FAILED}"
     assert parts.run_part("part9", [parts.Step("a", 60, ("bash", "-c", script))], tmp_path, 60)
     assert count.read_text() == "x\n" * 3
-
-
-def test_wheels_and_kernels_can_be_carried_beside_the_tree(load: Any, tmp_path: Path) -> None:
-    if not (ROOT / ".git").exists():
-        pytest.skip("only a checkout knows its files")
-    made = load("gpu_bundle")
-    (tmp_path / "one").write_bytes(b"12345")
-    tree = made.check_size(tmp_path / "none")
-    assert made.check_size(tmp_path) == tree + 5
-    assert tree + sum(WHEELS.values()) + 6 * KERNEL_BYTES < made.LIMIT == 64 * 2**20
 
 
 @pytest.mark.benchmark

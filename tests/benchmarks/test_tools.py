@@ -127,16 +127,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MAX_JOBS", "1")  # `build` sets it, and it must be gone afterwards
 
 
-def test_a_built_module_is_put_where_it_loads_from_and_kept(load: Any, tmp_path: Path) -> None:
+def test_a_built_module_is_put_where_it_loads_from_and_kept_and_not_built_again(load: Any, tmp_path: Path) -> None:
     spec = Spec("a", tmp_path / "one")
     assert build(load, tmp_path / "keep", spec) == {"a": f"built in 0 s, as there is no {tmp_path / 'keep' / 'a.so'}"}
     assert spec.built == [True], "built once, and under FlashInfer's lock"
     assert spec.try_load() is not None
     assert (tmp_path / "keep" / "a.so").read_bytes() == b"built"
-
-
-def test_a_kept_module_is_not_built_again(load: Any, tmp_path: Path) -> None:
-    build(load, tmp_path / "keep", Spec("a", tmp_path / "one"))
     elsewhere = Spec("a", tmp_path / "two")
     assert build(load, tmp_path / "keep", elsewhere) == {"a": "kept"}
     assert elsewhere.try_load() is not None

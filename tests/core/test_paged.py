@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from emssd_flashinfer.tables import FixedShape, TreeMask, largest_metadata, step_pages, tree_mask
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import LayerSpec, PackedInputs
+from emssd.attention import PackedInputs
 from emssd.attention.pages import PageTable
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from tests.support.reference_kernels import ReferenceKernels, seen_of
+from tests.support.reference_kernels import seen_of
+from tests.support.trees import ways
 
 
 @st.composite
@@ -93,19 +93,12 @@ def trees(draw: st.DrawFn) -> tuple[list[Row], Draft]:
 
 
 def paths(rows: list[Row], draft: Draft) -> list[list[list[int]]]:
-    """The indices of the tokens from the first to each new one, itself last, for each row, worked out by hand."""
-    assert draft.parents is not None
+    """The indices of the tokens from the first to each new one, itself last, for each row."""
     found = []
     for number, row in enumerate(rows):
         known = len(row.tokens)
         new = [list(range(token + 1)) for token in range(row.num_cached, known)]
-        for node in range(draft.lengths[number]):
-            path, at = [node + known], draft.parents[draft.indptr[number] + node]
-            while at >= 0:
-                path.insert(0, at + known)
-                at = draft.parents[draft.indptr[number] + at]
-            new.append([*range(known), *path])
-        found.append(new)
+        found.append([*new, *([*range(known), *(known + node for node in way)] for way in ways(draft.tree(number)))])
     return found
 
 
@@ -129,26 +122,3 @@ def seen_in(mask: TreeMask, packed: PackedInputs) -> list[bool]:
     """``[sum(q_len * kv_len)]``"""
     rows = enumerate(zip(packed.lengths, packed.kv_lens, strict=True))
     return [bool(each) for row, (q_len, kv_len) in rows for each in seen_of(mask, row, q_len, kv_len).flatten()]
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_the_reference_kernels_by_mask_equal_the_causal_ones(window: int | None) -> None:
-    table, generator = PageTable(3), torch.Generator().manual_seed(0)
-    layer = LayerSpec(4, 2, 4, 4, 0.7, sliding_window=window, softcap=5.0)
-    rows = [Row(Request(str(i), tuple(range(4 + i)), 9)) for i in range(3)]
-    packed = pack(rows, Draft.from_chains([[0], [], [0, 0]]))
-    for request_id, kv_len in zip(packed.request_ids, packed.kv_lens, strict=True):
-        table.reserve(request_id, kv_len)
-    metadata = step_pages(table, packed).metadata()
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query = draw(packed.num_tokens, 4, 4)
-    keys, values = draw(table.num_pages, 3, 2, 4), draw(table.num_pages, 3, 2, 4)
-    outs = [torch.empty_like(query) for _ in range(2)]
-    for masked, out in enumerate(outs):
-        attention = ReferenceKernels().attention(layer, masked=bool(masked))
-        attention.plan(metadata, tree_mask(packed, window) if masked else None)
-        attention.run(query, keys, values, out)
-    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)

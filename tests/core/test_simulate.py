@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd import demo
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
@@ -22,10 +21,9 @@ from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
 from emssd.sequences import FinishReason, Request, Row
 from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
-from emssd.simulate.__main__ import make_budget
 from emssd.simulate.curves import StepCurve
 from emssd.simulate.recording import logged_steps, record_trace
-from emssd.simulate.simulator import Simulation, warm_up
+from emssd.simulate.simulator import warm_up
 from emssd.testing.drafters import ChainDrafter
 
 CURVE = PRESETS["8b-1xh100"]
@@ -113,86 +111,14 @@ def test_every_step_is_the_engines(
     assert [stage.drafter for stage in engine.drafting.drafters] == drafters
     with logged_steps(engine, make_policy()) as steps:
         engine.generate(prompts, max_new_tokens=limits)
-    run = Simulator(in_order(trace), make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
+    in_order = tuple(sorted(trace, key=lambda row: int(row.request_id)))  # as they were given to the engine
+    trace = dataclasses.replace(trace, requests=in_order)
+    run = Simulator(trace, make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
     # After an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
     unknown = ["acceptance"] if eos else list[str]()
     if not (eos and make_policy is HesitantBudget):  # which looks at what was accepted there, too
         assert figures(run.steps, unknown) == figures(steps, unknown)
     assert run.report.num_new_tokens == engine.report.num_new_tokens
-
-
-def in_order(trace: Trace) -> Trace:
-    """The requests in the order in which they were given to the engine."""
-    return dataclasses.replace(trace, requests=tuple(sorted(trace, key=lambda row: int(row.request_id))))
-
-
-@pytest.fixture(scope="module")
-def demo_run() -> tuple[Trace, Callable[..., Engine], list[str], list[int]]:
-    """A trace of the demo model with LLMA, recorded at batch size 3 in float32."""
-    prompts, limits = [prompt.text for prompt in demo.prompts(8)], [8, 24, 16, 31, 5, 24, 12, 20]
-
-    def engine(batch_size: int) -> Engine:
-        return Engine.from_pretrained(
-            "demo",
-            drafter="llma",
-            dtype="float32",
-            batch_size=batch_size,
-            batching="continuous",
-            max_step_tokens=64,
-            prefix_caching=False,
-        )
-
-    return record_trace(engine(3), prompts, max_new_tokens=limits), engine, prompts, limits
-
-
-@pytest.mark.parametrize("batch_size", [1, 5])
-def test_a_trace_of_the_demo_predicts_real_runs_exactly(demo_run: Any, batch_size: int) -> None:
-    """Oracle: the engine with the same settings, float32. Near-ties of the target's logits would show here."""
-    trace, make_engine, prompts, limits = demo_run
-    engine = make_engine(batch_size)
-    for num_tokens in (None, 0, 3):
-        with logged_steps(engine, FixedBudget(num_tokens)) as steps:
-            engine.generate(prompts, max_new_tokens=limits)
-        run = Simulator(trace, ContinuousScheduler(batch_size, 64), FixedBudget(num_tokens), CURVE).run()
-        assert run.report.num_new_tokens == engine.report.num_new_tokens
-        assert run.report.num_steps == engine.report.num_steps
-        assert figures(run.steps, ["acceptance"]) == figures(steps, ["acceptance"])
-
-
-class RecordedTimes(StepCurve):
-    """The times of a real run, step by step, to compare a policy that decides by time with what it did.
-
-    Args:
-        steps: of the run; a simulation that takes more steps ends with an `IndexError`.
-    """
-
-    def __init__(self, steps: list[StepStats]) -> None:
-        self._steps = steps
-        self._num_steps = 0
-
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        return self._steps[self._num_steps].stages[stage].seconds
-
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        step = self._steps[self._num_steps]
-        self._num_steps += 1
-        return sum(step.seconds.values()) - step.seconds["draft"]
-
-
-def test_a_policy_that_decides_by_time_decides_the_same_when_it_sees_the_same_times(demo_run: Any) -> None:
-    """Past any EOS, so that the policy hears of no accepted token that a trace cannot know."""
-    _, make_engine, prompts, limits = demo_run
-    engine = make_engine(4)
-    trace = record_trace(engine, prompts, max_new_tokens=limits, ignore_eos=True)
-    with logged_steps(engine, make_budget("adaptive", [])) as steps:
-        engine.generate(prompts, max_new_tokens=limits, ignore_eos=True)
-    run = Simulator(trace, ContinuousScheduler(4, 64), make_budget("adaptive", []), RecordedTimes(steps)).run()
-    assert figures(run.steps) == figures(steps)
-
-
-def simulate(**options: Any) -> Simulation:
-    trace = geometric_trace(0.7, 12, num_speculative_tokens=3, num_prompt=30, max_new_tokens=150)
-    return Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, **options).run()
 
 
 class PlainCurve(StepCurve):
@@ -228,8 +154,9 @@ def test_a_row_ends_where_its_trace_does_before_its_limit_also_by_a_drafted_toke
 
 
 def test_what_cannot_run_is_refused() -> None:
+    trace = geometric_trace(0.7, 12, num_speculative_tokens=3, num_prompt=30, max_new_tokens=150)
     with pytest.raises(ConfigError, match="takes up to 180 tokens of KV cache, and there is room for 160"):
-        simulate(max_kv_tokens=160)
+        Simulator(trace, ContinuousScheduler(4, 64), FixedBudget(), CURVE, max_kv_tokens=160).run()
     scheduler = ContinuousScheduler(1)
     scheduler.add(Row(Request("busy", (1,), 1)))
     with pytest.raises(ConfigError, match="work of another run"):

@@ -1,4 +1,4 @@
-"""Expected values of the simulator, of chains in closed form and of trees by law, and what a policy takes of them."""
+"""Expected values of the simulator: of chains in closed form, of trees by law."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.plugins.registry import Registry
 from emssd.simulate import Simulator, TreeLaw, geometric_trace
 from emssd.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
 from emssd.simulate.curves import StepCurve
-from emssd.simulate.simulator import Simulation, warm_up
 from emssd.simulate.trace_drafter import TreeDrafter
 from tests.support.tiers import looped
 
@@ -118,21 +116,11 @@ class Steep(StepCurve):
         return 0.0
 
 
-def run(law: TreeLaw, policy: str, *, tells: bool = False, num_tokens: int | None = None) -> Simulation:
-    if policy == "fixed":
-        budget = FixedBudget(num_tokens)
-    else:
-        spec = Registry().find("budget", policy)
-        budget = spec.build(spec.config())
-    drafters = [TreeDrafter(TRACE, law, tells=tells)]
-    warm_up(budget, TRACE, lambda: ContinuousScheduler(8), Steep(), drafters)
-    return Simulator(TRACE, ContinuousScheduler(8), budget, Steep(), drafters=drafters).run()
-
-
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 12), st.integers(0, 9))
 def test_what_is_accepted_is_what_the_law_says(branches: list[int], num_tokens: int, seed: int) -> None:
     law = TreeLaw(branches, [[0.5, 0.3, 0.1]], seed)
-    simulation = run(law, "fixed", num_tokens=num_tokens)
+    scheduler, budget = ContinuousScheduler(8), FixedBudget(num_tokens)
+    simulation = Simulator(TRACE, scheduler, budget, Steep(), drafters=[TreeDrafter(TRACE, law)]).run()
     for row in simulation.sequences:
         position = steps = 0
         while position < 64:
@@ -143,20 +131,3 @@ def test_what_is_accepted_is_what_the_law_says(branches: list[int], num_tokens: 
             position, steps = position + min(depth, 64 - position - 1) + 1, steps + 1
         assert row.num_steps == steps
     assert simulation.report.num_new_tokens == 24 * 64
-
-
-@pytest.mark.parametrize("tells", [False, True])
-def test_adaptive_takes_of_trees_what_pays(tells: bool) -> None:
-    good, chain = TreeLaw([3, 2, 2], [[0.6, 0.25, 0.05]]), TreeLaw([1, 1, 1], [[0.6]])
-    adaptive = run(good, "adaptive", tells=tells).report.tokens_per_second
-    assert adaptive > run(good, "fixed").report.tokens_per_second
-    assert adaptive > run(good, "fixed", num_tokens=0).report.tokens_per_second
-    assert adaptive > 0.97 * run(chain, "adaptive", tells=tells).report.tokens_per_second
-
-
-@pytest.mark.parametrize("tells", [False, True])
-def test_hopeless_trees_are_nearly_plain_decoding(tells: bool) -> None:
-    hopeless = TreeLaw([3, 3, 3], [[0.02]])
-    simulation, plain = run(hopeless, "adaptive", tells=tells), run(hopeless, "fixed", num_tokens=0)
-    assert simulation.report.tokens_per_second > 0.95 * plain.report.tokens_per_second
-    assert simulation.report.num_drafted < 0.05 * run(hopeless, "fixed").report.num_drafted

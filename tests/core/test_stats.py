@@ -10,8 +10,13 @@ import pytest
 
 from emssd.attention import KVUsage
 from emssd.decoding.outcome import StepTimer
-from emssd.metrics.stats import _NUM_TIMED_STEPS, RunReport, StageStats, StepStats
+from emssd.metrics.stats import _NUM_TIMED_STEPS, PHASES, RunReport, StageStats, StepStats
 from tests.support.tiers import looped
+
+
+def phases(**seconds: float) -> dict[str, float]:
+    return dict.fromkeys(PHASES, 0.0) | seconds
+
 
 PREFILL = StepStats(
     is_prefill=True,
@@ -26,7 +31,7 @@ PREFILL = StepStats(
     kv_padding=10,
     num_preempted=0,
     num_adopted_tokens=40,
-    seconds={"schedule": 0.0, "draft": 0.0, "plan": 0.5, "forward": 2.0, "verify": 0.25, "other": 0.25},
+    seconds=phases(plan=0.5, forward=2.0, verify=0.25, other=0.25),
 )
 DECODE = StepStats(
     is_prefill=False,
@@ -40,7 +45,7 @@ DECODE = StepStats(
     input_padding=3,
     kv_padding=3,
     num_preempted=1,
-    seconds={"schedule": 0.0, "draft": 0.25, "plan": 0.25, "forward": 1.0, "verify": 0.25, "other": 0.25},
+    seconds=phases(draft=0.25, plan=0.25, forward=1.0, verify=0.25, other=0.25),
     stages=(StageStats(budget=(6, 2), drafted=(5, 2), seconds=0.1),),
     depths=(3, 2),
     drafted_by_depth=(3, 3, 1),
@@ -100,10 +105,7 @@ VALUES = [
     ("decode_new_tokens", 10),
     ("decode_computed_tokens", 9 + 6),
     ("decode_kv_tokens", 39 + 26),
-    (
-        "decode_seconds",
-        {"schedule": 0.0, "draft": 0.5, "plan": 0.5, "forward": 2.0, "mask": 0.0, "verify": 0.5, "other": 0.5},
-    ),
+    ("decode_seconds", phases(draft=0.5, plan=0.5, forward=2.0, verify=0.5, other=0.5)),
     ("median_decode_step_seconds", 2.0),
     ("num_new_tokens", 12),
     ("num_allotted_tokens", (6 + 2) + 5),  # by all drafters that were asked
@@ -113,8 +115,7 @@ VALUES = [
     ("kv_peak_pool_bytes", 90),
     (
         "seconds",
-        {"schedule": 0.0, "draft": 0.5, "plan": 1.0, "forward": 4.0, "mask": 0.0, "verify": 0.75, "other": 0.75}
-        | {"total": 7.0, "decode": 4.0},
+        phases(draft=0.5, plan=1.0, forward=4.0, verify=0.75, other=0.75) | {"total": 7.0, "decode": 4.0},
     ),
 ]
 
@@ -146,15 +147,7 @@ def test_timer_splits_all_of_the_time_into_phases(monkeypatch: pytest.MonkeyPatc
     timer.lap("forward", plan=3.0)  # of these seven seconds
     timer.lap("draft")
     seconds = timer.timed(PREFILL).seconds
-    assert seconds == {
-        "schedule": 0.0,
-        "draft": 4.0,
-        "plan": 3.0,
-        "forward": 4.0,
-        "mask": 0.0,
-        "verify": 0.0,
-        "other": 79.0,
-    }
+    assert seconds == phases(draft=4.0, plan=3.0, forward=4.0, other=79.0)
 
 
 def test_each_figure_has_a_formula_and_a_unit_on_its_page() -> None:

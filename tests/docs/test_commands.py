@@ -121,14 +121,7 @@ def store() -> Iterator[None]:
 def test_commands_are_found() -> None:
     words = [" ".join(words) for page in PAGES for words in commands(page)]
     assert len(words) > 60
-    for part in (
-        "python -m emssd check=greedy",
-        "python -m emssd -m experiment=fig1",
-        "python -m emssd.simulate run --p 0.7",
-        "python benchmarks/cpu_step.py",
-        "emssd-plugins new drafter bigram",
-        "nox -s peers",
-    ):
+    for part in ("python -m emssd check=greedy", "python benchmarks/cpu_step.py", "emssd-plugins new", "nox -s peers"):
         assert any(found.startswith(part) for found in words), part
 
 

@@ -238,15 +238,6 @@ def _is_product(path: Path) -> bool:
     return not {"tests", "build"} & {*path.relative_to(ROOT).parts}
 
 
-def test_an_import_of_something_else_is_seen() -> None:
-    source = "import emssd.metrics.stats, json\ndef f():\n    from emssd.drafting import Draft, rules\n"
-    assert list(imported(source)) == [
-        ("emssd.metrics.stats", None),
-        ("emssd.drafting", "Draft"),
-        ("emssd.drafting", "rules"),
-    ]
-
-
 def test_every_public_name_is_there_and_described_on_the_page(page: ModuleType) -> None:
     text = page.page()
     for module in page.MODULES:

@@ -14,22 +14,19 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.tables import step_pages, tree_mask
 from emssd_flashinfer.triton_kernels import TritonKernels
 from emssd_llma import LLMAConfig
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
 
-from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, PagedBackend, paged
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool, free_bytes
+from emssd.attention import AttentionBackend, KVCacheSpec, LayerSpec, PagedBackend
+from emssd.attention.pool import free_bytes
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft, Drafter
-from emssd.errors import OutOfMemoryError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason, Generation, Request, Row
@@ -38,7 +35,7 @@ from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, W
 from emssd.testing.machines import BackendMachine
 from emssd.testing.models import tiny_model
 from tests.support.host_waits import host_waits
-from tests.support.reference_kernels import ReferenceKernels
+from tests.support.reference_kernels import ReferenceKernels, tree_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unavailable() is not None, reason=f"flashinfer: {unavailable()}")]
 
@@ -196,23 +193,8 @@ def test_tokens_equal_hf_generate_or_differ_at_a_tie(
 def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> None:
     # The window is part of the mask, so that no further kernel is compiled for it.
     layer = LayerSpec(8, 2, 128, 128, 128**-0.5, sliding_window=window)
-    spec, table = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64), PageTable(16)
-    draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
-    rows = [Row(Request("a", tuple(range(21)), 9)), Row(Request("b", (4, 5), 9))]
-    table.reserve_step(packed := pack(rows, draft))
-    metadata, mask = step_pages(table, packed).metadata(), tree_mask(packed, window)
-    generator = torch.Generator(CUDA).manual_seed(0)
-    pages = (table.num_pages, 16, 2, 128)
-    inputs = [
-        torch.rand(shape, generator=generator, device=CUDA, dtype=torch.bfloat16)
-        for shape in ((packed.num_tokens, 8, 128), pages, pages)
-    ]
-    outs = [torch.empty_like(inputs[0]) for _ in range(2)]
-    for kernels, out in zip((FlashInferKernels(384, "fa2"), ReferenceKernels()), outs, strict=True):
-        kernels.allocate(spec, KVPool([], 16, spec.dtype, CUDA))
-        attention = kernels.attention(layer, masked=True)
-        attention.plan(metadata, mask)
-        attention.run(*inputs, out)
+    spec = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64)
+    outs = [tree_attention(kernels, spec, 16) for kernels in (FlashInferKernels(384, "fa2"), ReferenceKernels())]
     torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
@@ -284,14 +266,6 @@ def test_replayed_graphs_pad_and_say_so() -> None:
     engine = engine_of(target, RandomDrafter(target.vocab_size, 5, seed=0), RECORDED)
     engine.generate(PROMPTS, 24, ignore_eos=True)
     assert 0 < engine.report.input_padding < engine.report.num_tokens
-
-
-def test_a_pool_beyond_the_memory_of_the_card_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged, "_free_bytes", lambda device: float("inf"))
-    layer = LayerSpec(32, 32, 128, 128, 128**-0.5)
-    spec = KVCacheSpec((layer,) * 2, torch.float16, CUDA, 1000, 10**6)
-    with pytest.raises(OutOfMemoryError, match=r"GiB for 62500000 pages of 16 tokens\. Lower kv_memory"):
-        make(EAGER).allocate(spec)
 
 
 def test_without_a_limit_the_pool_leaves_memory_free() -> None:

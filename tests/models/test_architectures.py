@@ -98,17 +98,6 @@ def test_every_architecture_and_drafter_equals_generate_of_hugging_face(
             assert generation.num_accepted == generation.num_drafted
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "ragged"])
-@pytest.mark.parametrize("drafter", ["draft_model", "none"])
-@pytest.mark.parametrize("architecture", ["opt", "gemma2"])
-def test_drafters_and_backends_in_every_combination_equal_generate_of_hugging_face(
-    architecture: str, drafter: str, backend: str
-) -> None:
-    """With the two tests above, which have every drafter on `ragged`, and `llma` on every backend."""
-    engine, done = generate(model_of(architecture, "float64"), drafter, BACKENDS[backend])
-    assert_equal_to_hugging_face(architecture, "float64", engine, done)
-
-
 @EVERY_ARCHITECTURE
 @pytest.mark.parametrize("backend", [*BACKENDS, "ragged-torch"])
 def test_trees_of_every_shape_equal_generate_of_hugging_face(architecture: str, backend: str) -> None:

@@ -26,7 +26,6 @@ from emssd.integrations.trl import Rollouts
 from emssd.sampling import SamplingParams
 from emssd.testing.models import tiny_model
 from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
-from tests.models.test_masks import gpt_oss
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 
@@ -163,16 +162,6 @@ def test_earlier_rollouts_are_drafted_from_if_the_drafter_remembers_texts() -> N
         accepted[name] = counts
     assert accepted["remembers"][1] > accepted["remembers"][0]
     assert accepted["forgets"][1] <= accepted["remembers"][0]
-
-
-def test_mixed_precision_is_left_for_the_time_of_a_rollout() -> None:
-    model = make_model()
-    trainer = stand_in(model, do_sample=False)
-    right = Rollouts()(PROMPTS, trainer)
-    model._original_forward, model.forward = model.forward, torch.autocast("cpu", torch.bfloat16)(model.forward)
-    wrapped = model.forward
-    assert Rollouts()(PROMPTS, trainer)["completion_ids"] == right["completion_ids"]
-    assert model.forward is wrapped
 
 
 def test_the_cache_lives_as_long_as_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -377,38 +366,3 @@ def test_the_trainers_log_probabilities_have_the_bits_of_the_rollout(lora: list[
     rows = main(["--model", str(config.parent), "--data", str(data), *small])
     assert rows["`batch_invariant`"]["largest"] == 0.0
     assert rows["`batch_invariant`"]["tokens"] > 20
-
-
-@pytest.mark.filterwarnings("ignore")  # TRL's own
-def test_rollouts_of_a_model_with_sinks_follow_the_fused_optimizer_that_trainers_take(tmp_path: Path) -> None:
-    pytest.importorskip("trl", reason=WHY)
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
-
-    num_checked, sinks = 0, list[torch.Tensor]()
-
-    class Checked(Rollouts):
-        def _run(self, model: Any, tokenizer: Any, requests: Any) -> Any:
-            nonlocal num_checked
-            done = super()._run(model, tokenizer, requests)
-            training = model.training
-            model.eval()
-            for each, request in zip(done, requests, strict=True):
-                ends, drawn = tuple(request.eos_token_ids), (request.prompt_id, request.sampling)
-                right = sampled(model, request.prompt_ids, 6, drawn[1], drawn[0], ends, request.sample)
-                assert each.token_ids == right
-            model.train(training)
-            num_checked += 1
-            sinks.append(model.model.layers[0].self_attn.sinks.detach().clone())
-            return done
-
-    tokenizer, model = byte_tokenizer(), gpt_oss(len(byte_tokenizer())).train()
-    options = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 6, "max_steps": 20}
-    options |= {"learning_rate": 0.05, "bf16": False, "report_to": "none", "use_cpu": True, "save_strategy": "no"}
-    args = GRPOConfig(output_dir=str(tmp_path), disable_tqdm=True, **options)
-    assert "fused" in args.optim
-    data = Dataset.from_dict({"prompt": PROMPTS})
-    given = {"model": model, "reward_funcs": vowels, "train_dataset": data, "processing_class": tokenizer}
-    GRPOTrainer(args=args, rollout_func=Checked(), **given).train()
-    assert num_checked >= 20
-    assert not torch.equal(sinks[0], sinks[-1])

@@ -20,7 +20,7 @@ from emssd.testing.models import tiny_model
 from emssd_train.eagle3 import head_config, new_head, save_head, unroll
 from emssd_train.options import Eagle3Options
 from tests.support.hidden import right_states
-from tests.support.peers import all_double, decode, randomize
+from tests.support.peers import all_double, choose_tokens, decode, randomize, speculated
 
 speculators = pytest.importorskip("speculators", reason="nox -s speculators installs it")
 
@@ -31,29 +31,20 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 20, "num_attention_heads": 4, "
 
 def save_theirs(folder: Path, verifier: Path, kind: str, layers: dict[str, Any], flags: dict[str, Any]) -> None:
     """Save a head of theirs with random weights."""
-    from speculators.config import SpeculatorsConfig, VerifierConfig
     from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig
-    from speculators.proposals.greedy import GreedyTokenProposalConfig
     from transformers import AutoConfig
 
     config = PEagleSpeculatorConfig(
         transformer_layer_config=AutoConfig.for_model(kind, **(SHAPE | layers)),
         eagle_aux_hidden_state_layer_ids=list(LAYERS),
         mask_token_id=MASK,
-        speculators_config=SpeculatorsConfig(
-            algorithm="peagle",
-            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=DEPTH)],
-            default_proposal_method="greedy",
-            verifier=VerifierConfig.from_pretrained(str(verifier)),
-        ),
+        speculators_config=speculated("peagle", DEPTH, verifier),
         **flags,
     )
     head = PEagleDraftModel(config).double()
     randomize(head, seed=3)
     if flags["draft_vocab_size"] < VOCAB:
-        chosen = torch.zeros(VOCAB, dtype=torch.bool)
-        chosen[DRAFTED] = True
-        head.load_vocab_mappings(chosen, torch.tensor(DRAFTED) - torch.arange(len(DRAFTED)))
+        choose_tokens(head, DRAFTED, VOCAB)
     head.save_pretrained(folder)
 
 
@@ -154,10 +145,8 @@ def test_it_opens_a_head_and_gives_its_logits(options: dict[str, Any], tmp_path:
     config = head_config(chosen, target, EAGLE3_LAYERS)
     drafted = list(range(5, 5 + options["draft_vocab_size"])) if "draft_vocab_size" in options else None
     head = new_head(config, target, drafted, chosen)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3 + (weight.ndim == 1))
+    randomize(head, seed=3)
+    generator = torch.Generator().manual_seed(4)
     folder.mkdir()
     save_head(folder, head, config, target.vocab_size, torch.float64)
 

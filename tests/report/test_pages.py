@@ -16,7 +16,7 @@ from emssd.report.rows import read
 from emssd.report.sections import origins, sections
 from emssd.report.sections.origins import mixtures
 
-from .conftest import measured, section_of, value, write, write_run
+from .conftest import measured, value, write, write_run
 
 
 class Page(NamedTuple):
@@ -96,11 +96,6 @@ def test_replay_and_random_weights_are_said_wherever_their_figures_are(page: Pag
         assert (page.folder / plot).read_text().count("random weights, replay") >= 2
     others = page.markdown.split("\n## ")[2]
     assert "replay" not in others
-
-
-def test_a_cell_without_its_baseline_is_shown_and_named(undrawn: None) -> None:
-    said = section_of([value("fig1", "vanilla", metrics_decode_tokens_per_second=321.0)], "fig1").markdown()
-    assert "| 2 | vanilla | 321 | no baseline |" in said
 
 
 def test_rows_of_several_machines_or_commits_are_warned_of(tmp_path: Path) -> None:

@@ -125,37 +125,3 @@ def test_the_console_shows_speedups_spread_and_what_is_missing() -> None:
     assert f"{ratios[1]:.2f} ({ratios[2]:.2f}–{ratios[0]:.2f})" in text
     without = [row for row in rows if row["method"] != "greedy" or row["repeat"] != 2]
     assert "baseline in 2 of 3 repeats" in _shown(without)
-
-
-def test_the_console_shows_where_speculation_stops_paying(everything: Path) -> None:
-    lines = (everything / "crossover" / "rows.jsonl").read_text().splitlines()
-    text = _shown([json.loads(line) for line in lines])
-    shown = [line.split("  ") for line in text.partition("Where speculation pays")[2].splitlines()]
-    lines = {cells[0]: [cell.strip() for cell in cells[1:] if cell.strip()] for cells in shown}
-    assert lines["adaptive on padded"] == ["2 and 8", "none", "10"]  # where 2 / b^0.3 is 1
-    assert lines["fixed on padded"] == ["2, 8 and 16", "none"]
-
-
-def test_the_console_shows_steps_of_each_model_type_and_backend_apart() -> None:
-    changes: list[dict[str, Any]] = [
-        {}, {"model": "other", "random_weights": True}, {"dtype": "bfloat16", "compiled": True},
-        {"backend_options": "ragged"},
-    ]  # fmt: skip
-    times = [0.001 * place for place in range(1, 5)]
-    rows = [
-        value("step_time", None, replay="p = 0", repeat=repeat, metrics_median_decode_step_seconds=seconds,
-              metrics_mean_acceptance_length=1.0, **change)
-        for seconds, change in zip(times, changes, strict=True)
-        for repeat in (1, 2)
-    ]  # fmt: skip
-    text = _shown(rows)
-    prompts = "demo, 6 prompts, 64 new tokens"
-    titles = [
-        f"demo · llma, fixed on padded · {prompts} · float32 (replay)",
-        f"other · llma, fixed on padded · {prompts} · float32 (random weights, replay)",
-        f"demo · llma, fixed on padded · {prompts} · bfloat16, compiled (replay)",
-        f"demo · llma, fixed on ragged · {prompts} · float32 (replay)",
-    ]
-    for place, title in enumerate(titles, 1):
-        _, _, below = text.partition(f"step_time: {title}\n")
-        assert below.splitlines()[1].split()[:4] == ["2", "5", f"{place}.00", f"({place}.00–{place}.00)"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from itertools import pairwise, product
 from math import log2
@@ -81,14 +80,6 @@ def test_steps_of_other_drafters_budgets_or_prompts_are_not_pooled(
     found = steps_of([row("step_time", None, repeat=i, replay="p", **each) for each in changes for i in (1, 2)])
     assert [len(grid.rows) for grid in found] == [2 * len(changes) // len(names)] * len(names)
     assert all(name in grid.name for grid, name in zip(found, names, strict=True))
-
-
-@looped("longest", [1.0, 1.5])
-def test_the_largest_acceptance_length_of_timed_steps_is_shown(longest: float) -> None:
-    lengths = (1.0, longest)
-    rows = [value("step_time", None, repeat=i, metrics_mean_acceptance_length=tau) for i, tau in enumerate(lengths)]
-    said = section_of(rows, "step_time").markdown()
-    assert f"the largest mean acceptance length of a run is {longest:.2f} " in said
 
 
 @looped("inputs, ratio, inputs_on_top", [(120, "0.80", "1.20"), (160, "1.07", "1.20")])
@@ -207,18 +198,6 @@ def test_each_drafter_is_set_against_plain_decoding_of_its_text() -> None:
     assert shares.lines == [[name, *["2.00 (3.2, 31%)"] * 2] for name in list(rates)[1:]]
     without = tables_of([beside("drafters", "llma", 100.0)], "drafters")[0]
     assert without.lines == [["llma", "no baseline"]]
-
-
-def test_drafters_of_other_budgets_and_backends_have_tables_of_their_own() -> None:
-    lines = [("ragged", "fixed", 120.0), ("ragged", "adaptive", 130.0), ("padded", "fixed", 140.0)]
-    rows = [
-        beside("drafters", name, rate if name == "llma" else 100.0, backend_options=backend, budget_options=budget)
-        for backend, budget, rate in lines
-        for name in ("none", "llma")
-    ]
-    said = section_of(rows, "drafters").markdown()
-    shown = dict(re.findall(r"### .* · batch size 2 · (.*)\n\n.*\n\n.*\n.*\n\| llma \| ([\d.]+)", said))
-    assert shown == {"fixed on ragged": "1.20", "adaptive on ragged": "1.30", "fixed on padded": "1.40"}
 
 
 def test_speed_and_acceptance_of_each_drafter_by_batch_size() -> None:

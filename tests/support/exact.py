@@ -34,7 +34,6 @@ __all__ = [
     "law_of",
     "probabilities",
     "target_law",
-    "way",
 ]
 
 Law = dict[Any, Fraction]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,17 @@ from emssd.integrations.vllm import Proposer
 from emssd.model import TargetModel
 from tests.support.backends import context_of
 
-__all__ = ["PROMPTS", "Served", "all_double", "decode", "randomize", "serve", "vllm_config"]
+__all__ = [
+    "PROMPTS",
+    "Served",
+    "all_double",
+    "choose_tokens",
+    "decode",
+    "randomize",
+    "serve",
+    "speculated",
+    "vllm_config",
+]
 
 PROMPTS = [(1, 3, 4, 6, 0, 7, 8, 3, 9, 11), (5,), (7, 8, 7, 8, 7, 8, 2)]
 
@@ -39,6 +50,26 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for weight in model.parameters():
         weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3 + (weight.ndim == 1))
+
+
+def speculated(algorithm: str, num_tokens: int, verifier: Path) -> Any:
+    """The part of a container's config that says whose drafter it is."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    return SpeculatorsConfig(
+        algorithm=algorithm,
+        proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=num_tokens)],
+        default_proposal_method="greedy",
+        verifier=VerifierConfig.from_pretrained(str(verifier)),
+    )
+
+
+def choose_tokens(head: Any, drafted: Seq[int], vocab_size: int) -> None:
+    """Tell a head of theirs which tokens it drafts."""
+    chosen = torch.zeros(vocab_size, dtype=torch.bool)
+    chosen[list(drafted)] = True
+    head.load_vocab_mappings(chosen, torch.tensor(drafted) - torch.arange(len(drafted)))
 
 
 def decode(target: TargetModel, load: Callable[[DrafterContext], Drafter], num_new: int) -> list[tuple[int, ...]]:

@@ -7,11 +7,16 @@ import torch
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
-from emssd_flashinfer.tables import PagedMetadata, TreeMask
+from emssd_flashinfer.tables import PagedMetadata, TreeMask, step_pages, tree_mask
 
-from emssd.attention import LayerSpec
+from emssd.attention import KVCacheSpec, LayerSpec
+from emssd.attention.pages import PageTable
+from emssd.attention.pool import KVPool
+from emssd.decoding.packing import pack
+from emssd.drafting import Draft
+from emssd.sequences import Request, Row
 
-__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun", "seen_of"]
+__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun", "seen_of", "tree_attention"]
 
 
 class ReferenceKernels(PlannedKernels):
@@ -119,3 +124,20 @@ def rerun(compute: Compute) -> Compute:
     A function that reads anything else gives the result of an old step, as a replayed graph would.
     """
     return compute
+
+
+def tree_attention(kernels: PlannedKernels, spec: KVCacheSpec, page_size: int) -> torch.Tensor:
+    """``[num_tokens, heads, dim]`` of the spec's one layer, for random queries of two rows with trees and random KV."""
+    (layer,), table = spec.layers, PageTable(page_size)
+    draft = Draft(torch.zeros(7, dtype=torch.int64), (0, 4, 7), (-1, 0, 0, -1, -1, 0, 1))
+    packed = pack([Row(Request("a", tuple(range(21)), 9)), Row(Request("b", (4, 5), 9))], draft)
+    table.reserve_step(packed)
+    generator, pages = torch.Generator().manual_seed(0), (table.num_pages, page_size, layer.num_kv_heads, layer.key_dim)
+    shapes = ((packed.num_tokens, layer.num_qo_heads, layer.key_dim), pages, pages)
+    inputs = [torch.rand(shape, generator=generator).to(spec.device, spec.dtype) for shape in shapes]
+    out = torch.full_like(inputs[0], torch.nan)
+    kernels.allocate(spec, KVPool([], page_size, spec.dtype, spec.device))
+    attention = kernels.attention(layer, masked=True)
+    attention.plan(step_pages(table, packed).metadata(), tree_mask(packed, layer.sliding_window))
+    attention.run(*inputs, out)
+    return out

@@ -114,10 +114,6 @@ def flat(num_tokens: int) -> float:
     return 0.05
 
 
-def test_perfect_drafts_on_a_flat_curve_are_all_verified() -> None:
-    assert World(AdaptiveBudget(), 4, flat, lambda row, drafted: drafted).run(60, 5)[-10:] == [[5] * 4] * 10
-
-
 def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on_drafting() -> None:
     random = np.random.default_rng(0)
     world = World(AdaptiveBudget(), 8, lambda tokens: 6 * steep(tokens), lambda row, drafted: 0)

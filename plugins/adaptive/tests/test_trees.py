@@ -54,11 +54,6 @@ def test_no_other_prefixes_are_better_where_worths_fall_or_rises_are_equal_and_t
     assert found >= least * (1 - 1e-9)
 
 
-def test_a_bad_node_before_good_ones_is_taken_with_them_or_they_are_left() -> None:
-    assert best_lengths([[0.0, 0.9, 0.9], [0.5]], 2, 1.0, [0.2] * 4)[0] == [3, 1]
-    assert best_lengths([[0.0, 0.0, 0.9], [0.9]], 2, 1.0, [0.3] * 4)[0] == [0, 1]
-
-
 @st.composite
 def trees(draw: st.DrawFn, max_size: int = 12) -> list[int]:
     """Any tree, all siblings and one long chain included."""

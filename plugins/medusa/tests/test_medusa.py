@@ -49,12 +49,7 @@ def trial() -> Trial:
 @cache
 def random_heads(seed: int) -> tuple[str, Weights]:
     """Heads that know nothing, of two layers each."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for head in range(3):
-        for layer in range(2):
-            shapes |= {f"{head}.{layer}.linear.weight": (SIZE, SIZE), f"{head}.{layer}.linear.bias": (SIZE,)}
-        shapes[f"{head}.2.weight"] = (VOCAB, SIZE)
-    weights = random_weights(shapes, seed)
+    weights = head_weights(2, VOCAB, 3, SIZE, seed)
     return write_head(Path(mkdtemp(prefix="emssd-heads-")), {}, weights, "medusa_lm_head.pt"), weights
 
 
@@ -124,13 +119,15 @@ TARGET = TargetSizes(V, H, 9)
 CONFIG: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
 
 
-def head_weights(num_layers: int = 1, num_tokens: int = V) -> Weights:
+def head_weights(
+    num_layers: int = 1, num_tokens: int = V, num_heads: int = HEADS, size: int = H, seed: int = 0
+) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
-    for h in range(HEADS):
+    for h in range(num_heads):
         for layer in range(num_layers):
-            shapes |= {f"{h}.{layer}.linear.weight": (H, H), f"{h}.{layer}.linear.bias": (H,)}
-        shapes[f"{h}.{num_layers}.weight"] = (num_tokens, H)
-    return random_weights(shapes)
+            shapes |= {f"{h}.{layer}.linear.weight": (size, size), f"{h}.{layer}.linear.bias": (size,)}
+        shapes[f"{h}.{num_layers}.weight"] = (num_tokens, size)
+    return random_weights(shapes, seed)
 
 
 def dense_logits(w: Weights, head: int, x: torch.Tensor, num_layers: int = 1) -> torch.Tensor:

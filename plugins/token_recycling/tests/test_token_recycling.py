@@ -16,6 +16,7 @@ from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
 from emssd.testing.models import tiny_model
 from tests.support.backends import BACKENDS, engine_of
+from tests.support.trees import paths
 
 SHARES = [0.5, 0.3, 0.1]
 PROMPTS = [[1, 5, 6, 7, 5], [9], [3] * 20, [8, 2, 8]]
@@ -31,10 +32,7 @@ def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
     table: dict[int, list[int]], num_nodes: int, depth: int
 ) -> None:
     tree = grow(table, 0, SHARES, num_nodes, depth)
-    ways = list[tuple[int, ...]]()
-    for _, parent, rank in tree:
-        assert -1 <= parent < len(ways)
-        ways.append((*(ways[parent] if parent >= 0 else ()), rank))
+    ways = paths([rank for *_, rank in tree], [parent for _, parent, _ in tree])
     likely: dict[tuple[int, ...], float] = {}
     for length in range(1, depth + 1):
         for way in product(range(3), repeat=length):
@@ -60,11 +58,7 @@ def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step(
                 start, tree = outcome.draft.indptr[number], outcome.draft.tree(number)
                 ids = outcome.draft.token_ids[start : start + len(tree)].tolist()
                 before = before_of[row.request_id]
-                for node in range(-1, len(tree)):
-                    way, at = list[int](), node
-                    while at >= 0:
-                        way.insert(0, ids[at])
-                        at = tree[at]
+                for way in [(), *paths(ids, tree)]:
                     logits = model(torch.tensor([[*before, *way]])).logits[0, -1]
                     said[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
                 before_of[row.request_id] = list(row.tokens)
