@@ -32,6 +32,7 @@ MODULES = (
     "emssd.simulate",
     "emssd.native",
     "emssd.metrics",
+    "emssd.errors.ranges",
     "emssd.errors.terminal",
 )
 PARTS: dict[str, tuple[str, ...]] = {
