@@ -54,7 +54,7 @@ class Case:
 
 # The kinds that are compiled: each takes a minute or so, and is kept in the cache.
 _COMPILED = ("llama", "gemma2")
-_KEEP_STATES = ("qwen3_5_text", "kimi_linear", "jamba", "lfm2", "zamba2", "gptj")
+_KEEP_STATES = ("qwen3_5_text", "kimi_linear", "jamba", "lfm2", "zamba2")
 
 
 def _exact(seed: str) -> World | None:

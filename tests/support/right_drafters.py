@@ -30,11 +30,11 @@ from emssd_pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 
 from emssd.decoding.engine import Engine
-from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting import Draft, Drafter, DrafterContext
 from emssd.errors.ranges import check_options
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation
+from emssd.sequences import Batch, Generation
 from tests.support.heads import Weights, write_head
 from tests.support.looking_back import BLOCK, DISTANCE, looking_back_model, write_looking_back_block
 from tests.support.looking_back import VOCAB as SAID
@@ -52,6 +52,7 @@ __all__ = [
     "RIGHT",
     "decode",
     "loading",
+    "noting",
     "perfect_adapter",
     "perfect_path",
     "target",
@@ -121,6 +122,25 @@ def loading(plugin: Any, config: type[Any], usual: Callable[[], Mapping[str, Any
         return made
 
     return load
+
+
+def noting(load: Load, drafts: list[tuple[list[int], list[int]]]) -> Load:
+    """`load`, whose drafter notes the tokens of each row, and the chain that it drafts after them."""
+
+    def loaded(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
+        made: Any = load(options, context)
+        propose = made.propose
+
+        def noted(batch: Batch, budget: Seq[int]) -> Draft:
+            draft: Draft = propose(batch, budget)
+            rows = draft.token_ids.split(draft.lengths)
+            drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
+            return draft
+
+        made.propose = noted
+        return made  # type: ignore[no-any-return]
+
+    return loaded
 
 
 def _load_pard(options: Mapping[str, Any], context: DrafterContext) -> Drafter:
