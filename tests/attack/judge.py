@@ -102,11 +102,11 @@ class Judge:
 
     @torch.inference_mode()
     def logits(self, said: Iterable[tuple[Any, torch.Tensor]]) -> None:
-        """Compare the target's logits after each right beginning to the oracle's, within `spread`."""
+        """Compare the target's logits after each right beginning to the oracle's, within a `spread` of the largest."""
         if self.world.spread is None:
             return
         oracle = self.world.judge or self.world.oracle
-        texts = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}
+        texts, largest = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}, 0.0
         for packed, logits in said:
             ids, row = packed.input_ids.tolist(), 0
             for place, line in zip(packed.logit_rows.tolist(), logits, strict=True):
@@ -123,7 +123,8 @@ class Judge:
                     continue
                 self.account.num_logits += 1
                 self.account.num_nodes += way.in_tree
-                off = float((line - right).abs().max() / right.abs().max().clamp_min(1e-9))  # all may be 0
+                largest = max(largest, float(right.abs().max()))  # logits that nearly cancel are rounded as others are
+                off = float((line - right).abs().max()) / max(largest, 1e-9)  # all may be 0
                 if not off <= self.world.spread:
                     self.wrong(f"logits of {name!r} after {len(text)} tokens are off by {off:.3g}")
                     return
