@@ -25,9 +25,8 @@ from emssd.model.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_
 if TYPE_CHECKING:
     from emssd.attention import NativeStep
     from emssd.model.int8 import Rounded
-    from emssd.model.interface import Attend
+    from emssd.model.interface import Attend, RunnableModel
     from emssd.model.streams import Hidden
-    from emssd.model.target import TargetModel
 
 __all__ = ["CompiledForward", "NotKeptError"]
 
@@ -41,7 +40,7 @@ class CompiledForward(ProvenProgram):
 
     kind = "models"
 
-    def __init__(self, target: TargetModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
+    def __init__(self, target: RunnableModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
@@ -51,7 +50,7 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def reread(self, target: TargetModel) -> bool:
+    def reread(self, target: RunnableModel) -> bool:
         """Read the weights as they are now. Returns whether this still is the program of the model."""
         self._target = target
         try:

@@ -15,7 +15,7 @@ from emssd.model.probe import ProbeRows, running
 from emssd.model.streams import Streams, hear_input, hear_output, only_here, stream_of
 
 if TYPE_CHECKING:
-    from emssd.model.target import TargetModel
+    from emssd.model.interface import RunnableModel
 
 __all__ = ["find_streams"]
 
@@ -34,7 +34,7 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 """A module, what it was given, and what it gave."""
 
 
-def find_streams(target: TargetModel) -> Streams:
+def find_streams(target: RunnableModel) -> Streams:
     """Run two short sequences, and see that each layer is given what the one before it gave."""
     name = type(target.model).__name__
     decoder, layers = _decoder(target.model)

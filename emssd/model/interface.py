@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from threading import get_ident
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -37,8 +37,32 @@ Attend = Callable[[int, LayerSpec, torch.Tensor, torch.Tensor, torch.Tensor], to
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """A mask function of Transformers: whether, by indices of batch, head, query and key, the query sees the key."""
 
+
 # Keywords that models hand to every attention function and that do not change what attention computes here:
 # positions are applied already, caching is ours, and the rest is bookkeeping of other implementations.
+class RunnableModel(Protocol):
+    """The part of a `TargetModel` that probes, traces and compilers use."""
+
+    model: Any
+    layers: tuple[LayerSpec, ...]
+    device: torch.device
+    dtype: torch.dtype
+    vocab_size: int
+    max_model_len: int
+    bytes_per_row: int
+    lock: Any
+    arithmetic: Any
+    keeps_states: bool
+    counts_calls: bool
+    takes_positions: bool
+
+    @property
+    def run(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def call(self) -> Callable[..., Any]: ...
+
+
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
      "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic",

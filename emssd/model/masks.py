@@ -14,14 +14,14 @@ from emssd.model.interface import Visible
 from emssd.model.probe import look_at_layers, running
 
 if TYPE_CHECKING:
-    from emssd.model.target import TargetModel
+    from emssd.model.interface import RunnableModel
 
 __all__ = ["learn_windows"]
 
 _ALL_KEYS = 1 << 17
 
 
-def learn_windows(target: TargetModel) -> dict[int, int]:
+def learn_windows(target: RunnableModel) -> dict[int, int]:
     """The sliding windows that go through a layer's mask alone, by layer.
 
     Transformers gives a model's masks to the attention function as functions of positions. Here these are evaluated up
