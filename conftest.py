@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """A plugin that fails to load is an error; named here, as pytest.ini would import emssd before coverage starts."""
-    config.addinivalue_line("filterwarnings", "error::emssd.plugins.registry.PluginWarning")
+    config.addinivalue_line("filterwarnings", "error::emssd.hooks.registry.PluginWarning")
     if config.getoption("--cpu-limit") is not None:
         config.pluginmanager.register(_Limit(config.getoption("--cpu-limit")))
 

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parent
 BIN = Path(sys.executable).parent
 MEASURED = [
     "emssd",
-    "emssd_train",
     *(package.name for package in ROOT.glob("plugins/*/emssd_*")),
 ]  # packages with a coverage
 SPREAD = ["-n", "2", "--dist", "worksteal"]  # a file's tests stay together, and its fixtures

@@ -12,9 +12,9 @@ import statistics
 import time
 
 import torch
+from emssd_testing.models import tiny_model
 
 from emssd import Engine
-from emssd.testing.models import tiny_model
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -35,9 +35,9 @@ from emssd.cli.intake import Failures, make_engine, prompts_of, to_requests
 from emssd.cli.options import to_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
+from emssd.hooks.registry import Registry
 from emssd.metrics.stats import RunReport
-from emssd.model.loading import ModelCache
-from emssd.plugins.registry import Registry
+from emssd.model.load.loading import ModelCache
 from emssd.sequences import Request
 
 SLICE = 0.1  # seconds that an engine has to itself before the next one goes on

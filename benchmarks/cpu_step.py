@@ -30,8 +30,8 @@ from rich.progress import track
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.int8 import round_weights
-from emssd.model.program import LINEARS
+from emssd.model.compile.int8 import round_weights
+from emssd.model.compile.program import LINEARS
 from emssd.sequences import Request
 
 ENGINES = {

@@ -19,9 +19,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from emssd_lab.report.cells import Spread
+from emssd_lab.report.figures import coloured, speed_chart
+
 from emssd.metrics.busy import BUSY_SHARE
-from emssd.report.cells import Spread
-from emssd.report.figures import coloured, speed_chart
 
 OUT = Path(__file__).resolve().parents[1] / "docs" / "results" / "demo_speedup.svg"
 

@@ -11,8 +11,11 @@ from typing import Any
 
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_replay import ReplayConfig
-from emssd_replay.drafter import ReplayDrafter
+from emssd_lab.costs import Costs
+from emssd_lab.replay import ReplayConfig
+from emssd_lab.replay.drafter import ReplayDrafter
+from emssd_lab.simulate.recording import logged_steps
+from emssd_testing.drafters import RandomDrafter
 from gpu_models import continuation
 
 from emssd.attention import AttentionBackend, PagedBackend
@@ -20,12 +23,9 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.model.costs import Costs
-from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request
-from emssd.simulate.recording import logged_steps
-from emssd.testing.drafters import RandomDrafter
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = ["DRAFTED", "FLASHINFER", "decode", "engine_of", "make_backend", "median_seconds", "prompts", "rates",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from emssd.model.random_weights import counted_on, counting_model
+from emssd.model.load.random_weights import counted_on, counting_model
 
 __all__ = ["SHAPES", "continuation", "model_of_shape"]
 
@@ -49,7 +49,7 @@ SHAPES = {
 
 
 def model_of_shape(shape: Mapping[str, Any], dtype: torch.dtype, device: torch.device, max_model_len: int) -> Any:
-    """A model that counts on; see `emssd.model.random_weights.counting_model`."""
+    """A model that counts on; see `emssd.model.load.random_weights.counting_model`."""
     longest = {"max_position_embeddings": max(max_model_len, 2048)}
     return counting_model({**shape, **longest}, dtype, device)
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from emssd_lab.costs import Costs
 from gpu_products import TOKENS
 from rich.console import Console
 from rich.table import Table
-
-from emssd.model.costs import Costs
 
 __all__ = ["PAPER_LLMA", "print_tables", "table_of_decoding"]
 

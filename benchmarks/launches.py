@@ -15,10 +15,10 @@ import torch
 from common import make_parser, save, show
 from emssd_flashinfer.fused import Fusing
 from emssd_flashinfer.traced import VIEWS, Op
+from emssd_testing.models import tiny_model
 
 from emssd.attention import PackedInputs, PagedBackend
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.testing.models import tiny_model
 from tests.support.fused_kernels import Twins
 from tests.support.reference_kernels import ReferenceKernels, rerun
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from common import in_large_pages, make_parser, save, show
 
-from emssd.model.int8 import rounded
+from emssd.model.compile.int8 import rounded
 from emssd.native import load_kernels
 
 WIDTH, INNER, VOCABULARY = 1024, 4096, 32000

@@ -1,4 +1,4 @@
-"""The page of ``python -m emssd.report`` with one section more: other engines, from ``benchmarks/cpu_peers.py``.
+"""The page of ``python -m emssd_lab.report`` with one section more: other engines, from ``benchmarks/cpu_peers.py``.
 
 Use it as ``python benchmarks/peers_report.py RUNS --peers FILE --out DIR --title TEXT``.
 """
@@ -12,14 +12,15 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emssd_lab.report.__main__ import make_parser
+from emssd_lab.report.cells import Spread
+from emssd_lab.report.figures import Curve, colour, curves
+from emssd_lab.report.page import report
+from emssd_lab.report.rows import Hardware, read
+from emssd_lab.report.sections import Section, sections
+from emssd_lab.report.tables import Table, code, escape, listed, pairs
+
 from emssd.errors import ConfigError, exit_on_error
-from emssd.report.__main__ import make_parser
-from emssd.report.cells import Spread
-from emssd.report.figures import Curve, colour, curves
-from emssd.report.page import report
-from emssd.report.rows import Hardware, read
-from emssd.report.sections import Section, sections
-from emssd.report.tables import Table, code, escape, listed, pairs
 
 __all__ = ["main", "peers", "read_peers"]
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-from emssd.errors.version import __version__
 
 if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
-    from emssd.integrations.hf import custom_generate
+    from emssd.integrations.custom_generate import custom_generate
     from emssd.sampling import SamplingParams
     from emssd.sequences import Generation
 
 __all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_generate"]
+
+__version__ = version("emssd")
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # who runs the program says where messages go
 
@@ -22,7 +23,7 @@ _HOMES = {
     "Engine": "emssd.decoding.engine",
     "Generation": "emssd.sequences.generation",
     "SamplingParams": "emssd.sampling",
-    "custom_generate": "emssd.integrations.hf",
+    "custom_generate": "emssd.integrations.custom_generate",
 }
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from emssd.errors.terminal import steady
+from emssd.cli.terminal import steady
 
 __all__ = ["main"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples" / "plugins" / "repeat_last"

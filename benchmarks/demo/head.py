@@ -12,11 +12,11 @@ import shutil
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
+from emssd_heads.training.job import RECORD, run
+from emssd_heads.training.options import Eagle3Options
 from rich.console import Console
 
 from emssd.data.demo.corpus import documents, make_prompts
-from emssd_train.job import RECORD, run
-from emssd_train.options import Eagle3Options
 
 
 def prompts(variants: int) -> tuple[list[str], list[str]]:

@@ -22,7 +22,7 @@ def load(arguments: argparse.Namespace) -> Build:
 
     from emssd.decoding.engine import Engine as Decoder
     from emssd.decoding.warmup import warm_up
-    from emssd.plugins.registry import Registry
+    from emssd.hooks.registry import Registry
     from emssd.sequences import Request as Row
 
     torch.set_num_threads(arguments.threads)

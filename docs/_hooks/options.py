@@ -22,8 +22,8 @@ from emssd.cli.config import (
 from emssd.cli.option_texts import option_texts, preset_text, written
 from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import EngineOptions
-from emssd.plugins.hookspecs import Spec
-from emssd.plugins.registry import Registry
+from emssd.hooks.hookspecs import Spec
+from emssd.hooks.registry import Registry
 
 __all__ = ["page", "specs"]
 

@@ -27,7 +27,6 @@ CLEAN = (
     "conftest.py",
     "docs",
     "emssd",
-    "emssd_train",
     "examples",
     "noxfile.py",
     "tests/benchmarks",

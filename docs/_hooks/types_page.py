@@ -13,27 +13,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from emssd import attention, data, drafters, drafting, model, plugins, sequences
+import emssd_heads as heads
+
+from emssd import attention, data, draft_models, drafting, hooks, model, sequences
 from emssd.cli import option_texts as docstrings
 
 __all__ = ["CLASSES", "MODULES", "PARTS", "page", "public", "said"]
 
 MODULES = (
     "emssd",
-    "emssd.plugins",
+    "emssd.hooks",
     "emssd.drafting",
-    "emssd.drafters",
+    "emssd.draft_models",
+    "emssd_heads",
     "emssd.attention",
     "emssd.sequences",
     "emssd.model",
     "emssd.data",
     "emssd.errors",
-    "emssd.testing",
-    "emssd.simulate",
+    "emssd_testing",
+    "emssd_lab.simulate",
     "emssd.native",
     "emssd.metrics",
     "emssd.errors.ranges",
-    "emssd.errors.terminal",
+    "emssd.cli.terminal",
 )
 PARTS: dict[str, tuple[str, ...]] = {
     "emssd.errors": (
@@ -46,21 +49,21 @@ PARTS: dict[str, tuple[str, ...]] = {
         "UnsupportedModelError",
     ),
     "emssd.sequences": tuple(name for name in sequences.__all__ if name not in ("Generation", "StopStrings")),
-    "emssd.testing": (
+    "emssd_testing": (
         "AttentionBackendConformance",
         "BudgetPolicyConformance",
         "DrafterConformance",
         "tiny_model",
     ),
     "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),
-    "emssd.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
+    "emssd_lab.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
-    "emssd.errors.terminal": ("steady",),
+    "emssd.cli.terminal": ("steady",),
 }
 """Modules of which only some names are public."""
 
 CLASSES: dict[str, list[type]] = {
-    "Offering": [plugins.DrafterSpec, plugins.BackendSpec, plugins.BudgetSpec, plugins.PromptSourceSpec],
+    "Offering": [hooks.DrafterSpec, hooks.BackendSpec, hooks.BudgetSpec, hooks.PromptSourceSpec],
     "Drafting": [drafting.Drafter, drafting.Draft, drafting.Outcome, drafting.HiddenStates, drafting.DrafterContext],
     "What is being generated": [sequences.Batch, sequences.Row, sequences.Request],
     "Attention": [
@@ -75,15 +78,15 @@ CLASSES: dict[str, list[type]] = {
         attention.PagedKernels,
     ],
     "Drafting with models and heads": [
-        drafters.LevelDrafter,
-        drafters.ModelDrafter,
-        drafters.StatesDrafter,
-        drafters.SlotDrafter,
-        drafters.PairedDrafter,
-        drafters.PairedHead,
-        drafters.HeadFiles,
-        drafters.Loaded,
-        drafters.TargetWeights,
+        draft_models.LevelDrafter,
+        draft_models.ModelDrafter,
+        heads.StatesDrafter,
+        draft_models.SlotDrafter,
+        heads.PairedDrafter,
+        heads.PairedHead,
+        heads.HeadFiles,
+        heads.Loaded,
+        heads.TargetWeights,
     ],
     "Models": [model.ModelRunner, model.ModelOutput, model.BorrowedTarget],
     "Budgets": [
@@ -143,7 +146,7 @@ def said(value: object, name: str) -> str:
     is_alias = value is Any or not (inspect.isclass(value) or inspect.isfunction(value))
     if not is_alias or getattr(value, "__module__", "emssd") == "pluggy._hooks":
         return _sentence(value)
-    for module in [each for key, each in sys.modules.items() if key.startswith("emssd.")]:
+    for module in [each for key, each in sys.modules.items() if key.startswith(("emssd.", "emssd_"))]:
         if vars(module).get(name) is value and (path := getattr(module, "__file__", None)) is not None:
             body = ast.parse(Path(path).read_text(encoding="utf-8")).body
             for before, after in pairwise(body):

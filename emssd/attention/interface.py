@@ -62,7 +62,7 @@ class KVCacheSpec:
             begins and ends as a whole.
         trees: whether rows may end with token trees, see `PackedInputs.trees`.
         prefix_caching: whether sequences that begin alike share the KV of what they share, if the backend can.
-        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.states`.
+        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.hf.states`.
         devices: by layer where its KV lies, if that is not always `device`. No backend of a plugin sees this: each gets
             the layers of one device, see `emssd.attention.spread`.
     """
@@ -101,7 +101,7 @@ It is called with, in this order:
 - ``tree_indptr``, ``parents``: lists, the trees that rows end with; ``None`` if no row has any;
 - ``scales``, ``windows``, ``softcaps``, ``sinks``: by layer, see `emssd.attention.LayerSpec`; 0 stands for none.
 
-``attend(query, key, value, layer)`` is what `AttentionBackend.forward` gives. `emssd.model.program` calls its others.
+``attend(query, key, value, layer)`` is what `AttentionBackend.forward` gives. See `emssd.model.compile.program`.
 """
 
 _Replay = Callable[[Callable[[], Any]], Any]

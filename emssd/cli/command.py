@@ -28,12 +28,11 @@ from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
+from emssd.cli.terminal import INTERRUPTED
 from emssd.data.model_folder import check_folder
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError, EmssdError, GroupError, exit_on_error
-from emssd.errors.terminal import INTERRUPTED
-from emssd.errors.version import __version__
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
 
 __all__ = ["main"]
 
@@ -58,14 +57,14 @@ class _Composed(NamedTuple):
 
 
 def main() -> None:
-    """The command, within `emssd.errors.terminal.steady`, which ends it with 2 for an error of the user's, and 130 for
+    """The command, within `emssd.cli.terminal.steady`, which ends it with 2 for an error of the user's, and 130 for
     Ctrl-C. Exits with 1 if a check found a difference, and with 2 if runs of a sweep failed.
     """
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # not a line for every attempt to reach the hub
     warnings.showwarning = lambda message, *_, **__: print(f"emssd: warning: {message}", file=sys.stderr)
     if "--version" in sys.argv[1:]:  # Hydra has its own
-        print(f"emssd {__version__} (torch {version('torch')}, transformers {version('transformers')})")
+        print(f"emssd {version('emssd')} (torch {version('torch')}, transformers {version('transformers')})")
         return
     _check_path(sys.argv[1:])
     registry = Registry()

@@ -18,8 +18,8 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.errors.faults import described
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins.registry import KINDS, Registry
-from emssd.plugins.structured import structured
+from emssd.hooks.registry import KINDS, Registry
+from emssd.hooks.structured import structured
 from emssd.sampling import SamplingParams
 
 __all__ = [

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from emssd_lab.costs import Costs
 
 from emssd.cli.config import RunConfig, no_size
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.provenance import provenance
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError
-from emssd.model.costs import Costs
 from emssd.sequences import Generation
 
 __all__ = ["RowsFile", "changed", "label_of", "row_of", "setting_of", "simulated_row"]
@@ -117,8 +117,7 @@ def row_of(
 def simulated_row(config: RunConfig, job: int, overrides: Seq[str]) -> dict[str, Any]:
     """The row of the paper's numerical simulation (Appendix B), which runs here."""
     import torch
-
-    from emssd.simulate.appendix import appendix_points
+    from emssd_lab.simulate.appendix import appendix_points
 
     assert config.experiment is not None
     values = config.experiment.sizes.get(config.size.value)

@@ -15,8 +15,8 @@ from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, che
 from emssd.data.records import content_of, text_in
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, PromptError, did_you_mean
-from emssd.model.loading import ModelCache
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
+from emssd.model.load.loading import ModelCache
 from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emssd_lab.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 
 from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
 from emssd.cli.config import STDOUT, RunConfig
@@ -22,6 +23,7 @@ from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
+from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TextStream
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
@@ -30,15 +32,13 @@ from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.turns import Turns, ratio_interval
 from emssd.errors import ConfigError, PromptError
-from emssd.errors.terminal import plain_console
+from emssd.hooks.registry import Registry
 from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model import CausalLMRunner
-from emssd.model.checkpoint import load_tokenizer
-from emssd.model.loading import ModelCache
-from emssd.model.parallel import Group
-from emssd.model.target import TargetModel
-from emssd.plugins.registry import Registry
-from emssd.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
+from emssd.model.load.checkpoint import load_tokenizer
+from emssd.model.load.loading import ModelCache
+from emssd.model.run.parallel import Group
+from emssd.model.run.target import TargetModel
 from emssd.sequences import Generation, Request
 
 __all__ = ["run_job"]

@@ -20,15 +20,15 @@ from rich.table import Table
 from emssd.cli.config import RunConfig
 from emssd.cli.lines_file import whole_file
 from emssd.cli.progress import time_left
+from emssd.cli.terminal import plain_console
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, EmssdError, GroupError
-from emssd.errors.terminal import plain_console
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 
 if TYPE_CHECKING:
     from emssd.cli.experiment import RowsFile
-    from emssd.model.loading import ModelCache
-    from emssd.model.parallel import Group
+    from emssd.model.load.loading import ModelCache
+    from emssd.model.run.parallel import Group
 
 __all__ = ["Jobs", "SweptRun", "print_sweep"]
 
@@ -72,7 +72,7 @@ class Jobs:
 
     @cached_property
     def _models(self) -> ModelCache:
-        from emssd.model.loading import ModelCache  # here, because it brings torch, which --help does not need
+        from emssd.model.load.loading import ModelCache  # here, because it brings torch, which --help does not need
 
         return ModelCache()
 
@@ -152,7 +152,7 @@ class Jobs:
 
     def _join(self, config: RunConfig) -> Group:
         """The processes that run this job together, of which only rank 0 is heard."""
-        from emssd.model.parallel import Group, join
+        from emssd.model.run.parallel import Group, join
 
         if config.model.tensor_parallel:
             self.group = join()
@@ -191,7 +191,7 @@ class Jobs:
         )
 
     def _note(self, path: Path, failed: Seq[SweptRun]) -> None:
-        """Write the file for `emssd.report`, or remove that of an earlier try."""
+        """Write the file for `emssd_lab.report`, or remove that of an earlier try."""
         if not failed:
             path.unlink(missing_ok=True)
             return
@@ -200,19 +200,19 @@ class Jobs:
                 file.write(f"{json.dumps({'overrides': [*run.overrides], 'error': run.error})}\n".encode())
 
     def _print_experiment(self, console: Console, rows: RowsFile) -> None:
-        from emssd.report.console import summary
+        from emssd_lab.report.console import summary
 
         for part in summary(rows.rows):
             console.print(part)
         _print_checks(console, rows.rows, rows.path.parent)
         for run in self._swept:  # they failed, so they have no rows
             console.print(f"{' '.join(run.overrides)} failed: {run.error}", style="bold red", soft_wrap=True)
-        said = f"\nrows: {rows.path}. A page of them: python -m emssd.report {rows.path.parent}"
+        said = f"\nrows: {rows.path}. A page of them: python -m emssd_lab.report {rows.path.parent}"
         console.print(said, soft_wrap=True)
 
 
 def _check_kept(rows: RowsFile) -> None:
-    from emssd.report.rows import parse
+    from emssd_lab.report.rows import parse
 
     for number, row in enumerate(rows.rows, start=1):
         try:
@@ -302,7 +302,7 @@ def print_sweep(console: Console, runs: Seq[SweptRun]) -> None:
 def _speedup(run: SweptRun, runs: Seq[SweptRun]) -> str:
     """That of `check`, or over the run without drafts of the same other options."""
     if "speedup" in run.metrics:
-        from emssd.report.cells import speedup_text
+        from emssd_lab.report.cells import speedup_text
 
         return speedup_text(run.metrics)
     same = [other for other in runs if other.options and not other.options.drafts and _others(other) == _others(run)]

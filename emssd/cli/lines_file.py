@@ -10,9 +10,9 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from emssd.data.files import atomic_file, is_at, lock
 from emssd.data.typed import read_json, typed
 from emssd.errors import OutputError
-from emssd.errors.files import atomic_file, is_at, lock
 
 __all__ = ["LinesFile", "whole_file"]
 

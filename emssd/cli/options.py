@@ -17,7 +17,7 @@ from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size
 from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.sources import DemoConfig, TextConfig
 from emssd.errors import ConfigError, EmssdError, did_you_mean
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
 
 __all__ = ["explained", "to_options"]
 

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:  # they bring torch, which --help does not need
     from emssd.metrics.stats import RunReport
-    from emssd.model.compile_time import Compiling
+    from emssd.model.compile.compile_time import Compiling
 
 __all__ = ["Bar", "loading_shown", "show_messages", "time_left"]
 

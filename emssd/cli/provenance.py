@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
 
 __all__ = ["commit", "hardware", "machine_rates", "plugins", "processor", "provenance", "versions"]
 
@@ -36,12 +36,12 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that a result depends on."""
+    from importlib.metadata import version
+
     import transformers
 
-    from emssd.errors.version import __version__
-
     return {
-        "emssd": __version__,
+        "emssd": version("emssd"),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),

@@ -15,9 +15,9 @@ from emssd.cli.intake import num_samples, sampling_of, template_of
 from emssd.cli.output import OutputFolder, as_asked
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
-from emssd.model.checkpoint import files_of
-from emssd.model.checkpoint_files import content_digest
-from emssd.model.target import TargetModel
+from emssd.model.load.checkpoint import files_of
+from emssd.model.load.checkpoint_files import content_digest
+from emssd.model.run.target import TargetModel
 from emssd.sampling.grammar import Grammar
 
 __all__ = ["check_compiled", "check_model", "made_with", "unfinished", "were_compiled"]

@@ -21,9 +21,9 @@ from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError
 from emssd.errors.ranges import check_options
+from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
-from emssd.model.loading import LoadModel
-from emssd.plugins.registry import Registry
+from emssd.model.load.loading import LoadModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

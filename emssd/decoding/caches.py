@@ -14,7 +14,7 @@ from emssd.decoding.options import Admission, Batching, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.errors import ConfigError, PluginError
 from emssd.errors.faults import guarded
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 
 __all__ = ["Caches", "make_backend"]
 

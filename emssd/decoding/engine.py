@@ -28,10 +28,10 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.rule import VerificationRule, Verified
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
+from emssd.hooks.registry import Registry, verification_rule
 from emssd.metrics.stats import RunReport
 from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel, load_model
-from emssd.model.loading import LoadModel
-from emssd.plugins.registry import Registry, verification_rule
+from emssd.model.load.loading import LoadModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.matching import Grammars
 from emssd.sequences import Generation, Request, Row, StopStrings

@@ -18,7 +18,7 @@ from emssd.drafting import Draft, HiddenStates, Outcome
 from emssd.drafting.rule import Verified
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.model import ModelOutput
-from emssd.model.parallel import Group
+from emssd.model.run.parallel import Group
 from emssd.sequences import Batch
 
 __all__ = ["SharedTimer", "StepTimer", "outcome_of", "step_stats"]

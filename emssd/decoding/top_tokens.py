@@ -17,7 +17,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.packed import on_device, to_host
-from emssd.model.runner import likeliest
+from emssd.model.run.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
 __all__ = ["Choices", "behind", "likely_tokens", "on_host"]

@@ -17,11 +17,11 @@ from emssd.attention.masked import masked_attention
 from emssd.data.model_options import ModelOptions
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.integrations.hf import evaluating
-from emssd.model.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
-from emssd.model.streams import replaced_forward
-from emssd.model.target import TargetModel
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
+from emssd.integrations.custom_generate import evaluating
+from emssd.model.hf.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
+from emssd.model.hf.streams import replaced_forward
+from emssd.model.run.target import TargetModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -131,7 +131,7 @@ class _Rows:
         self.places = torch.nn.utils.rnn.pad_sequence([*torch.split_with_sizes(self.index, lengths)], True, -1)
 
     def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        """Compute attention, as `emssd.model.interface.Attend`."""
+        """Compute attention, as `emssd.model.hf.interface.Attend`."""
         out: torch.Tensor = _Attention.apply(self, layer, seen, *qkv)  # type: ignore[no-untyped-call]
         return out
 

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.errors import ConfigError
-from emssd.integrations.hf import Call
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
+from emssd.integrations.custom_generate import Call
 from emssd.sequences import StopStrings
 
 if TYPE_CHECKING:

@@ -18,11 +18,11 @@ from emssd.decoding.assembly import find_plugins, options_of
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
-from emssd.integrations.hf import Call, evaluating
+from emssd.hooks.registry import Registry
+from emssd.integrations.custom_generate import Call, evaluating
 from emssd.integrations.installed import check_installed
 from emssd.metrics.stats import RunReport
-from emssd.model.streams import lock_of, replaced_forward
-from emssd.plugins.registry import Registry
+from emssd.model.hf.streams import lock_of, replaced_forward
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 

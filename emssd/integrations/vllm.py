@@ -18,8 +18,8 @@ from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError
+from emssd.hooks.registry import Registry
 from emssd.integrations.installed import check_installed
-from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, FinishReason, Request, Row
 
 __all__ = ["Proposer", "proposer"]

@@ -20,7 +20,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import Admission, Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 from emssd.sequences import Request, StopStrings
 from tests.support.backends import CONFIGS as BACKENDS
 

@@ -14,7 +14,7 @@ from emssd.attention import StepPlan
 from emssd.decoding.engine import Engine
 from emssd.errors import UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.target import Computed
+from emssd.model.run.target import Computed
 
 from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller

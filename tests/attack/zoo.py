@@ -8,8 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-
-from emssd.testing.models import HYBRIDS, WideFloats
+from emssd_testing.models import HYBRIDS, WideFloats
 
 _SIZES: dict[str, Any] = {
     "hidden_size": 32,

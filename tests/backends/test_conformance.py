@@ -6,12 +6,12 @@ import pytest
 import torch
 from emssd_ragged.fused import FusedKernels
 from emssd_ragged.grouped import GroupedKernels
+from emssd_testing import AttentionBackendConformance
+from emssd_testing.machines import BackendMachine
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.testing import AttentionBackendConformance
-from emssd.testing.machines import BackendMachine
 from tests.support.backends import BACKENDS, MakeBackend
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from emssd_flashinfer.kernels import HEAD_DIMS, FlashInferKernels
 from emssd_flashinfer.planned import padded_layer, write_kv
 from emssd_flashinfer.tables import step_pages, tree_mask
+from emssd_testing.oracle import DenseBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +22,6 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import OutOfMemoryError
 from emssd.sequences import Request, Row
-from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 from tests.support.trees import ways
 

@@ -16,21 +16,21 @@ from emssd_flashinfer.fused import Fusing, Group, fused
 from emssd_flashinfer.kernel_source import FUNCTIONS, kernel_source
 from emssd_flashinfer.traced import VIEWS, Op, Trace, UntraceableError, run
 from emssd_flashinfer.triton_kernels import TritonKernels, inexact_functions
+from emssd_heads import HeadRunner
+from emssd_heads.config import DecoderConfig
+from emssd_heads.head import LayerHead
+from emssd_testing.drafters import RandomDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import Kept, KVCacheSpec, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
-from emssd.drafters import HeadRunner
-from emssd.drafters.heads.config import DecoderConfig
-from emssd.drafters.heads.head import LayerHead
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.model.target import Computed
-from emssd.testing.drafters import RandomDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
+from emssd.model.run.target import Computed
 from tests.support.backends import runner_of as reference_runner
 from tests.support.fused_kernels import Read, Twins, as_it_is
 from tests.support.reference_kernels import ReferenceKernels, rerun

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_testing.drafters import TreeDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import AttentionBackend, Kept, PackedInputs, PagedBackend, StepPlan
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import TargetModel
 from emssd.sequences import Request, Row
-from emssd.testing.drafters import TreeDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import engine_of
 from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import looped

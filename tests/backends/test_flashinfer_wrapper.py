@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_flashinfer.kernels import FlashInferKernels
+from emssd_testing.machines import BackendMachine
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -22,7 +23,6 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.sequences import Request, Row
-from emssd.testing.machines import BackendMachine
 from tests.support.reference_kernels import ReferenceKernels, rerun, tree_attention
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")

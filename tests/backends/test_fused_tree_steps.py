@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.drafters import TreeDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference, seen
 
 from emssd.attention import Kept, PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.model import CausalLMRunner, ModelOptions, ModelOutput, TargetModel
 from emssd.sequences import Request
-from emssd.testing.drafters import TreeDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference, seen
 
 VOCAB_SIZE, NEW_TOKENS = 13, 30
 PROMPTS = [(3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6), (8,), (9, 3, 11, 4, 9, 3, 12, 5), (10, 6, 6, 7) * 5, (1, 2)]

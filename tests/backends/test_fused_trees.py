@@ -13,13 +13,13 @@ import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
 from emssd_ragged.fused import PAGE_SIZE, FusedKernels
+from emssd_testing.oracle import DenseBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.pool import KVPool
 from emssd.attention.trees import ancestors
-from emssd.testing.oracle import DenseBackend
 from tests.backends.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
 
 QKV = list[torch.Tensor]

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.drafters import ChainDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import AttentionBackend, LayerSpec, additive_mask, masked_attention
 from emssd.attention.masked import StepWatch
 from emssd.model import TargetModel
 from emssd.sequences import Generation, Row
-from emssd.testing.drafters import ChainDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import MakeBackend, chosen, engine_of
 from tests.support.tiers import looped
 

@@ -11,7 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from emssd_lab.simulate.recording import logged_steps
 from emssd_none import NoneDrafter
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import AttentionBackend, Kept
 from emssd.decoding.engine import Engine
@@ -20,10 +24,6 @@ from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
-from emssd.simulate.recording import logged_steps
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import BACKENDS, MakeBackend, engine_of, runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption

@@ -8,6 +8,9 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.grouped import GroupedKernels
+from emssd_testing.machines import check_plan, moved
+from emssd_testing.oracle import DenseBackend
+from emssd_testing.strategies import Waves, trees
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +19,6 @@ from emssd.attention.trees import path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd.testing.machines import check_plan, moved
-from emssd.testing.oracle import DenseBackend
-from emssd.testing.strategies import Waves, trees
 from tests.support.backends import MakeBackend
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.trees import TREE_BACKENDS

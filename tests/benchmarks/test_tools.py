@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.model import probe, target
+from emssd.model.hf import probe
+from emssd.model.run import target
 from tests.benchmarks.conftest import BENCHMARKS
 
 NOWHERE = Path("/nowhere")

@@ -22,6 +22,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing import authoring
+from emssd_testing.models import tiny_model
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
 from hydra._internal.hydra import Hydra
@@ -36,11 +38,10 @@ from emssd import __main__
 from emssd.cli import command, config
 from emssd.cli.config import register_configs
 from emssd.decoding import engine
-from emssd.model import ModelOptions, load_model, loading
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
+from emssd.model import ModelOptions, load_model
+from emssd.model.load import loading
 from emssd.sequences import Row
-from emssd.testing import authoring
-from emssd.testing.models import tiny_model
 
 RESUME = ("overwrite=false", "resume=true")
 """Arguments of `decode` that go on with the job in ``out``."""
@@ -423,7 +424,7 @@ _DRAFTER = """
 from copy import copy
 from dataclasses import dataclass, field
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 @dataclass
 class Config:

@@ -8,14 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from emssd_testing.models import tiny_model
 
 import emssd
 from emssd import Engine
 from emssd.cli.config import register_configs
 from emssd.errors import EmssdError, PluginError, PluginWarning
-from emssd.plugins.hookspecs import unmet_requirement
-from emssd.plugins.registry import KINDS, Registry
-from emssd.testing.models import tiny_model
+from emssd.hooks.hookspecs import unmet_requirement
+from emssd.hooks.registry import KINDS, Registry
 from tests.support.tiers import looped
 
 from .conftest import drafter, fenced
@@ -32,8 +32,8 @@ def other(kind: str, method: str) -> tuple[str, str]:
         f"""
 from dataclasses import dataclass
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import {record.__name__}, hookimpl
-from emssd.testing import DenseBackend
+from emssd.hooks import {record.__name__}, hookimpl
+from emssd_testing import DenseBackend
 
 @dataclass
 class Config:

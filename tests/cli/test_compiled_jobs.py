@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 
 from emssd.native import cache_dir
-from emssd.testing.models import tiny_model
 
 from .conftest import jsonl
 

@@ -24,8 +24,8 @@ from emssd.cli.jobs import Jobs
 from emssd.cli.options import _GONE
 from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import DEFAULT_DRAFTER
-from emssd.model.random_weights import counted_on, counting_model
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
+from emssd.model.load.random_weights import counted_on, counting_model
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.usefixtures("composed_once")
@@ -77,7 +77,7 @@ def test_the_main_config_sets_no_option() -> None:
 
 def test_the_default_drafter_stands_in_one_place_beside_the_main_config() -> None:
     from emssd import Engine
-    from emssd.integrations.hf import custom_generate
+    from emssd.integrations.custom_generate import custom_generate
 
     assert compose().drafter.name == DEFAULT_DRAFTER
     for function in (Engine.from_model, Engine.from_pretrained, custom_generate):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 from tests.support.tiers import looped
 
 from .conftest import assert_said

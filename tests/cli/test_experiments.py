@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import yaml
+from emssd_lab.report.cells import grids
+from emssd_lab.report.rows import Row, read_rows
 from omegaconf import OmegaConf
 
 from emssd.cli.config import Size, conf_dir
-from emssd.plugins.registry import KINDS, Registry
-from emssd.report.cells import grids
-from emssd.report.rows import Row, read_rows
+from emssd.hooks.registry import KINDS, Registry
 from tests.support.tiers import few, looped, only
 
 from .conftest import drafter, jsonl
@@ -69,7 +69,7 @@ def test_an_experiment_writes_a_row_per_job_and_its_cells_agree(name: str, emssd
         same = row["model"], row["data_label"], row["batch_size"] if name == "step_time" else None
         texts.setdefault(same, set()).add(text)
     assert all(len(same) == 1 for same in texts.values())  # whatever was compared, the tokens are the same
-    assert f"python -m emssd.report {Path('out')}" in result.out
+    assert f"python -m emssd_lab.report {Path('out')}" in result.out
     assert "tokens/s" in result.err
     assert all(f" {number} of {TOYS[name]}: " in result.err for number in range(1, TOYS[name] + 1))
     assert result.err.count(" left\n") == TOYS[name]

@@ -12,18 +12,18 @@ from importlib.metadata import version
 import pytest
 import torch
 import transformers
+from emssd_heads.training.cli import main as train_main
+from emssd_lab.report.__main__ import main as report_main
+from emssd_lab.simulate.__main__ import main as simulate_main
 from emssd_rest.cli import main as rest_main
+from emssd_testing.authoring import main as plugins_main
 
 import emssd as package
 from emssd.__main__ import main as emssd_main
 from emssd.cli.config import RunConfig, conf_dir
 from emssd.cli.option_texts import option_texts
 from emssd.data.model_options import ModelOptions
-from emssd.plugins.registry import KINDS, Registry
-from emssd.report.__main__ import main as report_main
-from emssd.simulate.__main__ import main as simulate_main
-from emssd.testing.authoring import main as plugins_main
-from emssd_train.cli import main as train_main
+from emssd.hooks.registry import KINDS, Registry
 from tests.support.tiers import looped
 
 from .conftest import drafter
@@ -33,8 +33,8 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "emssd-plugins": plugins_main,
     "emssd-rest": rest_main,
     "emssd-train": train_main,
-    "python -m emssd.report": report_main,
-    "python -m emssd.simulate": simulate_main,
+    "python -m emssd_lab.report": report_main,
+    "python -m emssd_lab.simulate": simulate_main,
 }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_lab.report.rows import read
 from omegaconf import OmegaConf
 
 from emssd.cli.config import OnError
@@ -19,7 +20,6 @@ from emssd.cli.intake import Failures
 from emssd.cli.output import OutputFolder
 from emssd.data.prompts import Prompt
 from emssd.errors import OutputError, PromptError
-from emssd.report.rows import read
 from tests.support.tiers import looped
 
 from .conftest import RESUME, files, jsonl, wait_for_rows

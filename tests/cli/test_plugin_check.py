@@ -13,16 +13,16 @@ from warnings import simplefilter
 
 import pytest
 import torch
+from emssd_testing import authoring
+from emssd_testing.authoring.watched import Notes, _watch, run_watched
+from emssd_testing.conformance.rules import BrokenRule, rules_of
+from emssd_testing.conformance.setting import setting
+from emssd_testing.conformance.watch import WatchedDrafter
 
 from emssd import __version__
 from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
 from emssd.sequences import Batch, Request, Row
-from emssd.testing import authoring
-from emssd.testing.authoring.watched import Notes, _watch, run_watched
-from emssd.testing.conformance.rules import BrokenRule, rules_of
-from emssd.testing.conformance.setting import setting
-from emssd.testing.conformance.watch import WatchedDrafter
 from tests.support.perfect_head import VOCAB, perfect_target, random_head
 from tests.support.tiers import looped
 
@@ -168,7 +168,7 @@ def test_check_of_a_trained_head_on_its_target(tmp_path: Path, plugins: Callable
 
 
 def test_check_without_pytest_says_what_to_install(plugins: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emssd.testing.authoring.check.find_spec", lambda name: None if name == "hypothesis" else name)
+    monkeypatch.setattr("emssd_testing.authoring.check.find_spec", lambda name: None if name == "hypothesis" else name)
     assert plugins("check", "llma").sentence == (
         "emssd-plugins check runs tests, and hypothesis cannot be imported; pip install 'emssd[testing]'"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emssd.errors import PluginError, PluginWarning
-from emssd.plugins.registry import KINDS, Registry
+from emssd.hooks.registry import KINDS, Registry
 from tests.support.tiers import looped
 
 from .conftest import drafter
@@ -217,7 +217,7 @@ def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable,
         """
 from dataclasses import dataclass
 from emssd.data import Prompt
-from emssd.plugins import PromptSourceSpec, hookimpl
+from emssd.hooks import PromptSourceSpec, hookimpl
 
 @dataclass
 class Config:

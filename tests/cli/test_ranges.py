@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
+from emssd_heads.training.options import Eagle3Options, MedusaOptions, PardOptions, TrainOptions
 
 from emssd.cli.config import RunConfig
 from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError
 from emssd.errors.ranges import check_options
-from emssd.plugins.registry import KINDS, Registry
-from emssd_train.options import Eagle3Options, MedusaOptions, PardOptions, TrainOptions
+from emssd.hooks.registry import KINDS, Registry
 from tests.support.tiers import looped
 
 REGISTRY = Registry()

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 from safetensors.torch import save_file
 
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
 from emssd.errors import CompileError, OutputError
-from emssd.model import target, tracing
-from emssd.model.checkpoint_files import content_digest
+from emssd.model.compile import tracing
+from emssd.model.load.checkpoint_files import content_digest
+from emssd.model.run import target
 from emssd.sequences import Generation
-from emssd.testing.models import tiny_model
 
 from .conftest import RESUME, fenced, jsonl
 

@@ -21,7 +21,7 @@ from emssd.cli.config import RunConfig
 from emssd.cli.job import _most_steps
 from emssd.data.prompts import Prompt
 from emssd.errors import OutOfMemoryError
-from emssd.model.checkpoint import _MadeEmpty
+from emssd.model.load.checkpoint import _MadeEmpty
 
 from .conftest import drafter
 
@@ -139,7 +139,7 @@ def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size:
 def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
     emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from emssd.model.compiled import CompiledForward
+    from emssd.model.compile.compiled import CompiledForward
 
     steps, call = [], CompiledForward.__call__
     monkeypatch.setattr(CompiledForward, "__call__", lambda *given, **named: steps.append(1) or call(*given, **named))
@@ -209,7 +209,7 @@ HEAVY = (
     "sklearn",
     "torchvision",
     "transformers.trainer",
-    "emssd_train",
+    "emssd_heads.training",
 )
 PROGRAM = """
 import json, os, sys

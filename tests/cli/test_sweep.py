@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_lab.report.__main__ import main as report_main
+from emssd_testing.models import tiny_model
 from hydra import compose, initialize_config_dir
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
@@ -22,9 +24,7 @@ from rich.console import Console
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
 from emssd.cli.jobs import SweptRun, print_sweep
-from emssd.plugins.registry import Registry
-from emssd.report.__main__ import main as report_main
-from emssd.testing.models import tiny_model
+from emssd.hooks.registry import Registry
 from tests.support.tiers import only
 
 from .conftest import byte_tokenizer, jsonl

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+from emssd_lab.simulate.__main__ import main as simulate
 from emssd_rest.cli import main as rest
+from emssd_testing.authoring import main as plugins
 from rich.table import Table
 
-from emssd.errors.terminal import INTERRUPTED, plain_console, steady
-from emssd.simulate.__main__ import main as simulate
-from emssd.testing.authoring import main as plugins
+from emssd.cli.terminal import INTERRUPTED, plain_console, steady
 from tests.support.tiers import looped
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
@@ -17,8 +19,6 @@ from emssd.decoding.scheduler import StaticScheduler
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Batch
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import chosen
 
 # Small vocabularies make rubbish right by chance; untied embeddings keep Gemma from repeating its last token for ever.

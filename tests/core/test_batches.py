@@ -14,6 +14,9 @@ from emssd_adaptive.policy import AdaptiveBudget
 from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.strategies import policies
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, PagedBackend
@@ -24,9 +27,6 @@ from emssd.drafting.budget import FixedBudget
 from emssd.errors import DraftError, PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
 from emssd.sequences import Batch, Request
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.strategies import policies
 from tests.support.backends import runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.preemption import run_with_preemption

@@ -7,6 +7,9 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
 import pytest
+from emssd_lab.simulate.recording import StepLog
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
+from emssd_testing.models import tiny_model
 
 from emssd import Engine
 from emssd.decoding.warmup import HeldBudget
@@ -15,12 +18,9 @@ from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import PluginError
+from emssd.hooks.builtin import FixedBudgetConfig
 from emssd.metrics.stats import StepStats
-from emssd.plugins.builtin import FixedBudgetConfig
 from emssd.sequences import Batch, Request, Row
-from emssd.simulate.recording import StepLog
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 from tests.support.trees import chains_of
 

@@ -12,6 +12,8 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_residual.drafts import Drawn
+from emssd_testing.drafters import RandomDrafter, TreeDrafter
+from emssd_testing.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +24,6 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from emssd_cascade import CascadeConfig
 from emssd_llma import LLMADrafter
+from emssd_testing.models import tiny_model
 from emssd_union import UnionConfig
 
 from emssd import Engine
@@ -24,7 +25,6 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.sequences import Batch, Row
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 NAME = "'bad' (emssd-bad 1.2)"

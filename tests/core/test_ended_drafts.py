@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_lab.simulate.recording import StepLog
 
 from emssd.decoding.engine import Engine
-from emssd.drafters import LevelDrafter
+from emssd.draft_models import LevelDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import PluginError
 from emssd.sampling import SamplingParams
-from emssd.simulate.recording import StepLog
 from tests.support.budget_world import EndsByTurns
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
 from tests.support.right_drafters import decode, target, trial

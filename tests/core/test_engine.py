@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_none import NoneDrafter
+from emssd_testing.drafters import RandomDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.errors import ConfigError, OutOfMemoryError, PromptError
 from emssd.sequences import FinishReason, Generation, Request
-from emssd.testing.drafters import RandomDrafter
 from tests.support.strategies import drafters_with_eos, prompt_batches
 from tests.support.tiers import looped
 

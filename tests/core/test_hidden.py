@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.drafters import ChainDrafter, RandomDrafter, TreeDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import References
 from emssd_union.drafter import UnionDrafter
 from hypothesis import strategies as st
 
@@ -23,11 +26,8 @@ from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import DraftError, PluginError, PluginWarning, UnsupportedModelError
 from emssd.model import TargetModel
-from emssd.model.choice_runner import ChoiceRunner
+from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request
-from emssd.testing.drafters import ChainDrafter, RandomDrafter, TreeDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
 from tests.support.backends import BACKENDS, engine_of, runner_of
 from tests.support.engine_machine import EngineMachine
 from tests.support.hidden import Listener

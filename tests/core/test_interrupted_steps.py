@@ -10,6 +10,7 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+from emssd_testing.drafters import TreeDrafter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome
 from emssd.errors import PluginError
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import TreeDrafter
 
 PLACES = ("fits", "plan", "forward", "last layer", "commit", "propose", "observe", "release", "policy")
 

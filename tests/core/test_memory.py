@@ -6,7 +6,9 @@ import itertools
 
 import pytest
 import torch
+from emssd_lab.costs import Costs
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,10 +19,8 @@ from emssd.decoding.caches import Caches, shares
 from emssd.decoding.options import EngineOptions
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, PluginError, PromptError
+from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
-from emssd.model.costs import Costs
-from emssd.plugins.registry import Registry
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 CPU = torch.device("cpu")

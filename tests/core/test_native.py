@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.decoding.engine import Engine
 from emssd.errors import PluginError
@@ -25,8 +27,6 @@ from emssd.native import (
     load_kernels,
     why_unavailable,
 )
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.tiers import looped
 
 NO_COMPILER = r"there is no C\+\+ compiler on PATH \(tried \$CXX, c\+\+, g\+\+, clang\+\+\)"

@@ -17,6 +17,9 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_llma import LLMAConfig, LLMADrafter, Occurrence, Search
 from emssd_none import NoneDrafter
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 import emssd
 from emssd.attention import AttentionBackend, PackedInputs, StepPlan
@@ -26,9 +29,6 @@ from emssd.drafting import Draft
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Request, Row
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, WrongDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import runner_of
 from tests.support.sampling import sampled
 from tests.support.tiers import looped

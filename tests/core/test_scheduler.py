@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.models import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule, Scheduler, StaticScheduler
 from emssd.errors import ConfigError, PluginError
 from emssd.sequences import Request, Row
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 

@@ -8,6 +8,11 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
+from emssd_lab.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
+from emssd_lab.simulate.curves import StepCurve
+from emssd_lab.simulate.recording import logged_steps, record_trace
+from emssd_lab.simulate.simulator import warm_up
+from emssd_testing.drafters import ChainDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,11 +25,6 @@ from emssd.errors import ConfigError
 from emssd.metrics.stats import StepStats
 from emssd.model import CausalLMRunner
 from emssd.sequences import FinishReason, Request, Row
-from emssd.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
-from emssd.simulate.curves import StepCurve
-from emssd.simulate.recording import logged_steps, record_trace
-from emssd.simulate.simulator import warm_up
-from emssd.testing.drafters import ChainDrafter
 
 CURVE = PRESETS["8b-1xh100"]
 

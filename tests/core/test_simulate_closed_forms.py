@@ -7,16 +7,16 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from emssd_lab.simulate import Simulator, TreeLaw, geometric_trace
+from emssd_lab.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
+from emssd_lab.simulate.curves import StepCurve
+from emssd_lab.simulate.trace_drafter import TreeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd.simulate import Simulator, TreeLaw, geometric_trace
-from emssd.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
-from emssd.simulate.curves import StepCurve
-from emssd.simulate.trace_drafter import TreeDrafter
 from tests.support.tiers import looped
 
 # Rounding of sums of at most 5^4 products, each of a few factors, in float64.

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from emssd_lab.simulate import RequestTrace, StageTrace, Trace, load_trace
+from emssd_lab.simulate.__main__ import main
+from emssd_lab.simulate.curves import Roofline
+from emssd_lab.simulate.traces import save_trace
 
 from emssd.errors import ConfigError
-from emssd.simulate import RequestTrace, StageTrace, Trace, load_trace
-from emssd.simulate.__main__ import main
-from emssd.simulate.curves import Roofline
-from emssd.simulate.traces import save_trace
 from tests.support.tiers import looped
 
 STAGE = StageTrace((2, 0, 1), (1, 0, 0))
@@ -52,7 +52,7 @@ def test_a_trace_that_contradicts_itself_is_refused(make: Callable[[], object], 
 def test_a_file_that_is_no_trace_says_how_to_make_one(tmp_path: Path, text: str) -> None:
     path = tmp_path / "file"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=r"holds no acceptance trace .* python -m emssd.simulate record"):
+    with pytest.raises(ConfigError, match=r"holds no acceptance trace .* python -m emssd_lab.simulate record"):
         load_trace(path)
 
 
@@ -119,7 +119,7 @@ def test_wrong_input_ends_with_a_sentence(
         main(arguments)
     assert stop.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith("emssd.simulate: error: ")
+    assert error.startswith("emssd_lab.simulate: error: ")
     assert said in error
 
 

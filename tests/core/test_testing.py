@@ -1,4 +1,4 @@
-"""The tools of `emssd.testing` do what they say: references, `DenseBackend`."""
+"""The tools of `emssd_testing` do what they say: references, `DenseBackend`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.oracle import DenseBackend, greedy_reference
+from emssd_testing.strategies import layer_specs
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,8 +15,6 @@ from emssd.attention import KVCacheSpec, LayerSpec, additive_mask, masked_attent
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd.testing.oracle import DenseBackend, greedy_reference
-from emssd.testing.strategies import layer_specs
 
 
 @pytest.mark.parametrize("name", ["opt-61", "llama-11", "mistral-17", "gemma2-7"])

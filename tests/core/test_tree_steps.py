@@ -12,6 +12,10 @@ import pytest
 import torch
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.conformance.setting import setting
+from emssd_testing.drafters import TreeDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import References
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,10 +23,6 @@ from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
 from emssd.drafting import Outcome
 from emssd.model import TargetModel
-from emssd.testing.conformance.setting import setting
-from emssd.testing.drafters import TreeDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
 from tests.support.preemption import decode_in_little_memory
 from tests.support.tiers import few, looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter

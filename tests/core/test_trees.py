@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emssd_testing.strategies import trees
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from emssd.attention.trees import ancestors, depths, hidden_nodes, is_chain, pat
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd.testing.strategies import trees
 from tests.support.strategies import drafts, prompt_batches
 from tests.support.trees import Tree, drawn_trees
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 from emssd_none import NoneDrafter
+from emssd_testing.drafters import RandomDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.turns import Turns, ratio_interval
 from emssd.sequences import Request
-from emssd.testing.drafters import RandomDrafter
 from tests.support.tiers import looped
 
 EVEN = [(10, 1.0), (10, 2.0)]

@@ -20,9 +20,9 @@ from packaging.utils import canonicalize_name
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
+from emssd.hooks.registry import Registry
 from emssd.integrations import installed, vllm
 from emssd.integrations.installed import LIBRARIES, check_installed
-from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason
 from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED

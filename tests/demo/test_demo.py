@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 
 from emssd import Engine, demo
 from emssd.data.demo.corpus import Document, documents, make_prompts
 from emssd.errors import ConfigError, PromptError
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 MEGABYTE = 10**6

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import hydra
 import pytest
+from emssd_heads.training.cli import make_parser as train_parser
+from emssd_lab.report.__main__ import make_parser as report_parser
+from emssd_lab.simulate.__main__ import make_parser as simulate_parser
 from emssd_rest.cli import make_parser as rest_parser
+from emssd_testing.authoring import make_parser as plugins_parser
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -22,11 +26,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
-from emssd.plugins.registry import Registry
-from emssd.report.__main__ import make_parser as report_parser
-from emssd.simulate.__main__ import make_parser as simulate_parser
-from emssd.testing.authoring import make_parser as plugins_parser
-from emssd_train.cli import make_parser as train_parser
+from emssd.hooks.registry import Registry
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.docs
@@ -38,9 +38,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *WRITTEN, *EXAMPLES.glob("*/README.md")])
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-plugins": plugins_parser,
-    "python -m emssd.testing.authoring": plugins_parser,
-    "python -m emssd.report": report_parser,
-    "python -m emssd.simulate": simulate_parser,
+    "python -m emssd_testing.authoring": plugins_parser,
+    "python -m emssd_lab.report": report_parser,
+    "python -m emssd_lab.simulate": simulate_parser,
     "emssd-rest": rest_parser,
     "emssd-train": train_parser,
 }

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, HiddenStates, Outcome
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import BACKENDS, engine_of
 
 pytestmark = pytest.mark.docs

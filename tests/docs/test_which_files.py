@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 from tokenizers import Tokenizer, models
 from transformers import CTRLTokenizer, PreTrainedTokenizerFast
 
 from emssd import Engine
 from emssd.data.chat import encode_chat
 from emssd.errors import ConfigError
-from emssd.testing.models import tiny_model
 
 pytestmark = pytest.mark.docs
 PROMPTS = [[5, 6, 7, 5, 6], [9], [8, 4, 8, 4, 8]]

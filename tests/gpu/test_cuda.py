@@ -9,15 +9,15 @@ import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_padded import PaddedConfig
+from emssd_testing.models import ARCHITECTURES, tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sampling.noise import hashed, noise_key, noise_state
-from emssd.testing.models import ARCHITECTURES, tiny_model
-from emssd.testing.oracle import greedy_reference
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,6 +16,10 @@ from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
 from emssd_flashinfer.triton_kernels import TritonKernels
 from emssd_llma import LLMAConfig
+from emssd_testing import AttentionBackendConformance
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
+from emssd_testing.machines import BackendMachine
+from emssd_testing.models import tiny_model
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
@@ -27,13 +31,9 @@ from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft, Drafter
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sequences import FinishReason, Generation, Request, Row
-from emssd.testing import AttentionBackendConformance
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
-from emssd.testing.machines import BackendMachine
-from emssd.testing.models import tiny_model
 from tests.support.host_waits import host_waits
 from tests.support.reference_kernels import ReferenceKernels, tree_attention
 

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from emssd_heads.compiled import CompiledHead
+from emssd_testing.models import tiny_model
 
 from emssd.attention import PackedInputs
-from emssd.drafters import DynamicShape, LevelDrafter
-from emssd.drafters.heads.compiled import CompiledHead
+from emssd.draft_models import DynamicShape, LevelDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DrafterContext
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
 from tests.support.draft_models import draft_model_drafter
 from tests.support.perfect_head import random_head
 from tests.support.right_drafters import trial

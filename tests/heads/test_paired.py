@@ -11,15 +11,15 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+import emssd_heads.states
 import pytest
 import torch
+from emssd_heads.options import TreeKind, TreeOptions, shape_of
+from emssd_heads.weights import keep_bytes
 from torch import nn
 
-import emssd.drafters.states
-from emssd.drafters.heads.options import TreeKind, TreeOptions, shape_of
-from emssd.drafters.heads.weights import keep_bytes
 from emssd.drafting import BudgetPolicy, BudgetStep
-from emssd.model.int8 import round_weights
+from emssd.model.compile.int8 import round_weights
 from emssd.native import NativeError, load_kernels
 from tests.support.heads import refusal
 from tests.support.perfect_head import write_perfect_eagle3
@@ -51,8 +51,8 @@ class Seldom(BudgetPolicy):
 @pytest.mark.parametrize(("num_arrived", "num_waiting"), [(1024, 256), (9, 4)], ids=str)
 def test_rows_that_seldom_draft(num_arrived: int, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Target states wait for the next draft. Rows with too many make features of them earlier."""
-    monkeypatch.setattr(emssd.drafters.states, "_MOST_ARRIVED", num_arrived)
-    monkeypatch.setattr(emssd.drafters.states, "_MOST_WAITING", num_waiting)
+    monkeypatch.setattr(emssd_heads.states, "_MOST_ARRIVED", num_arrived)
+    monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
     own = trial("eagle3")
     engine = own.make_engine({"tree": "chain"})
     engine.drafting.policy = Seldom()
@@ -113,11 +113,11 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
     file = tmp_path / "tree.json"
     file.write_text(held)
     options = TreeOptions(tree=TreeKind.static, static_tree=str(file))
-    assert words in refusal(lambda: shape_of(options, "emssd.drafters.heads", top_k=4))
+    assert words in refusal(lambda: shape_of(options, "emssd_heads", top_k=4))
 
 
 def test_the_authors_tree_comes_along() -> None:
-    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd.drafters.heads", top_k=4)
+    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd_heads", top_k=4)
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
 
 
@@ -159,7 +159,7 @@ def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.Mo
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr("emssd.drafters.heads.weights.load_kernels", none)
+    monkeypatch.setattr("emssd_heads.weights.load_kernels", none)
     layer = nn.Linear(4, 3)
     before = layer.weight.detach().clone()
     assert keep_bytes(layer) is layer

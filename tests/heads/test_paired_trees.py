@@ -22,7 +22,7 @@ from tests.support.tiers import looped
 from tests.support.trees import paths_of
 
 NUM_NEW, EPS = 12, 1e-6
-PATHS = json.loads(files("emssd.drafters.heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]
+PATHS = json.loads(files("emssd_heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]
 MTP, TARGET_EPS = "model.layers.3.", 1e-12  # the layer is one more of the target's
 Path = tuple[int, ...]
 

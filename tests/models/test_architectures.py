@@ -14,15 +14,15 @@ import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.drafters import TreeDrafter
+from emssd_testing.models import ARCHITECTURES, tiny_model
+from emssd_testing.oracle import greedy_reference
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from emssd import Engine, Generation
 from emssd.decoding.check import compare
 from emssd.model import TargetModel
-from emssd.testing.drafters import TreeDrafter
-from emssd.testing.models import ARCHITECTURES, tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import PADDED_CONFIGS
 from tests.support.draft_models import same_weights_drafter
 from tests.support.tiers import looped

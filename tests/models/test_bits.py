@@ -11,6 +11,8 @@ import pytest
 import torch
 from emssd_none import NoneDrafter
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd_testing.models import tiny_model
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -19,11 +21,9 @@ from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.batch_invariant import batch_invariant
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.invariant import Audit, BatchInvariant
+from emssd.model.hf.invariant import Audit, BatchInvariant
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
-from emssd.testing.models import tiny_model
 from tests.support.backends import engine_of, runner_of
 from tests.support.tiers import looped, only
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 
 from emssd import Engine, Generation
 from emssd.decoding.check import TIE_TOLERANCE, CheckReport, compare
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
-from emssd.testing.models import tiny_model
 
 PROMPTS = [[3, 4, 5, 3, 4], [7], [8, 9, 8, 9]]
 NEW_TOKENS = 8

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
+from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, dynamic_module_utils
@@ -19,7 +20,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from emssd import Engine
 from emssd.errors import ConfigError
 from emssd.model import ModelOptions, load_model
-from emssd.testing.models import tiny_model
 
 WEIGHTS = "model.safetensors"
 OPTIONS: dict[str, Any] = {"drafter": "none", "device": "cpu"}

@@ -8,9 +8,9 @@ import logging
 import pytest
 
 from emssd.cli.progress import show_messages
-from emssd.errors.terminal import plain_console
-from emssd.model import compile_time
-from emssd.model.compile_time import Compiling
+from emssd.cli.terminal import plain_console
+from emssd.model.compile import compile_time
+from emssd.model.compile.compile_time import Compiling
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, bars: bool = True) -> str:

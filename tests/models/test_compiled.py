@@ -18,6 +18,9 @@ from emssd_draft_model import DraftModelConfig
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.drafters import RandomDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
@@ -26,16 +29,14 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import ModelDrafter
+from emssd.draft_models import ModelDrafter
 from emssd.drafting.shapes import DynamicShape
 from emssd.errors import CompileError, ConfigError
-from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model, tracing
-from emssd.model.int8 import scales_of
+from emssd.hooks.registry import Registry
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
+from emssd.model.compile import tracing
+from emssd.model.compile.int8 import scales_of
 from emssd.native import cache_dir
-from emssd.plugins.registry import Registry
-from emssd.testing.drafters import RandomDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.models.test_checkpoint import save_checkpoint
 from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from filelock import FileLock
 from torch import nn
 from transformers import OPTForCausalLM, PreTrainedModel
@@ -21,11 +23,10 @@ from transformers import OPTForCausalLM, PreTrainedModel
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
-from emssd.model import ModelOptions, TargetModel, tracing
-from emssd.model.compile_time import Compiling
+from emssd.model import ModelOptions, TargetModel
+from emssd.model.compile import tracing
+from emssd.model.compile.compile_time import Compiling
 from emssd.native import cache_dir, load_kernels
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 
 PROMPT = (3, 4, 5, 6, 7, 3, 4)
 Change = Callable[[Any], object]

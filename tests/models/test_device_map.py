@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emssd_padded import PaddedConfig
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import KVCacheSpec, LayerSpec, pool, spread
 from emssd.attention.spread import SpreadBackend, free_for, parts_of
@@ -17,10 +19,8 @@ from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
+from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
-from emssd.plugins.registry import Registry
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.tiers import looped
 
 accelerate = pytest.importorskip("accelerate", reason="model.device_map needs accelerate, an extra of emssd")
@@ -89,7 +89,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
 def test_two_devices_give_the_tokens_of_one(
     architecture: str, drafter: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("emssd.model.target.layer_devices", lambda target: (OTHER, CPU))
+    monkeypatch.setattr("emssd.model.run.target.layer_devices", lambda target: (OTHER, CPU))
     expected = [greedy_reference(tiny_model(architecture), prompt, 16, {2}) for prompt in PROMPTS]
     engine = Engine.from_model(hooked(architecture), drafter=drafter, backend=backend, batch_size=3)
     assert isinstance(engine.runner.backend, SpreadBackend)
@@ -165,7 +165,7 @@ def test_what_cannot_be_spread_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         TargetModel(hooked("opt"), ModelOptions(compile=True))
     target = TargetModel(hooked("llama"), ModelOptions(compile="auto"))
     assert (target.compiled, target.may_compile) == (None, False)
-    monkeypatch.setattr("emssd.model.target.layer_devices", lambda target: (OTHER, CPU))
+    monkeypatch.setattr("emssd.model.run.target.layer_devices", lambda target: (OTHER, CPU))
     with pytest.raises(UnsupportedModelError, match=r"with model\.device_map, no drafter runs"):
         Engine.from_model(hooked("llama"), drafter="early_exit")
     with monkeypatch.context() as patch:

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import ARCHITECTURES, tiny_model
 from torch import nn
 from transformers import PreTrainedModel
 
 from emssd.errors import CompileError
-from emssd.model.fingerprint import UnnamedError, fingerprint, refuse_hooks
-from emssd.model.streams import only_here
-from emssd.testing.models import ARCHITECTURES, tiny_model
+from emssd.model.compile.fingerprint import UnnamedError, fingerprint, refuse_hooks
+from emssd.model.hf.streams import only_here
 from tests.support.tiers import looped
 
 Change = Callable[[Any], object]
@@ -215,9 +215,9 @@ def test_hooks_of_the_backward_pass_are_left_alone(plain: str) -> None:
 
 IN_ANOTHER_PROCESS = """
 import torch
-from emssd.model.fingerprint import fingerprint
-from emssd.model.streams import only_here
-from emssd.testing.models import ARCHITECTURES, tiny_model
+from emssd.model.compile.fingerprint import fingerprint
+from emssd.model.hf.streams import only_here
+from emssd_testing.models import ARCHITECTURES, tiny_model
 torch.set_num_threads({threads})
 for name in [*ARCHITECTURES, "gemma3_text", "olmo3", "exaone_moe", "mimo_v2_flash"]:
     kinds = {{}} if name in ARCHITECTURES else {{"layer_types": ["sliding_attention", "full_attention"]}}

@@ -9,24 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_heads import HeadRunner
+from emssd_heads.config import DecoderConfig
+from emssd_heads.files import Checkpoint, read_checkpoint
+from emssd_heads.formats import Format, detect, expect
+from emssd_heads.head import Head
+from emssd_heads.layers import Attend, Rotary
+from emssd_heads.loading import HeadFiles
+from emssd_heads.options import tree_of
+from emssd_heads.states import KnownStates
+from emssd_heads.target import TargetSizes
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.decoding.caches import make_backend
-from emssd.drafters import HeadRunner
-from emssd.drafters.heads.config import DecoderConfig
-from emssd.drafters.heads.files import Checkpoint, read_checkpoint
-from emssd.drafters.heads.formats import Format, detect, expect
-from emssd.drafters.heads.head import Head
-from emssd.drafters.heads.layers import Attend, Rotary
-from emssd.drafters.heads.loading import HeadFiles
-from emssd.drafters.heads.options import tree_of
-from emssd.drafters.heads.target import TargetSizes
-from emssd.drafters.states import KnownStates
 from emssd.errors import ConfigError, OutOfMemoryError
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 from tests.support.heads import CPU, write_head
 from tests.support.tiers import looped
 

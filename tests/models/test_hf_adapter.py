@@ -11,6 +11,7 @@ import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
+from emssd_testing.models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import DynamicCache, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, TextStreamer
 from transformers.generation import (
@@ -29,7 +30,6 @@ import emssd
 from emssd.attention import PagedBackend
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 PAD = 0

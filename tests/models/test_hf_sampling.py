@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
+from emssd_testing.models import tiny_model
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import (
     LogitNormalization,
@@ -21,9 +22,8 @@ from transformers.generation import (
 
 import emssd
 from emssd.errors import ConfigError
-from emssd.integrations import hf_options
+from emssd.integrations import generate_options
 from emssd.sampling import SamplingParams
-from emssd.testing.models import tiny_model
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 
@@ -125,16 +125,16 @@ def config(**values: Any) -> Any:
     return SimpleNamespace(**nothing | {"do_sample": True} | values)
 
 
-FREE = hf_options.HONOURED | hf_options.HARMLESS | {"top_h", "epsilon_cutoff", "eta_cutoff"}
+FREE = generate_options.HONOURED | generate_options.HARMLESS | {"top_h", "epsilon_cutoff", "eta_cutoff"}
 
 
 @looped("name", sorted(name for name in {*vars(GenerationConfig())} - FREE if not name.startswith("_")))
 def test_a_field_that_cannot_be_honoured_is_refused_unless_it_is_neutral(name: str) -> None:
-    for value in (False, *hf_options.NEUTRAL.get(name, ())):
-        hf_options.check_config(config(**{name: value}))
+    for value in (False, *generate_options.NEUTRAL.get(name, ())):
+        generate_options.check_config(config(**{name: value}))
     for sampling in (True, False):
         with pytest.raises(ConfigError, match=rf"cannot honour {name}=odd; leave it out, or call generate without"):
-            hf_options.check_config(config(**{name: "odd", "do_sample": sampling}))
+            generate_options.check_config(config(**{name: "odd", "do_sample": sampling}))
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_h", 0.4), ("epsilon_cutoff", 0.1), ("eta_cutoff", 0.1)])
@@ -145,10 +145,10 @@ def test_what_only_sampling_follows_is_refused_there(name: str, value: float) ->
 
 
 def test_a_field_that_nobody_knows_is_refused_and_a_models_own_remark_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_options.check_config(config(chat_format="chatml"))
-    monkeypatch.setattr(hf_options, "HARMLESS", hf_options.HARMLESS - {"low_memory"})
+    generate_options.check_config(config(chat_format="chatml"))
+    monkeypatch.setattr(generate_options, "HARMLESS", generate_options.HARMLESS - {"low_memory"})
     with pytest.raises(ConfigError, match="cannot honour low_memory=True"):
-        hf_options.check_config(config(low_memory=True))
+        generate_options.check_config(config(low_memory=True))
 
 
 @looped(

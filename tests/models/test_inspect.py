@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.authoring import make_parser
+from emssd_testing.authoring.inspect import inspect, print_inspected
+from emssd_testing.models import tiny_model
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from emssd.testing.authoring import make_parser
-from emssd.testing.authoring.inspect import inspect, print_inspected
-from emssd.testing.models import tiny_model
 from tests.support.heads import layer_weights, random_weights, write_head
 
 CONFIG: dict[str, Any] = {

@@ -10,19 +10,20 @@ from typing import Any
 import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
+from emssd_testing.models import tiny_model
 from filelock import FileLock
 
 from emssd.cli.config import changed_options
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.model import ModelOptions, TargetModel, load_model, program
-from emssd.model.fingerprint import short_pass
-from emssd.model.int8 import bytes_of, round_drafter, round_weights, scales_of
-from emssd.model.int8 import rounded as rounded_copy
+from emssd.model import ModelOptions, TargetModel, load_model
+from emssd.model.compile import program
+from emssd.model.compile.fingerprint import short_pass
+from emssd.model.compile.int8 import bytes_of, round_drafter, round_weights, scales_of
+from emssd.model.compile.int8 import rounded as rounded_copy
 from emssd.native import cache_dir, load_kernels
 from emssd.sequences import Request
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))

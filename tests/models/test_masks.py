@@ -14,6 +14,8 @@ import torch
 from emssd_llma import LLMAConfig, Search
 from emssd_padded import PaddedConfig
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
 from transformers.models.llama import modeling_llama
 
@@ -21,10 +23,8 @@ from emssd import Engine
 from emssd.attention import AttentionBackend
 from emssd.errors import CompileError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.compiled import CompiledForward
-from emssd.model.masks import window_of
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
+from emssd.model.compile.compiled import CompiledForward
+from emssd.model.hf.masks import window_of
 from tests.support.tiers import looped
 
 PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]

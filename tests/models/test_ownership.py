@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -21,12 +23,10 @@ from emssd.attention import LayerSpec
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel
-from emssd.model.probe import ProbeRows
-from emssd.model.structure import Structure, changed
+from emssd.model.hf.probe import ProbeRows
+from emssd.model.hf.structure import Structure, changed
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 
 PROMPT = tuple(3 + i * i % 10 for i in range(40))  # more than two pages, which the next run adopts
 NEW_TOKENS = 8

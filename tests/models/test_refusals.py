@@ -9,16 +9,16 @@ import pytest
 import torch
 from emssd_ragged.fused import FusedKernels
 from emssd_ragged.grouped import GroupedKernels
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama import modeling_llama
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel, load_model
-from emssd.model.random_weights import counted_on, counting_model
-from emssd.model.support import check_config
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
+from emssd.model.hf.support import check_config
+from emssd.model.load.random_weights import counted_on, counting_model
 from tests.support.tiers import looped
 
 SHAPE: dict[str, Any] = {

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from emssd_padded import PaddedConfig
+from emssd_testing.models import ARCHITECTURES, tiny_model
+from emssd_testing.oracle import DenseBackend, greedy_reference
 from transformers import LlamaForCausalLM
 
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec
@@ -21,11 +23,9 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import UnsupportedModelError
+from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sequences import Batch
-from emssd.testing.models import ARCHITECTURES, tiny_model
-from emssd.testing.oracle import DenseBackend, greedy_reference
 
 NUM_LAYERS = 3
 TEXTS = {"a": [3, 1, 4, 1, 5, 9, 2, 6, 5], "b": [7], "c": [8, 9, 7, 9, 3]}

@@ -9,13 +9,13 @@ from functools import cache
 import pytest
 import torch
 from emssd_self_draft import SelfConfig
+from emssd_testing.models import HYBRIDS, tiny_model
 
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model import states
-from emssd.model.mixing import _MIXER, Convolution, Recurrence, keeps_states
-from emssd.model.states import Feed, StateCache
-from emssd.testing.models import HYBRIDS, tiny_model
+from emssd.model.hf import states
+from emssd.model.hf.mixing import _MIXER, Convolution, Recurrence, keeps_states
+from emssd.model.hf.states import Feed, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter

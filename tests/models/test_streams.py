@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import ARCHITECTURES, tiny_model
 from transformers import GPT2LMHeadModel, LlamaForCausalLM
 
 from emssd.errors import UnsupportedModelError
 from emssd.model import BorrowedTarget, TargetModel
-from emssd.testing.models import ARCHITECTURES, tiny_model
 from tests.support.tiers import looped
 
 VOCAB_SIZE = 61

@@ -15,6 +15,7 @@ import pytest
 import torch
 from emssd_cascade import CascadeConfig
 from emssd_suffix import SuffixConfig
+from emssd_testing.models import tiny_model
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
@@ -24,7 +25,6 @@ from emssd.errors import ConfigError, PluginError
 from emssd.integrations import installed
 from emssd.integrations.trl import Rollouts
 from emssd.sampling import SamplingParams
-from emssd.testing.models import tiny_model
 from tests.cli.conftest import CHAT_TEMPLATE, byte_tokenizer, save_model
 from tests.support.sampling import sampled
 from tests.support.tiers import looped

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emssd_testing import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -14,7 +15,6 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
-from emssd.testing import tiny_model
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -120,8 +120,8 @@ def preempted(loaded: tuple[TargetModel, Any], kv_memory: str) -> tuple[list[lis
 
 def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str, list[Any]]:
     """The tokens of the perfect target, and how many drafted tokens of its perfect head it accepts, row by row."""
-    from emssd_eagle import EagleConfig
-    from emssd_eagle3 import Eagle3Config
+    from emssd_heads.eagle import EagleConfig
+    from emssd_heads.eagle3 import Eagle3Config
 
     target, tokenizer = loaded
     config = {"eagle": EagleConfig, "eagle3": Eagle3Config}[name](path=str(folder / name))

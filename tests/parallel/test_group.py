@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from emssd_testing import tiny_model
 
 from emssd.attention import PackedInputs
 from emssd.attention.packed import Drafted
@@ -21,9 +22,8 @@ from emssd.decoding.options import EngineOptions
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
 from emssd.errors import ConfigError, GroupError
 from emssd.model import TargetModel
-from emssd.model.parallel import Group
+from emssd.model.run.parallel import Group
 from emssd.sequences import Batch
-from emssd.testing import tiny_model
 from tests.support.tiers import looped
 
 PROMPTS = [[1, 5, 6, 5, 6, 5], [1, 7, 7, 8], [4]]

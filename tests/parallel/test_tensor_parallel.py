@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing import tiny_model
 
 from emssd import Engine
 from emssd.cli.config import RunConfig, changed_options
 from emssd.cli.jobs import Jobs
 from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.hooks.registry import Registry
 from emssd.model import ModelOptions, load_model
-from emssd.model.support import shards_of
-from emssd.plugins.registry import Registry
-from emssd.testing import tiny_model
+from emssd.model.hf.support import shards_of
 from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
 from tests.support.tiers import looped
 

@@ -12,8 +12,9 @@ import pytest
 
 from emssd import Engine
 from emssd.errors import ConfigError, EmssdError
-from emssd.model import ModelOptions, load_model, loading
-from emssd.model.parallel import join
+from emssd.model import ModelOptions, load_model
+from emssd.model.load import loading
+from emssd.model.run.parallel import join
 from tests.parallel.cases import MODELS, SAMPLING, backends, cases, decoded, drafter, headed, preempted
 
 UNREADABLE = "opt-1"  # by the other processes than the first

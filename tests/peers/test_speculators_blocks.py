@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_dflash import DFlashConfig
-from emssd_dflash.drafter import DFlashDrafter
+from emssd_heads.dflash import DFlashConfig
+from emssd_heads.dflash.drafter import DFlashDrafter
+from emssd_testing.models import tiny_model
 
 from emssd.drafting import DrafterContext
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
 from tests.support.hidden import right_states
 from tests.support.peers import all_double, choose_tokens, decode, randomize, speculated
 

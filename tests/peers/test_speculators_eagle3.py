@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config, emssd_drafters
-from emssd_eagle3.drafters import ParallelDrafter
+from emssd_heads.eagle3 import Eagle3Config, emssd_drafters
+from emssd_heads.eagle3.drafters import ParallelDrafter
+from emssd_heads.options import TreeKind
+from emssd_heads.training.eagle3 import head_config, new_head, save_head, unroll
+from emssd_heads.training.options import Eagle3Options
+from emssd_testing.models import tiny_model
 
-from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import head_config, new_head, save_head, unroll
-from emssd_train.options import Eagle3Options
 from tests.support.hidden import right_states
 from tests.support.peers import all_double, choose_tokens, decode, randomize, speculated
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_mtp import MtpConfig, emssd_drafters
-from emssd_mtp.head import MtpHead
+from emssd_heads import PairedDrafter
+from emssd_heads.mtp import MtpConfig, emssd_drafters
+from emssd_heads.mtp.head import MtpHead
+from emssd_heads.options import TreeKind
+from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from emssd.drafters import PairedDrafter
-from emssd.drafters.heads.options import TreeKind
 from emssd.drafting import DrafterContext
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
 from tests.support.heads import layer_weights, random_weights
 from tests.support.peers import all_double, decode
 

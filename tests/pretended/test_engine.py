@@ -15,17 +15,17 @@ from emssd_flashinfer import FlashInferConfig
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_padded import PaddedConfig
+from emssd_testing import tiny_model
+from emssd_testing.drafters import RandomDrafter
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.top_tokens import on_host
-from emssd.drafters import levels
+from emssd.draft_models import level_drafter
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Row
-from emssd.testing import tiny_model
-from emssd.testing.drafters import RandomDrafter
 from tests.pretended.conftest import pytestmark as pytestmark
 from tests.support.looking_back import looking_back_model, write_looking_back_block
 from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
@@ -46,7 +46,7 @@ IN_ONE_GRAPH = ("draft_model", "early_exit", "eagle_chain", "eagle3_chain", "mtp
 RECORDED_TWICE = (*IN_ONE_GRAPH, "eagle", "eagle3", "dflash")
 """Drafters whose own passes are recorded beside the target's."""
 
-ONCE_A_RUN = ("emssd/model/borrowed.py", "emssd_flashinfer/fused.py")
+ONCE_A_RUN = ("emssd/model/run/borrowed.py", "emssd_flashinfer/fused.py")
 """Where the host looks at the model's tensors, and at what a recording gives; paths end as they are noted."""
 
 
@@ -137,7 +137,7 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     )
     asked, most_asked = list[int](), list[int]()  # for the likeliest tokens after the nodes of a level, or of a chain
     step = engine.step
-    monkeypatch.setattr(levels, "on_host", lambda *args: (asked.append(1), on_host(*args))[1])
+    monkeypatch.setattr(level_drafter, "on_host", lambda *args: (asked.append(1), on_host(*args))[1])
 
     def counted_step() -> list[Row]:
         device.waits.clear()

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from emssd.report import figures
-from emssd.report.rows import Material, Row, parse
-from emssd.report.sections import sections
-from emssd.report.tables import Table
+from emssd_lab.report import figures
+from emssd_lab.report.rows import Material, Row, parse
+from emssd_lab.report.sections import sections
+from emssd_lab.report.tables import Table
 
 PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
 GREEDY = ("greedy", "ragged_greedy")
@@ -95,8 +94,8 @@ def measured(experiment: str, methods: Iterable[str | None], **changes: Any) -> 
 
 
 def simulation() -> dict[str, Any]:
-    """Rows of the appendix, as `emssd.simulate` has them."""
-    from emssd.simulate.appendix import appendix_points
+    """Rows of the appendix, as `emssd_lab.simulate` has them."""
+    from emssd_lab.simulate.appendix import appendix_points
 
     return {
         "experiment": "appendix",

@@ -6,11 +6,11 @@ import statistics
 from typing import Any
 
 import pytest
+from emssd_lab.report.cells import Cell, Spread, grids
+from emssd_lab.report.rows import Row
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.report.cells import Cell, Spread, grids
-from emssd.report.rows import Row
 from tests.support.tiers import looped
 
 from .conftest import row

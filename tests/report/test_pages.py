@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-from emssd.report import figures
-from emssd.report.__main__ import main
-from emssd.report.rows import read
-from emssd.report.sections import origins, sections
-from emssd.report.sections.origins import mixtures
+from emssd_lab.report import figures
+from emssd_lab.report.__main__ import main
+from emssd_lab.report.rows import read
+from emssd_lab.report.sections import origins, sections
+from emssd_lab.report.sections.origins import mixtures
 
 from .conftest import measured, value, write, write_run
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_lab.report.sections.common import Plot, Section
+from emssd_lab.report.tables import Table
 
 from benchmarks.peers_report import main, peers, read_peers
-from emssd.report.sections.common import Plot, Section
-from emssd.report.tables import Table
 from tests.support.tiers import looped
 
 RUN = {

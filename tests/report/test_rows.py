@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_lab.report.__main__ import main
+from emssd_lab.report.console import summary
+from emssd_lab.report.rows import Row, read, read_rows
 from rich.console import Console
 
-from emssd.report.__main__ import main
-from emssd.report.console import summary
-from emssd.report.rows import Row, read, read_rows
 from tests.support.tiers import looped
 
 from .conftest import measured, value, write, write_run
@@ -76,7 +76,7 @@ def test_wrong_input_ends_with_one_sentence(
         main(file.split())
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("emssd.report: error: ")
+    assert line.startswith("emssd_lab.report: error: ")
     assert said.format(file.split()[0]) in line
     assert not Path("report").exists()
 

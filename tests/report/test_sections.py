@@ -8,14 +8,14 @@ from math import log2
 from typing import Any
 
 import pytest
+from emssd_lab.report.cells import Spread
+from emssd_lab.report.sections import Plot
+from emssd_lab.report.sections.acceptance import _accepted_by_position, _least_of_batches
+from emssd_lab.report.sections.methods import crossing_at
+from emssd_lab.report.sections.steps import Floor, steps_of
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from emssd.report.cells import Spread
-from emssd.report.sections import Plot
-from emssd.report.sections.acceptance import _accepted_by_position, _least_of_batches
-from emssd.report.sections.methods import crossing_at
-from emssd.report.sections.steps import Floor, steps_of
 from tests.support.tiers import looped
 
 from .conftest import row, section_of, tables_of, value

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig
@@ -15,7 +16,6 @@ from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node, choose, scores_of
 from emssd.sampling.noise import noise_key
 from emssd.sampling.processing import processed
-from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.sampling import params_of_any_kind
 

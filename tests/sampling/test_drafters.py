@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from emssd_ragged import RaggedConfig
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.drafters import PerfectDrafter
+from emssd_testing.strategies import policies
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -22,11 +24,9 @@ from emssd.decoding.options import Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting import BudgetPolicy, Draft
 from emssd.drafting.budget import FixedBudget
-from emssd.plugins.registry import PluginWarning, Registry
+from emssd.hooks.registry import PluginWarning, Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
-from emssd.testing.drafters import PerfectDrafter
-from emssd.testing.strategies import policies
 from tests.sampling.test_engine import VOCAB, Expected, decode, requests, target
 from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.backends import runner_of

@@ -10,6 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.strategies import drafters, policies
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,9 +23,6 @@ from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
-from emssd.testing.models import tiny_model
-from emssd.testing.strategies import drafters, policies
 from tests.support import sampling as reference
 from tests.support.backends import engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter

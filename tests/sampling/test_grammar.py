@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import regex
 import torch
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -20,7 +21,6 @@ from emssd.sampling import SamplingParams
 from emssd.sampling.grammar import Grammar
 from emssd.sampling.matching import Grammars, MatcherState, masked
 from emssd.sequences import FinishReason, Request
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from tests.support.grammar_engines import (
     DRAFTERS,
     VOCAB,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import regex
 import torch
+from emssd_testing.drafters import RandomDrafter, TreeDrafter
 from transformers.generation import (
     PrefixConstrainedLogitsProcessor,
     TemperatureLogitsWarper,
@@ -24,7 +25,6 @@ import emssd
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from tests.support.drawing import DrawingDrafter
 from tests.support.grammar_engines import VOCAB, decode, drafter_of, make_engine, requests, target
 from tests.support.grammars import EOS, tokenizer

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from emssd_none import NoneDrafter
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
+from emssd_testing.models import tiny_model
 
 from emssd.decoding import logprobs as module
 from emssd.decoding.engine import Engine
@@ -19,8 +21,6 @@ from emssd.drafting import Draft, Drafter
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Generation, Request, Row
-from emssd.testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
-from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.backends import engine_of
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing.drafters import RandomDrafter, TreeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +19,6 @@ from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 from emssd.sampling.noise import gumbel, hashed, noise_key, noise_state
 from emssd.sequences import Request
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
 from tests.sampling.test_engine import HOT, VOCAB, make_engine, target
 from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of

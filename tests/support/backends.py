@@ -12,15 +12,15 @@ from emssd_padded import PaddedConfig
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.oracle import DenseBackend
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
+from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
-from emssd.testing.oracle import DenseBackend
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = ["BACKENDS", "CONFIGS", "PADDED_CONFIGS", "MakeBackend", "chosen", "context_of", "engine_of", "runner_of"]

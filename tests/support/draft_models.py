@@ -10,10 +10,10 @@ from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_residual.drafter import SampledDrafter, SampledShape
 
 from emssd.decoding.caches import make_backend
-from emssd.drafters import ModelDrafter
+from emssd.draft_models import ModelDrafter
 from emssd.drafting.shapes import Shape
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
 from tests.support.backends import BACKENDS, runner_of
 
 __all__ = [

@@ -8,6 +8,10 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from emssd_lab.simulate.recording import StepLog
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import DenseBackend, References
+from emssd_testing.strategies import policies
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -18,10 +22,6 @@ from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
 from emssd.errors import PromptError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Request, Row
-from emssd.simulate.recording import StepLog
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import DenseBackend, References
-from emssd.testing.strategies import policies
 from tests.support.strategies import drafters_with_eos
 
 if TYPE_CHECKING:

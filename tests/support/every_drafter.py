@@ -14,32 +14,33 @@ import torch
 from emssd_anpd import ANPDConfig
 from emssd_auto import AutoConfig
 from emssd_cascade import CascadeConfig
-from emssd_dflash import DFlashConfig
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model import TreeKind as ModelTree
-from emssd_eagle import EagleConfig
-from emssd_eagle3 import Eagle3Config
 from emssd_early_exit import EarlyExitConfig
-from emssd_hydra import HydraConfig
-from emssd_kangaroo import KangarooConfig
+from emssd_heads.dflash import DFlashConfig
+from emssd_heads.eagle import EagleConfig
+from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.hydra import HydraConfig
+from emssd_heads.kangaroo import KangarooConfig
+from emssd_heads.medusa import MedusaConfig
+from emssd_heads.mtp import MtpConfig
+from emssd_heads.options import TreeKind
+from emssd_heads.pard import PardConfig
+from emssd_lab.replay import ReplayConfig
 from emssd_llma import LLMAConfig, Search
 from emssd_lookahead import LookaheadConfig
-from emssd_medusa import MedusaConfig
-from emssd_mtp import MtpConfig
 from emssd_ngrammys import NGrammysConfig
 from emssd_none import NoneConfig
-from emssd_pard import PardConfig
 from emssd_pld import PLDConfig
-from emssd_replay import ReplayConfig
 from emssd_rest import RestConfig
 from emssd_self_draft import SelfConfig
 from emssd_suffix import SuffixConfig
+from emssd_testing.models import tiny_model
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
-from emssd.drafters.heads.options import LayerTreeKind, TreeKind
+from emssd.draft_models.layer_options import LayerTreeKind
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel
-from emssd.testing.models import tiny_model
 from tests.support import random_drafters as written
 
 __all__ = ["COINS", "DRAFTERS", "EveryDrafter"]

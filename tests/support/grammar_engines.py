@@ -11,17 +11,17 @@ from functools import cache, partial
 from typing import Any
 
 import numpy as np
+from emssd_testing.drafters import RandomDrafter, ScriptedBudget, TreeDrafter
+from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.drafting.budget import FixedBudget
+from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Generation, Request
-from emssd.testing.drafters import RandomDrafter, ScriptedBudget, TreeDrafter
-from emssd.testing.models import tiny_model
 from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.every_drafter import COINS, EveryDrafter
 from tests.support.every_drafter import DRAFTERS as EVERY

@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_heads import HeadRunner
+from emssd_heads.head import Head
 from safetensors.torch import save_file
 
 from emssd.attention import Kept, KVCacheSpec
 from emssd.attention.trees import Parents, depths, path
 from emssd.decoding.caches import make_backend
 from emssd.decoding.packing import pack, pack_nodes
-from emssd.drafters import HeadRunner
-from emssd.drafters.heads.head import Head
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 
 __all__ = [
     "CPU",

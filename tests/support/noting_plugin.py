@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
 __all__ = ["CYCLE", "NOTED", "POINT", "NotingConfig", "NotingDrafter", "emssd_drafters"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 
 from emssd.attention import AttentionBackend, PagedBackend
-from emssd.plugins import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, hookimpl
 from tests.support.reference_kernels import ReferenceKernels
 
 __all__ = ["POINT", "ReferenceConfig", "emssd_attention_backends"]

@@ -15,8 +15,8 @@ from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import torch
+from emssd_testing.models import tiny_model
 
-from emssd.testing.models import tiny_model
 from tests.support.heads import Weights, blank_weights, eagle3_shapes, layer_weights, random_weights, write_head
 
 __all__ = [

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import References
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
@@ -12,8 +14,6 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import References
 from tests.support.engine_machine import EngineMachine
 
 __all__ = ["decode_in_little_memory", "run_with_preemption"]

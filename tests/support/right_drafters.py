@@ -10,23 +10,23 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
-import emssd_dflash
-import emssd_eagle
-import emssd_eagle3
 import emssd_early_exit
-import emssd_hydra
-import emssd_kangaroo
-import emssd_medusa
-import emssd_mtp
-from emssd_dflash import DFlashConfig
-from emssd_eagle import EagleConfig
-from emssd_eagle3 import Eagle3Config
+import emssd_heads.dflash
+import emssd_heads.eagle
+import emssd_heads.eagle3
+import emssd_heads.hydra
+import emssd_heads.kangaroo
+import emssd_heads.medusa
+import emssd_heads.mtp
 from emssd_early_exit import EarlyExitConfig
-from emssd_hydra import HydraConfig
-from emssd_kangaroo import KangarooConfig
-from emssd_medusa import MedusaConfig
-from emssd_mtp import MtpConfig
-from emssd_pard.drafter import PardDrafter
+from emssd_heads.dflash import DFlashConfig
+from emssd_heads.eagle import EagleConfig
+from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.hydra import HydraConfig
+from emssd_heads.kangaroo import KangarooConfig
+from emssd_heads.medusa import MedusaConfig
+from emssd_heads.mtp import MtpConfig
+from emssd_heads.pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 
 from emssd.decoding.engine import Engine
@@ -178,7 +178,7 @@ def _paired(plugin: Any, config: type[Any], write: Callable[..., str]) -> Right:
 
 
 def _hydra(prefix: bool) -> Right:
-    load = loading(emssd_hydra, HydraConfig, lambda: {"path": perfect_path(write_perfect_hydra, prefix=prefix)})
+    load = loading(emssd_heads.hydra, HydraConfig, lambda: {"path": perfect_path(write_perfect_hydra, prefix=prefix)})
     shapes = {name: (options, NUM_HYDRA) for name, (options, _) in _TREES.items()}
     return Right(load, shapes)
 
@@ -187,7 +187,7 @@ def _medusa(vllm: bool) -> Right:
     path = lambda: {"path": perfect_path(write_perfect_medusa, 8.0, vllm=vllm)}  # noqa: E731
     shapes = {"chain": CHAIN, "static": {"tree": "static"}, "dynamic": {"tree": "dynamic", "num_nodes": 14}}
     return Right(
-        loading(emssd_medusa, MedusaConfig, path, sure=False),
+        loading(emssd_heads.medusa, MedusaConfig, path, sure=False),
         {name: (options, NUM_MEDUSA) for name, options in shapes.items()},
         _lagging,
         LONG_PROMPTS,
@@ -197,16 +197,16 @@ def _medusa(vllm: bool) -> Right:
 _ONCE = {"chain": ({}, DEPTH)}
 _FORESEEN = [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2, 5], [7, 8, 2, 2, 6, 4, 4], [*range(9), 1, 3, 1]]
 RIGHT: dict[str, Right] = {
-    "eagle": _paired(emssd_eagle, EagleConfig, write_perfect_eagle),
-    "eagle3": _paired(emssd_eagle3, Eagle3Config, write_perfect_eagle3),
-    "mtp": _paired(emssd_mtp, MtpConfig, write_perfect_mtp),
+    "eagle": _paired(emssd_heads.eagle, EagleConfig, write_perfect_eagle),
+    "eagle3": _paired(emssd_heads.eagle3, Eagle3Config, write_perfect_eagle3),
+    "mtp": _paired(emssd_heads.mtp, MtpConfig, write_perfect_mtp),
     "medusa": _medusa(vllm=False),
     "medusa-some": _medusa(vllm=True),
     "hydra": _hydra(prefix=True),
     "hydra-mlp": _hydra(prefix=False),
     "kangaroo": Right(
         loading(
-            emssd_kangaroo,
+            emssd_heads.kangaroo,
             KangarooConfig,
             lambda: {
                 "path": perfect_path(_write_adapter),
@@ -224,7 +224,7 @@ RIGHT: dict[str, Right] = {
         waits=False,
     ),
     "dflash": Right(
-        loading(emssd_dflash, DFlashConfig, lambda: {"path": perfect_path(write_looking_back_block)}, sure=False),
+        loading(emssd_heads.dflash, DFlashConfig, lambda: {"path": perfect_path(write_looking_back_block)}, sure=False),
         {"chain": ({}, BLOCK - 1)},
         _looking_back,
         _FORESEEN,

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from emssd_testing.drafters import RandomDrafter
+from emssd_testing.strategies import drafters
 from hypothesis import strategies as st
 
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Row
-from emssd.testing.drafters import RandomDrafter
-from emssd.testing.strategies import drafters
 
 __all__ = ["EosDrafter", "drafters_with_eos", "drafts", "prompt_batches", "step_histories"]
 
@@ -52,7 +52,7 @@ def drafters_with_eos(
     *,
     with_trees: bool = False,
 ) -> Drafter:
-    """`emssd.testing.strategies.drafters`, and in one of six cases an `EosDrafter` if there is an EOS."""
+    """`emssd_testing.strategies.drafters`, and in one of six cases an `EosDrafter` if there is an EOS."""
     if not eos_token_ids or not draw(st.sampled_from([False] * 5 + [True])):
         return draw(drafters(vocab_size, references, with_trees=with_trees))
     num_tokens, seed = draw(st.integers(0, 6)), draw(st.integers(0, 2**16))

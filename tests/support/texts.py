@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from emssd_ragged import RaggedConfig
+from emssd_testing.drafters import RandomDrafter, TreeDrafter
+from emssd_testing.models import WideFloats
+from emssd_testing.oracle import greedy_reference
 from transformers import PreTrainedModel
 
 from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.testing.drafters import RandomDrafter, TreeDrafter
-from emssd.testing.models import WideFloats
-from emssd.testing.oracle import greedy_reference
 from tests.support.trees import DecoyDrafter
 
 __all__ = ["NEW_TOKENS", "PROMPTS", "VOCAB_SIZE", "Texts"]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
+from emssd_testing.drafters import TreeDrafter
+from emssd_testing.strategies import trees
 from hypothesis import strategies as st
 
 from emssd.attention.trees import Parents
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import TreeDrafter
-from emssd.testing.strategies import trees
 from tests.support.backends import BACKENDS
 
 __all__ = [
@@ -47,7 +47,7 @@ class DecoyDrafter(TreeDrafter):
     So all that is right is accepted, and its KV always has to move. Needs the references.
 
     Args:
-        vocab_size, references: see `emssd.testing.drafters.ChainDrafter`.
+        vocab_size, references: see `emssd_testing.drafters.ChainDrafter`.
         depth: of the trees, which have three nodes at each depth.
     """
 

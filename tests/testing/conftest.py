@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from emssd_testing.authoring import QUICK
+from emssd_testing.conformance.rules import broken_rule
+from emssd_testing.conformance.suite import Suite
 from hypothesis import Phase, settings
-
-from emssd.testing.authoring import QUICK
-from emssd.testing.conformance.rules import broken_rule
-from emssd.testing.conformance.suite import Suite
 
 Verdicts = Callable[..., dict[str, str]]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing import AttentionBackendConformance
+from emssd_testing.conformance.suite import Suite
+from emssd_testing.oracle import DenseBackend
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
-from emssd.testing import AttentionBackendConformance
-from emssd.testing.conformance.suite import Suite
-from emssd.testing.oracle import DenseBackend
 from tests.testing.conftest import Verdicts, broken, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")

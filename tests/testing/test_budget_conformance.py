@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing import BudgetPolicyConformance
+from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.sequences import Row
-from emssd.testing import BudgetPolicyConformance
-from emssd.testing.conformance.suite import Suite
 from tests.testing.conftest import Verdicts, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")

@@ -9,23 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_dflash import DFlashConfig
-from emssd_eagle import EagleConfig
-from emssd_eagle3 import Eagle3Config, LayerIds
 from emssd_early_exit import EarlyExitConfig
-from emssd_hydra import HydraConfig
-from emssd_kangaroo import KangarooConfig
-from emssd_medusa import MedusaConfig
-from emssd_mtp import MtpConfig
-from emssd_pard.drafter import PardDrafter
+from emssd_heads.dflash import DFlashConfig
+from emssd_heads.eagle import EagleConfig
+from emssd_heads.eagle3 import Eagle3Config, LayerIds
+from emssd_heads.hydra import HydraConfig
+from emssd_heads.kangaroo import KangarooConfig
+from emssd_heads.medusa import MedusaConfig
+from emssd_heads.mtp import MtpConfig
+from emssd_heads.options import TreeKind
+from emssd_heads.pard.drafter import PardDrafter
 from emssd_rest import RestConfig
+from emssd_testing import DrafterConformance
 from emssd_union.drafter import UnionDrafter
 
-from emssd.drafters.heads.options import LayerTreeKind, TreeKind
+from emssd.draft_models.layer_options import LayerTreeKind
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.checked import CheckedDrafter
-from emssd.plugins.registry import Registry
-from emssd.testing import DrafterConformance
+from emssd.hooks.registry import Registry
 from tests.support import random_drafters as written
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")

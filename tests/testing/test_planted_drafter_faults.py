@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_testing import DrafterConformance
+from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
-from emssd.testing import DrafterConformance
-from emssd.testing.conformance.suite import Suite
 from tests.testing.conftest import Verdicts, but, fails, planted
 
 

@@ -8,8 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-
-from emssd.testing import authoring, pytest_plugin
+from emssd_testing import authoring, pytest_plugin
 
 
 def run(*command: object, cwd: Path) -> None:
@@ -78,7 +77,7 @@ def test_a_name_that_is_taken_is_refused(name: str, tmp_path: Path, capsys: pyte
 
 
 SUITE = """
-from emssd.testing import DrafterConformance
+from emssd_testing import DrafterConformance
 
 class TestNone(DrafterConformance):
     plugin = "none"

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_testing import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
+from emssd_testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
+from emssd_testing.conformance.suite import Suite
+from emssd_testing.oracle import DenseBackend
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from omegaconf import MISSING
 
-from emssd.testing import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
-from emssd.testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
-from emssd.testing.conformance.suite import Suite
-from emssd.testing.oracle import DenseBackend
 from tests.support.engine_machine import EngineMachine
 from tests.testing import test_backend_conformance, test_budget_conformance, test_planted_drafter_faults
 from tests.testing.conftest import Config, Verdicts, broken

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from emssd_heads.training.eagle3 import default_layers
+from emssd_heads.training.medusa import new_heads
+from emssd_heads.training.options import MedusaOptions
+from emssd_heads.training.pard import with_mask
+from emssd_heads.training.texts import Text, frequent_tokens
+from emssd_testing.models import tiny_model
 
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
-from emssd_train.eagle3 import default_layers
-from emssd_train.medusa import new_heads
-from emssd_train.options import MedusaOptions
-from emssd_train.pard import with_mask
-from emssd_train.texts import Text, frequent_tokens
 from tests.support.tiers import looped
 
 

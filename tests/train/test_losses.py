@@ -9,36 +9,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emssd_heads.training.eagle3
+import emssd_heads.training.medusa
+import emssd_heads.training.pard
 import pytest
 import torch
-from emssd_eagle3 import Eagle3Config
-from emssd_eagle3.head import Eagle3Head
-from emssd_eagle3.loading import load_eagle3
-from emssd_medusa import MedusaConfig
-from emssd_medusa.drafter import MedusaDrafter
-from emssd_medusa.heads import MedusaHeads, load_medusa
-from emssd_pard.drafter import PardDrafter
+from emssd_heads import HeadRunner, PairedDrafter
+from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.eagle3.head import Eagle3Head
+from emssd_heads.eagle3.loading import load_eagle3
+from emssd_heads.medusa import MedusaConfig
+from emssd_heads.medusa.drafter import MedusaDrafter
+from emssd_heads.medusa.heads import MedusaHeads, load_medusa
+from emssd_heads.options import TreeKind
+from emssd_heads.pard.drafter import PardDrafter
+from emssd_heads.target import LAST_NORMED, TargetSizes
+from emssd_heads.training.eagle3 import UnrolledLoss, head_config, new_head, save_head
+from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
+from emssd_heads.training.options import Eagle3Options, MedusaOptions
+from emssd_heads.training.pard import Masked, PardLoss, with_mask
+from emssd_heads.training.shared import Teacher, choosable, divergence
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
-import emssd_train.eagle3
-import emssd_train.medusa
-import emssd_train.pard
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters import HeadRunner, PairedDrafter
-from emssd.drafters.heads.options import TreeKind
-from emssd.drafters.heads.target import LAST_NORMED, TargetSizes
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
-from emssd_train.eagle3 import UnrolledLoss, head_config, new_head, save_head
-from emssd_train.medusa import MedusaLoss, new_heads, save_heads
-from emssd_train.options import Eagle3Options, MedusaOptions
-from emssd_train.pard import Masked, PardLoss, with_mask
-from emssd_train.shared import Teacher, choosable, divergence
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
 from tests.support.perfect_head import SIZE as HEAD_SIZE
@@ -179,7 +179,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
-    hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_train.eagle3, teacher, head.target_ids)
+    hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_heads.training.eagle3, teacher, head.target_ids)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_medusa_heads_are_trained_on_what_they_draft_with(
         )
         decode(model, MedusaConfig(path=str(tmp_path / "heads"), tree=TreeKind.chain))
     teacher = Teacher(model, (LAST_NORMED,))
-    hold(drafts, MedusaLoss(heads, teacher), emssd_train.medusa, teacher, heads.target_ids)
+    hold(drafts, MedusaLoss(heads, teacher), emssd_heads.training.medusa, teacher, heads.target_ids)
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "opt"])
@@ -222,7 +222,7 @@ def test_a_pard_model_is_trained_on_what_it_drafts_with(architecture: str, monke
         drafts = watch(patch, PardDrafter, lambda lengths: [[*logits] for logits in given[: len(lengths)]])
         decode(model, drafter)
     teacher = Teacher(model, ())
-    hold(drafts, PardLoss(draft, teacher, mask, DEPTH), emssd_train.pard, teacher)
+    hold(drafts, PardLoss(draft, teacher, mask, DEPTH), emssd_heads.training.pard, teacher)
 
 
 def batch(model: TargetModel, prompts: list[list[int]]) -> dict[str, torch.Tensor]:

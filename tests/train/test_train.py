@@ -11,26 +11,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import emssd_heads.training.texts
 import pytest
 import torch
-from emssd_eagle3.loading import load_eagle3
-from emssd_medusa import MedusaConfig
-from emssd_medusa.heads import load_medusa
-from emssd_pard import PardConfig
+from emssd_heads.eagle3.loading import load_eagle3
+from emssd_heads.medusa import MedusaConfig
+from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.options import TreeKind
+from emssd_heads.pard import PardConfig
+from emssd_heads.target import TargetSizes
+from emssd_heads.training import job
+from emssd_heads.training.cli import main
+from emssd_testing.models import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-import emssd_train.texts
 from emssd import demo
 from emssd.cli.progress import Bar
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.drafters.heads.options import TreeKind
-from emssd.drafters.heads.target import TargetSizes
 from emssd.model import ModelOptions, load_model
-from emssd.testing.models import tiny_model
-from emssd_train import job
-from emssd_train.cli import main
 from tests.support.tiers import few, looped
 
 SMALL = ["--limit", "7", "--held-out", "2", "--max-new-tokens", "8", "--rows", "2", "--depth", "2", "--epochs", "2"]
@@ -207,7 +207,7 @@ def test_a_large_vocabulary_is_drafted_in_part_and_that_is_said(
 def test_texts_that_are_there_are_not_made_again(
     trained: Path, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(emssd_train.texts, "_TOGETHER", 2)
+    monkeypatch.setattr(emssd_heads.training.texts, "_TOGETHER", 2)
     folder, told = tmp_path / "head", list[int]()
     assert train_watched(lambda done, _: done == 3, train, folder) == 130
     with (folder / "texts.jsonl").open("a") as out:

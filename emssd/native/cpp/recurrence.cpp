@@ -1,4 +1,4 @@
-// States of recurrent layers, along the paths of a step; see emssd/model/mixing.py.
+// States of recurrent layers, along the paths of a step; see emssd/model/hf/mixing.py.
 
 #include <algorithm>
 #include <vector>

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 
 @dataclass

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from emssd.drafting import BudgetPolicy
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.plugins import BudgetSpec, hookimpl
+from emssd.hooks import BudgetSpec, hookimpl
 
 __all__ = ["AdaptiveConfig"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import NGramDrafter
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne, AtLeastZero
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["ANPDConfig"]
 

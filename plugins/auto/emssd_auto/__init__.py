@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter, DrafterContext
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
 __all__ = ["AutoConfig", "emssd_drafters", "why_not_self"]

@@ -9,11 +9,11 @@ import emssd_auto
 import pytest
 import torch
 from emssd_auto import AutoConfig, FewRows
+from emssd_testing.drafters import PerfectDrafter
 
 from emssd.decoding.engine import Engine
 from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import PerfectDrafter
 from tests.support.right_drafters import decode, target
 
 DRAFTS = PerfectDrafter(9, references={(1, 2, 3): [1] * 9})

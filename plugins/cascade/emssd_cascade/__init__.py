@@ -7,7 +7,7 @@ from typing import Any
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["CascadeConfig"]
 

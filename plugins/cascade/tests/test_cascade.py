@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from emssd_cascade import CascadeConfig, emssd_drafters
+from emssd_testing.drafters import ScriptedBudget
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,7 +21,6 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import PluginWarning
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.drafters import ScriptedBudget
 from tests.support.trees import chains_of
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here

@@ -11,7 +11,7 @@ from typing import Annotated
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["DraftModelConfig", "TreeKind", "Vocabulary"]
 

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from emssd_residual.drafter import BeamShape, ChildrenShape, SampledDrafter, SampledShape
 
-from emssd.drafters import (
-    DynamicShape,
-    ModelDrafter,
-    Shape,
-    StaticShape,
-    load_draft_model,
-)
+from emssd.draft_models import DynamicShape, ModelDrafter, Shape, StaticShape, load_draft_model
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import load_tokenizer

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from emssd.attention import on_device
-from emssd.drafters import DynamicShape, ModelDrafter
+from emssd.draft_models import DynamicShape, ModelDrafter
 from emssd.drafting import Draft
 from emssd.model import ModelRunner
 from emssd.sequences import Batch

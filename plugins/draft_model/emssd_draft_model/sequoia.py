@@ -15,7 +15,7 @@ from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from pathlib import Path
 
-from emssd.drafters import Expansion, GrowingTree, Shape
+from emssd.draft_models import Expansion, GrowingTree, Shape
 from emssd.errors import ConfigError
 
 __all__ = ["SequoiaShape", "read_acceptance"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from emssd.attention import on_device
-from emssd.drafters import Node
+from emssd.draft_models import Node
 from emssd.drafting import Draft, Outcome
 from emssd.model import ModelRunner
 from emssd.sequences import Batch, Request, Row, TokenBytes

@@ -14,6 +14,7 @@ from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import build
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_ragged import Kernels, RaggedConfig
+from emssd_testing.models import tiny_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -24,10 +25,9 @@ from emssd.data.demo import model_path
 from emssd.decoding.caches import make_backend
 from emssd.drafting import DrafterContext, Outcome
 from emssd.errors import ConfigError
+from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 from tests.support.trees import chains_of
 
 VOCAB_SIZE = 13

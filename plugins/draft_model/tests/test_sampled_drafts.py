@@ -11,15 +11,15 @@ from functools import cache
 import pytest
 from emssd_adaptive.policy import AdaptiveBudget
 from emssd_draft_model.sequoia import SequoiaShape
+from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
-from emssd.drafters import StaticShape
+from emssd.draft_models import StaticShape
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
-from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter

@@ -11,6 +11,7 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig, TreeKind, Vocabulary
 from emssd_draft_model.translated import Speech, TranslatedDrafter, shared_ids
+from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -20,7 +21,6 @@ from emssd.drafting import Drafter
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation
-from emssd.testing.models import tiny_model
 
 DRAFT = model_path("draft")
 KINDS = [Vocabulary.text, Vocabulary.shared, Vocabulary.auto]

@@ -16,21 +16,21 @@ import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_draft_model.build import shape_of
 from emssd_draft_model.sequoia import SequoiaShape
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPlan
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
-from emssd.drafters import ModelDrafter, StaticShape
+from emssd.draft_models import ModelDrafter, StaticShape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import LayerTreeOptions, ModelDrafter, shallow_runner
+from emssd.draft_models import LayerTreeOptions, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["EarlyExitConfig"]
 

@@ -15,11 +15,11 @@ import emssd_early_exit
 import pytest
 import torch
 from emssd_early_exit import EarlyExitConfig
+from emssd_testing.models import tiny_model
 
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
-from emssd.testing.models import tiny_model
 from tests.support import right_drafters
 from tests.support.right_drafters import loading, noting
 from tests.support.right_drafts import Trial

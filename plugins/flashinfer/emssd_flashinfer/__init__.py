@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
 from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta
-from emssd.plugins import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, hookimpl
 
 if TYPE_CHECKING:
     from emssd_flashinfer.fused import Fusing

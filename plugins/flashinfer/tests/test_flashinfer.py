@@ -18,7 +18,7 @@ from emssd_flashinfer import FlashInferConfig, PrefillKernel, availability, emss
 from emssd import Engine
 from emssd.attention import PagedBackend
 from emssd.errors import PluginError
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 
 
 class Machine:

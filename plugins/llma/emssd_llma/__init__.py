@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search"]
 

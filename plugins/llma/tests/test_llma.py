@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from emssd_llma import LLMAConfig, LLMADrafter, Occurrence
+from emssd_testing.models import tiny_model
 
 from emssd import Engine
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 from tests.support.tiers import looped
 from tests.support.trees import row_of
 

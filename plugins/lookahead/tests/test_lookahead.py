@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from emssd_lookahead import LookaheadConfig
 from emssd_lookahead.drafter import LookaheadDrafter, NGramPool, Window, merged
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.drafting import Outcome
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
-from emssd.testing.oracle import greedy_reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.tiers import looped
 from tests.support.trees import paths

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from emssd.drafting import Draft, NGramDrafter, Outcome
 from emssd.errors.ranges import AtLeastOne, Share
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
 __all__ = ["NGrammysConfig"]

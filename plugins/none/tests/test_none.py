@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 from emssd_none import NoneConfig, NoneDrafter
+from emssd_testing.models import tiny_model
 
 from emssd import Engine
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["Occurrence", "PLDConfig"]
 

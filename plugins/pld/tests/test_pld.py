@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from emssd_pld import PLDConfig, PLDDrafter
+from emssd_testing.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -15,7 +16,6 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 from emssd import Engine
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
-from emssd.testing.models import tiny_model
 from tests.support.trees import row_of
 
 TOKENS = st.integers(3, 5)  # three letters: matches are everywhere

@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.attention import AttentionBackend
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, hookimpl
 
 __all__ = ["Kernels", "RaggedConfig"]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from emssd.plugins import RuleSpec, hookimpl
+from emssd.hooks import RuleSpec, hookimpl
 
 if TYPE_CHECKING:
     from emssd.drafting.rule import VerificationRule

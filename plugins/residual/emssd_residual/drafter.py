@@ -14,8 +14,8 @@ import torch
 
 from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
-from emssd.drafters.levels import Level
-from emssd.drafters.models import ModelDrafter
+from emssd.draft_models.level_drafter import Level
+from emssd.draft_models.models import ModelDrafter
 from emssd.drafting import Draft
 from emssd.drafting.levels import Expansion, GrowingTree
 from emssd.drafting.shapes import Shape, StaticShape

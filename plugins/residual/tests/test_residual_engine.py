@@ -20,6 +20,10 @@ from emssd_residual import rule as module
 from emssd_residual.distributions import choose
 from emssd_residual.law import check_distribution
 from emssd_residual.rules import Verdict, verify_traversal
+from emssd_testing.conformance.policy_world import PolicyWorld, WatchedPolicy
+from emssd_testing.conformance.scripted import Decision, Life
+from emssd_testing.drafters import ScriptedBudget, TreeDrafter
+from emssd_testing.oracle import DenseBackend
 
 from emssd.decoding.check import TIE_TOLERANCE
 from emssd.decoding.choosing import drawn_nodes
@@ -28,14 +32,10 @@ from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.rule import LawReport
 from emssd.drafting.stages import DraftStages
-from emssd.plugins.registry import Registry
+from emssd.hooks.registry import Registry
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.conformance.policy_world import PolicyWorld, WatchedPolicy
-from emssd.testing.conformance.scripted import Decision, Life
-from emssd.testing.drafters import ScriptedBudget, TreeDrafter
-from emssd.testing.oracle import DenseBackend
 from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
 from tests.support.backends import runner_of
 from tests.support.drawing import DrawingDrafter, SampledTree, even, joined, rsd_c

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from emssd_residual.drafter import BeamShape, ChildrenShape, SampledShape
+from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
 from emssd.drafting import Draft, Drafter
@@ -18,7 +19,6 @@ from emssd.drafting.budget import FixedBudget
 from emssd.model import TargetModel
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import draft_model_drafter

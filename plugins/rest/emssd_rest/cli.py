@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from emssd.cli.terminal import steady
 from emssd.data import encode_text, read_texts
 from emssd.errors import ConfigError, PromptError
-from emssd.errors.terminal import steady
 
 __all__ = ["main"]
 

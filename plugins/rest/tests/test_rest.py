@@ -11,6 +11,7 @@ from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.store import Store
+from emssd_testing.models import tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
@@ -20,7 +21,6 @@ from emssd import Engine
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 from tests.support.trees import chains_of, paths_of, row_of, tree_of
 
 VOCAB_SIZE = 13

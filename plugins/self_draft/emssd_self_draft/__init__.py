@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafters import LayerTreeOptions, SharedDrafter
+from emssd.draft_models import LayerTreeOptions, SharedDrafter
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["SelfConfig"]
 

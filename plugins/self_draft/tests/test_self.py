@@ -16,16 +16,16 @@ import pytest
 import torch
 from emssd_cascade import CascadeConfig
 from emssd_self_draft import SelfConfig
+from emssd_testing.models import tiny_model
 from emssd_union import UnionConfig
 
-import emssd.model.rounded
+import emssd.model.run.rounded
 from emssd.decoding.engine import Engine
-from emssd.drafters import SharedDrafter
+from emssd.draft_models import SharedDrafter
 from emssd.errors import ConfigError
-from emssd.model.int8 import rounded
-from emssd.model.rounded import RoundedRunner
+from emssd.model.compile.int8 import rounded
+from emssd.model.run.rounded import RoundedRunner
 from emssd.native import load_kernels
-from emssd.testing.models import tiny_model
 from tests.support.right_drafters import decode, loading, target
 from tests.support.right_drafts import KINDS, Trial
 from tests.support.tiers import looped
@@ -56,7 +56,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         def dense(self, dtype: torch.dtype) -> torch.Tensor:
             return self.weight
 
-    monkeypatch.setattr(emssd.model.rounded, "rounded", lambda weight, bits: Kept(weight))
+    monkeypatch.setattr(emssd.model.run.rounded, "rounded", lambda weight, bits: Kept(weight))
 
 
 @pytest.mark.usefixtures("exact")
@@ -120,13 +120,13 @@ def test_a_model_that_changes_is_rounded_again(monkeypatch: pytest.MonkeyPatch) 
     model = tiny_model("llama", vocab_size=13, dtype=torch.float32)
     options = {"budget": "fixed", "drafter": SelfConfig(bits=8), "batch_size": 2}
     made = list[int]()
-    original = emssd.model.rounded.RoundedWeights
+    original = emssd.model.run.rounded.RoundedWeights
 
     def counted(module: Any, bits: int) -> Any:
         made.append(bits)
         return original(module, bits)
 
-    monkeypatch.setattr(emssd.model.rounded, "RoundedWeights", counted)
+    monkeypatch.setattr(emssd.model.run.rounded, "RoundedWeights", counted)
     engine = Engine.from_model(model, frozen=True, **options)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)
     engine.generate([[1, 2, 3]], 6, ignore_eos=True)

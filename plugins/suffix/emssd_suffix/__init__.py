@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, Share
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["SuffixConfig"]
 

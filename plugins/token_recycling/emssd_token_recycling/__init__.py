@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 from emssd.sequences import Batch
 
 __all__ = ["TokenRecyclingConfig"]

@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from emssd_testing.models import tiny_model
 from emssd_token_recycling import TokenRecyclingConfig, TokenRecyclingDrafter, grow
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 from emssd.drafting import Draft, Outcome
 from emssd.model import TargetModel
 from emssd.sequences import Batch, Request, Row
-from emssd.testing.models import tiny_model
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.trees import paths
 

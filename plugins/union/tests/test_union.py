@@ -21,6 +21,7 @@ from emssd_llma import LLMAConfig, LLMADrafter, Search
 from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter
+from emssd_testing.models import tiny_model
 from emssd_union import UnionConfig, emssd_drafters
 from emssd_union.drafter import UnionDrafter
 from hypothesis import given
@@ -32,10 +33,9 @@ from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
+from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
-from emssd.plugins.registry import Registry
 from emssd.sequences import Batch
-from emssd.testing.models import tiny_model
 from tests.support import paged_plugin
 from tests.support.backends import runner_of
 from tests.support.engine_machine import EngineMachine

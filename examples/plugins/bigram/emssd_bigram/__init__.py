@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.plugins import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, hookimpl
 
 __all__ = ["BigramConfig", "emssd_drafters"]
 

@@ -10,7 +10,7 @@ from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import check_options
 from emssd.sequences import Batch, Request, Row
-from emssd.testing import DrafterConformance, tiny_model
+from emssd_testing import DrafterConformance, tiny_model
 
 from emssd_bigram import BigramConfig
 from emssd_bigram.drafter import BigramDrafter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import BudgetPolicy
-from emssd.plugins import BudgetSpec, hookimpl
+from emssd.hooks import BudgetSpec, hookimpl
 
 __all__ = ["OneMoreConfig", "emssd_budget_policies"]
 

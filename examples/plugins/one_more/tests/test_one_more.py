@@ -7,7 +7,7 @@ from emssd import Engine
 from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Request, Row
-from emssd.testing import BudgetPolicyConformance, tiny_model
+from emssd_testing import BudgetPolicyConformance, tiny_model
 
 from emssd_one_more import OneMoreConfig
 from emssd_one_more.policy import OneMoreBudget

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.attention import AttentionBackend
-from emssd.plugins import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, hookimpl
 
 __all__ = ["PerRowConfig", "emssd_attention_backends"]
 

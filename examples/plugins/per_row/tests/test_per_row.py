@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from emssd import Engine
 from emssd.attention import AttentionBackend
-from emssd.testing import AttentionBackendConformance, tiny_model
+from emssd_testing import AttentionBackendConformance, tiny_model
 
 from emssd_per_row import PerRowConfig
 from emssd_per_row.backend import PerRowBackend

@@ -2,9 +2,9 @@
 
 import pytest
 from emssd_example_repeat import RepeatConfig
+from emssd_testing import tiny_model
 
 from emssd import Engine
-from emssd.testing import tiny_model
 
 PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4]]
 

@@ -1,0 +1,34 @@
+"""Drafters that plugins build on: a model drafts chains or trees for a batch, with a KV cache of its own."""
+
+from emssd.decoding.packing import pack, pack_nodes
+from emssd.draft_models.draft_cache import DraftCache, fed
+from emssd.draft_models.layer_options import LayerTreeOptions
+from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
+from emssd.draft_models.models import ModelDrafter, load_draft_model, shallow_runner
+from emssd.draft_models.shared import SharedDrafter
+from emssd.drafting.levels import GrowingTree
+from emssd.drafting.shapes import DynamicShape, Expansion, Shape, StaticShape
+from emssd.sampling.choice import Node
+
+__all__ = [
+    "DraftCache",
+    "DynamicShape",
+    "Expansion",
+    "GrowingRow",
+    "GrowingTree",
+    "LayerTreeOptions",
+    "Level",
+    "LevelDrafter",
+    "ModelDrafter",
+    "Node",
+    "Shape",
+    "SharedDrafter",
+    "SlotDrafter",
+    "StaticShape",
+    "fed",
+    "load_draft_model",
+    "nodes_of",
+    "pack",
+    "pack_nodes",
+    "shallow_runner",
+]

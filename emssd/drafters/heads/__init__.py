@@ -1,1 +1,0 @@
-"""Trained heads: their published files, and their decoder layers."""

@@ -1,0 +1,53 @@
+"""The plugin of emssd itself: `budget=fixed` and the prompt sources. A plugin like any other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from emssd.data import openai_batch, sources
+from emssd.errors.ranges import AtLeastZero
+from emssd.hooks.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
+
+if TYPE_CHECKING:
+    from emssd.drafting import BudgetPolicy
+
+__all__ = ["FixedBudgetConfig"]
+
+
+@dataclass
+class FixedBudgetConfig:
+    """`budget=fixed`: every row drafts as much as the drafter wants, or a given number of tokens.
+
+    Attributes:
+        num_tokens: per row and step, in a tree its nodes; ``null`` lets the drafter draft as much as it wants.
+        depth: the longest way through a row's tree; ``null`` for no limit.
+    """
+
+    num_tokens: AtLeastZero | None = None
+    depth: AtLeastZero | None = None
+
+
+@hookimpl
+def emssd_budget_policies() -> list[BudgetSpec]:
+    """Offer the simplest policy."""
+    return [BudgetSpec("fixed", FixedBudgetConfig, _fixed)]
+
+
+@hookimpl
+def emssd_prompt_sources() -> list[PromptSourceSpec]:
+    """Offer the built-in sources."""
+    return [
+        PromptSourceSpec("demo", sources.DemoConfig, sources.demo_prompts),
+        PromptSourceSpec("text", sources.TextConfig, sources.text_prompts),
+        PromptSourceSpec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
+        PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
+        PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
+        PromptSourceSpec("openai_batch", openai_batch.OpenAIBatchConfig, openai_batch.openai_batch_prompts),
+    ]
+
+
+def _fixed(config: FixedBudgetConfig) -> BudgetPolicy:
+    from emssd.drafting.budget import FixedBudget
+
+    return FixedBudget(config.num_tokens, config.depth)

@@ -1,0 +1,178 @@
+"""The key of a compiled program on disk: what decides the program, by names and sources that every process finds alike.
+
+Code and values without such a name, a user's own say, make a program for one process. A program that is found is proved
+by a short pass besides, see `emssd.model.compile.tracing`.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import fields, is_dataclass
+from importlib.metadata import version
+from itertools import chain
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from emssd.errors import CompileError
+from emssd.model.compile.int8 import SCALE
+from emssd.model.hf.probe import ProbeRows
+from emssd.native import kernels_key
+
+if TYPE_CHECKING:
+    from emssd.model.hf.interface import RunnableModel
+
+__all__ = ["UnnamedError", "fingerprint", "named_tensors", "refuse_hooks", "short_pass"]
+
+_LONGEST = 8  # tokens of a sequence of a short pass, so that it is one for all limits of length
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_OF_A_CHECKPOINT = frozenset({
+    "generation_config", "name_or_path", "_is_hf_initialized", "_name_or_path", "_attn_implementation_internal",
+})  # fmt: skip
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device)
+_VERSIONED = sys.stdlib_module_names | {"torch"}  # so the key need not have their source
+_LIBRARIES = _VERSIONED | {"transformers", "transformers_modules", "peft", "accelerate", "emssd"}
+
+
+class UnnamedError(Exception):
+    """A later process could not recognise some code or a value; the message says which."""
+
+
+def fingerprint(module: torch.nn.Module, parts: Iterable[str], *, lenient: bool = False) -> str:
+    """The key of a program of `module`, which depends on these `parts` too. Every process finds the same.
+
+    Args:
+        lenient: code of any distribution will do, by its source, and a type stands for values that have no name.
+
+    Raises:
+        UnnamedError: there is code or a value that no library holds.
+    """
+    import transformers
+
+    autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu")
+    process = torch.get_num_threads(), torch.get_default_dtype(), autocast, kernels_key()
+    versions = sys.version, torch.__version__, transformers.__version__, version("emssd")
+    named = _Named(lenient)
+    lines = chain(map(str, versions + process), parts, _layouts(module), named.modules(module), named.classes(module))
+    digest = hashlib.sha256()
+    for line in lines:
+        digest.update(line.encode() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer by each of its names, but for the scales of int8 weights, which no program reads."""
+    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in every if not name.endswith(f".{SCALE}")}
+
+
+def short_pass(target: RunnableModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
+    """Of two short sequences packed into one row, what `run` gives, a function like `TargetModel.run`: logits
+    ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
+    """
+    rows = ProbeRows(target, longest=_LONGEST)
+    states = dict.fromkeys(hidden, rows.tokens)
+    with torch.inference_mode():
+        logits = run(rows.tokens[None], rows.positions[None], rows.attend, rows.kept, hidden=states)
+    return [logits[0], *(states[index][0] for index in hidden)]
+
+
+def refuse_hooks(model: torch.nn.Module) -> None:
+    """Refuse hooks, and methods put into a module: they may do more than compute. Raises CompileError: there is one."""
+    name, of_all = type(model).__name__, torch.nn.modules.module
+    tables = [("every module", of_all._global_forward_hooks), ("every module", of_all._global_forward_pre_hooks)]
+    for place, module in model.named_modules():
+        tables += [(place or "the model", hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
+    for place, hooks in tables:
+        if hooks:
+            raise CompileError(f"{name} has a forward hook on {place}, which a program would not call; remove it first")
+    for place, module in model.named_modules():
+        of_class = type(module)
+        if method := next((key for key in vars(module) if inspect.isfunction(getattr(of_class, key, None))), None):
+            raise CompileError(
+                f"{name} has its {method} replaced on {place or 'the model'}, which may do more than compute; give "
+                f"that module a class of its own"
+            )
+
+
+def _layouts(module: torch.nn.Module) -> Iterator[str]:
+    """Each tensor's type, dtype, shape and strides, and which are one."""
+    first = dict[int, str]()
+    for name, tensor in sorted(named_tensors(module).items()):
+        layout = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
+        yield f"{name} is {first.setdefault(id(tensor), name)}: {layout}"
+
+
+class _Named:
+    """Writes down modules and classes: values as they are, code by its name and source. No order of a set counts."""
+
+    def __init__(self, lenient: bool) -> None:
+        self._lenient = lenient
+
+    def modules(self, model: torch.nn.Module) -> Iterator[str]:
+        """Each module's class, and what it holds beside tensors and modules, its config for one."""
+        first = dict[torch.nn.Module, str]()
+        for name, module in sorted(model.named_modules(remove_duplicate=False), key=lambda item: item[0]):
+            yield f"{name} is {first.setdefault(module, name)}: {module.training}"
+            for key, value in [("its class", type(module)), *sorted(vars(module).items())]:
+                if key not in _OF_EVERY_MODULE | _OF_A_CHECKPOINT:
+                    try:
+                        yield f"{key}={self._word(value)}"
+                    except UnnamedError as error:
+                        raise UnnamedError(f"{error} in {name or type(model).__name__}.{key}") from None
+
+    def classes(self, model: torch.nn.Module) -> Iterator[str]:
+        """Sources of the classes, and what stands in them now."""
+        bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
+        for base in sorted(bases, key=_name):
+            for key, value in sorted(vars(base).items()):
+                value = getattr(value, "__func__", getattr(value, "fget", value))
+                if callable(value) or (isinstance(value, _PLAIN) and key[0] != "_"):  # Transformers caches some
+                    word = self._code if isinstance(value, FunctionType) else self._word
+                    yield f"{_name(base)}.{key}={word(value)}"
+        for name in sorted({base.__module__ for base in bases}):
+            if name.split(".")[0] not in _VERSIONED:
+                yield Path(inspect.getfile(sys.modules[name])).read_text()
+
+    def _word(self, value: Any) -> str:
+        if isinstance(value, _PLAIN):
+            return repr(value)
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._word, value))}]"
+        if isinstance(value, (set, frozenset)):
+            return f"{{{', '.join(sorted(map(self._word, value)))}}}"
+        if isinstance(value, Mapping):
+            return f"{{{', '.join(sorted(f'{self._word(key)}: {self._word(each)}' for key, each in value.items()))}}}"
+        if isinstance(value, functools.partial):
+            return self._word([value.func, value.args, value.keywords])
+        if isinstance(value, (type, FunctionType, BuiltinFunctionType)) and "<" not in value.__qualname__:
+            return self._code(value)
+        if hasattr(value, "to_json_string") or is_dataclass(value):  # a config of Transformers, or of PEFT
+            names = vars(value) if hasattr(value, "__dict__") else (field.name for field in fields(value))
+            held = {name: getattr(value, name) for name in names if name not in _OF_A_CHECKPOINT}
+            return f"{self._code(type(value))}({self._word(held)})"
+        if self._lenient:
+            return _name(type(value))
+        raise UnnamedError(f"a {_name(type(value))} is no library's")
+
+    def _code(self, value: Any) -> str:
+        """The name of a class or function, whose code stands in a library, as does that of all it wraps."""
+        inner: Any = value
+        while inner is not None:
+            module = inner.__globals__["__name__"] if isinstance(inner, FunctionType) else inner.__module__
+            if not self._lenient and str(module).split(".")[0] not in _LIBRARIES:
+                raise UnnamedError(f"{module}.{inner.__qualname__} is no library's")
+            inner = getattr(inner, "__wrapped__", None)
+        return _name(value)
+
+
+def _name(code: Any) -> str:
+    return f"{code.__module__}.{code.__qualname__}"

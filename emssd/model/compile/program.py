@@ -1,0 +1,139 @@
+"""`Program`: a program of `emssd.model.compile.tracing`, with the tensors of a module, and attention handed to it."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from emssd.attention import NativeStep
+from emssd.model.compile.fingerprint import named_tensors
+from emssd.model.compile.int8 import Rounded, bytes_of, is_rounded, scales_of
+from emssd.native import Entry, free_module, load_kernels
+
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "declare_operators"]
+
+PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
+PREFIX = "model."  # of the model's own names in the program
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
+
+
+class Program:
+    """A compiled program of a module, whose tensors it reads. They must stay what and where they are.
+
+    Weights of linear layers are copied, or what `round_to` makes of them. If something else was found on disk, this
+    raises an exception of almost any kind.
+
+    Attributes:
+        other_products: names of PyTorch's operators in it that add up products, other than linear layers.
+    """
+
+    def __init__(
+        self, found: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
+    ) -> None:
+        kernels = load_kernels()
+        self._attend: Attend | None = None
+        self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
+        self._handle: torch.Tensor = kernels.new_module()
+        number = int(self._handle)
+        _PROGRAMS[number] = self
+        self.free = weakref.finalize(self, free_module(), number)
+        self.free.atexit = False
+        tensors, scales = named_tensors(module), scales_of(module)
+        products = json.loads((found.folder / LINEARS).read_bytes())
+        self.other_products: list[str] = products["others"]
+        for linear in products["linears"]:
+            biases = [tensors[name].detach() for name in linear["biases"]]
+            weights = [tensors[name].detach() for name in linear["weights"]]
+            if linear["transposed"]:
+                weights = [weight.t().contiguous() for weight in weights]
+            scale = None
+            if round_to is not None:
+                copies = [round_to(weight) for weight in weights]
+                weights, scale = [each.values for each in copies], torch.cat([each.scale for each in copies])
+            elif all(weight.data_ptr() in scales for weight in weights):
+                each_scale = [scales[weight.data_ptr()] for weight in weights]
+                rounded = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
+                if all(map(is_rounded, weights, rounded, each_scale)):  # else they were written to since
+                    weights, scale = rounded, torch.cat(each_scale)
+            bias = torch.cat(biases) if biases else None
+            kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
+        # Without `torch._inductor.aoti_load_package`, whose imports take a second.
+        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
+        known = torch.load(found.folder / CONSTANTS, weights_only=True)
+        known |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+        self._constants = [known[name] for name in names]  # not copied: they must stay
+        kernels.load_constants(self._handle, names, self._constants)
+        self._run = kernels.run_program.default
+
+    def __call__(
+        self, inputs: list[torch.Tensor], attend: Attend, step: NativeStep | None = None
+    ) -> list[torch.Tensor]:
+        """Run it on the inputs that it was traced with, but the handle. `step` does what `attend` does, in C++."""
+        outputs: list[torch.Tensor]
+        if step is not None:
+            outputs = step.run(self._handle, inputs)
+            return outputs
+        self._attend = attend
+        try:
+            outputs = self._run(self._handle, inputs)
+            return outputs
+        except Exception:
+            if self._failure is not None:
+                raise self._failure from None
+            raise
+        finally:
+            self._attend = self._failure = None
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Called by the program in place of attention."""
+        assert self._attend is not None, "attention outside of a step"
+        try:
+            return self._attend(layer, query, key, value)
+        except BaseException as error:
+            self._failure = error
+            raise
+
+
+_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+
+_library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
+_library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
+) -> torch.Tensor:
+    out = _PROGRAMS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
+    return out.contiguous()  # as the program takes it to be, and does not check
+
+
+def _attend_shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+
+
+_library.impl("attend", _attend, "CPU")
+
+
+def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
+    return source.new_empty(*source.shape[:-1], out_features)
+
+
+def declare_operators() -> None:
+    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded."""
+    load_kernels()
+    _declare_shapes()
+
+
+@cache
+def _declare_shapes() -> None:
+    torch.library.register_fake("emssd_native::linear", _linear_shape)
+    torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

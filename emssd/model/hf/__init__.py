@@ -1,0 +1,1 @@
+"""A Hugging Face module as it is: its attention, masks, states and arithmetic, and what probing it shows."""

@@ -1,0 +1,279 @@
+"""A model is run before it is served: its layers' shapes and rules are learnt, and that it can be packed is proved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
+from emssd.errors import UnsupportedModelError
+from emssd.model.hf.culprit import culprit
+from emssd.model.hf.interface import Attend, Visible, implementation
+from emssd.model.hf.invariant import Audit
+from emssd.model.hf.states import Feed, StateCache
+
+if TYPE_CHECKING:
+    from emssd.model.hf.interface import RunnableModel
+
+__all__ = [
+    "PROBE_TOLERANCE",
+    "ProbeRows",
+    "layer_devices",
+    "look_at_layers",
+    "probe_layers",
+    "running",
+]
+
+# Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
+# feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
+# compute softmax or norms in float32 whatever their dtype, so float64 has room for that.
+PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5, torch.float16: 0.5}
+_LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
+
+
+def probe_layers(target: RunnableModel) -> tuple[LayerSpec, ...]:
+    """Run two short sequences packed into one and learn, and prove, how the model attends.
+
+    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager attention
+    gives for each sequence alone. That catches what no config tells: layers that keep a state, positions that are not
+    taken from ``position_ids``, features that never reach the attention function. The sequences' tokens alternate, so
+    that their places in the pack have nothing in common with their positions; and the positions of the second go up to
+    the longest sequence, beyond any threshold that a sequence can pass. Raises UnsupportedModelError with the reason.
+    """
+    model, name = target.model, type(target.model).__name__
+    rows = ProbeRows(target)
+    layers: dict[int, LayerSpec] = {}
+
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        if layer in layers:
+            raise _CalledTwiceError
+        layers[layer] = seen
+        return rows.attend(layer, seen, *qkv)
+
+    with running(target):
+        audit = nullcontext() if target.arithmetic is None else Audit(target.arithmetic)
+        with _Aranges(rows.num_tokens) as aranges, audit:
+            try:
+                packed = rows.run_packed(target, attend)
+            except _CalledTwiceError:
+                target.counts_calls = True
+                layers.clear()
+                packed = rows.run_packed(target, attend)
+        with implementation("eager", experts_in_loops=target.dtype is torch.float64):
+            alone = torch.cat([rows.run_one_alone(target, row) for row in range(2)])
+    expected = len(layers) if target.counts_calls else model.config.get_text_config().num_hidden_layers
+    if sorted(layers) != list(range(expected)):
+        raise UnsupportedModelError(
+            f"{name} sends {len(layers)} of its {expected} layers through the attention interface; "
+            f"the others keep a state of their own, which cannot be rolled back"
+        )
+    _compare(target, packed, alone)
+    if target.keeps_states:
+        _probe_states(target)
+    if aranges.num_calls:
+        _refuse_counted_positions(target, rows)
+    return tuple(layers[layer] for layer in range(expected))
+
+
+class _CalledTwiceError(Exception):
+    """A layer attends more than once in a pass."""
+
+
+def layer_devices(target: RunnableModel) -> tuple[torch.device, ...]:
+    """The device on which each layer attends, as a short pass shows."""
+    devices: dict[int, torch.device] = {}
+
+    def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
+        devices[layer] = query.device
+
+    look_at_layers(target, note)
+    return tuple(devices[layer] for layer in sorted(devices))
+
+
+def look_at_layers(
+    target: RunnableModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
+) -> None:
+    """Run two tokens, and tell `note` of each layer its rules and queries. `masks` are as of `TargetModel.run`."""
+
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        note(layer, seen, qkv[0])
+        return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
+
+    tokens = torch.tensor([[3 % target.vocab_size, 14 % target.vocab_size]], device=target.device)
+    with running(target):
+        numbers = torch.arange(2, device=target.device)
+        target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
+
+
+class _OneRow:
+    """The KV of one row, and its attention."""
+
+    def __init__(self) -> None:
+        self.num_cached = 0
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def attend(
+        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        old = self._cache.get(layer, (key[:0], value[:0]))
+        key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
+        self._cache[layer] = key, value
+        indices = torch.arange(len(key), device=query.device)
+        bias = StepMask(indices[None, self.num_cached :], indices).additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
+
+
+def _probe_states(target: RunnableModel) -> None:
+    """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
+
+    That two sequences can be packed proves nothing about tokens that follow a state.
+    """
+    tokens = [(7 * index + 2) % target.vocab_size for index in range(13)]
+    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
+    with running(target):
+        for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
+            new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
+            positions = torch.tensor([*range(row.num_cached, row.num_cached + len(new))], device=target.device)
+            every = torch.tensor([*range(len(new))], device=target.device)
+            feed = Feed(tuple(every.tolist()), row.num_cached + len(new), num_drafts)
+            with states.pass_of({"": feed}):
+                ids = torch.tensor([new], device=target.device)
+                logits.append(target.run(ids, positions[None], row.attend, every)[0, :size])
+            row.num_cached += size
+            states.commit(Kept(("",), (row.num_cached,)))
+        with implementation("eager", experts_in_loops=target.dtype is torch.float64):
+            alone = target.call(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
+    _compare(target, torch.cat(logits), alone)
+
+
+def _refuse_counted_positions(target: RunnableModel, rows: ProbeRows) -> None:
+    """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
+
+    Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
+    Grouped experts count tokens as well, to sort them.
+    """
+    with running(target), implementation(experts_in_loops=True):
+        packed = rows.run_packed(target, rows.attend)
+        with _Aranges(rows.num_tokens, rows.positions):
+            moved = rows.run_packed(target, rows.attend)
+        if torch.equal(moved, packed):
+            return
+        again = rows.run_packed(target, rows.attend)  # some kernels of GPUs add up in another order each time
+    noise, change = ((logits - packed).abs().max() for logits in (again, moved))
+    if not change <= 4 * noise:
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} counts the tokens of a call where it needs their positions, which matters "
+            f"in sequences of {target.max_model_len} tokens"
+        )
+
+
+@contextmanager
+def running(target: RunnableModel) -> Iterator[None]:
+    """Turns a model's failure into a sentence: no kernel for this dtype or device, inputs beyond tokens, no memory."""
+    try:
+        with torch.inference_mode():
+            yield
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # code of models raises anything
+        raise UnsupportedModelError(
+            f"{type(target.model).__name__} does not run in {target.dtype} on {target.device} from token ids and "
+            f"positions: {error}"
+        ) from error
+
+
+class ProbeRows:
+    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the `longest`."""
+
+    def __init__(self, target: RunnableModel, longest: int | None = None) -> None:
+        longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
+        lengths = [min(length, longest) for length in _LENGTHS]
+        # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
+        self.rows = [
+            [(11 * max(i - length // 2, 0) + 5 * row + 3) % target.vocab_size for i in range(length)]
+            for row, length in enumerate(lengths)
+        ]
+        far = [max(i, round(longest ** (i / (lengths[1] - 1))) - 1) for i in range(lengths[1])]
+        places = sorted((i, row) for row, length in enumerate(lengths) for i in range(length))
+        self.num_tokens = len(places)
+        self.tokens = torch.tensor([self.rows[row][i] for i, row in places], device=device)
+        self.positions = torch.tensor([far[i] if row else i for i, row in places], device=device)
+        self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
+        self.index = torch.tensor([i for i, _ in places], device=device)
+        self.owner = torch.tensor([row for _, row in places], device=device)
+        self._mask = StepMask(self.index[None], self.index, (self.owner[:, None] != self.owner)[None])
+
+    def attend(
+        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Each row's attention, in the pack."""
+        bias = self._mask.additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
+
+    def run_packed(self, target: RunnableModel, attend: Attend) -> torch.Tensor:
+        """Logits ``[n, vocab]`` of the first row, and then of the second."""
+        feeds = {
+            str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
+            for row, tokens in enumerate(self.rows)
+        }
+        states = StateCache()
+        with states.pass_of(feeds) if target.keeps_states else nullcontext():
+            logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
+        target.bytes_per_row = states.bytes_per_row
+        return torch.cat([logits[self.owner == row] for row in range(2)])
+
+    def run_one_alone(self, target: RunnableModel, row: int) -> torch.Tensor:
+        """The same of one row from the model itself: as anybody would call it, or the second with its positions."""
+        ids, keywords = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
+        if row == 1 and target.takes_positions:
+            # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
+            keywords = {
+                "position_ids": self.positions[self.owner == 1].unsqueeze(0),
+                "attention_mask": torch.ones_like(ids),
+            }
+        logits: torch.Tensor = target.call(input_ids=ids, use_cache=False, **keywords).logits[0]
+        return logits
+
+
+class _Aranges(TorchFunctionMode):
+    """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
+
+    They get `instead`, if that is given.
+    """
+
+    def __init__(self, count: int, instead: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self._count, self._instead = count, instead
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.arange or result.numel() != self._count:
+            return result
+        self.num_calls += 1
+        return result if self._instead is None else self._instead.to(result)
+
+
+def _compare(target: RunnableModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
+    packed, alone = packed.double(), alone.double()
+    difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
+    if difference <= PROBE_TOLERANCE[target.dtype]:
+        return
+    name = type(target.model).__name__
+    if torch.is_autocast_enabled(target.device.type):
+        reason = "cannot be served under torch.autocast, which rounds in other places for other shapes; leave its block"
+    elif not alone.isfinite().all():
+        where = next((key for key, weight in target.model.named_parameters() if not weight.isfinite().all()), None)
+        reason = f"gives logits that are not finite: {where or 'a layer'} has NaN or infinite values"
+    else:
+        reason = (
+            f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
+            "deviations): it has a feature that does not go through its attention function"
+        )
+        if (module := culprit(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
+            reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
+    raise UnsupportedModelError(f"{name} {reason}")

@@ -1,0 +1,234 @@
+"""Reads config, weights and tokenizer of a folder or hub id, whole or not at all; if not, one sentence on why."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, source_of
+from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
+from emssd.model.hf import support
+from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from emssd.data.model_options import ModelOptions
+
+__all__ = ["files_of", "load_checkpoint", "load_tokenizer"]
+
+_TRUST = (
+    "it needs code that comes with the checkpoint; model.trust_remote_code=true (trust_remote_code=True in Python) "
+    "runs that code, so set it only if you trust where it comes from"
+)
+# What older versions of Transformers stored and newer ones compute; the ignore lists of some models lack it.
+_COMPUTED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_TALKATIVE = ("modeling_utils", "distributed.tensor_parallel")
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def load_checkpoint(
+    options: ModelOptions,
+    dtype: torch.dtype | None,
+    *,
+    num_shards: int = 1,
+    accept: Callable[[Any], None] | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
+
+    A model that cannot be served is refused before weights are read. Without a ``device_map``, weights are loaded to
+    the host.
+
+    Args:
+        dtype: ``None`` takes the checkpoint's.
+        num_shards: each process of the group loads one of so many shards.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
+
+    path, trust = options.path, options.trust_remote_code
+    source = source_of(path)
+    check_folder(path)
+    with _told(path, "its config.json is none that Transformers can read"):
+        check_json(source)
+        check_layers(path)
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
+            support.check_config(config, None)
+        support.resolve_max_model_len(config, options.max_model_len)
+        shards = {"distributed_config": support.shards_of(config, num_shards)} if num_shards > 1 else {}
+    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    if accept is not None:
+        accept(tokenizer)
+    what = "Transformers cannot make the model of its config.json and weights"
+    with _told(path, what, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype or "auto",
+            trust_remote_code=trust,
+            ignore_mismatched_sizes=True,  # judged below, by name
+            output_loading_info=True,
+            **({} if options.device_map is None else {"device_map": options.device_map}),
+            **shards,
+        )
+    model, info = loaded
+    _check_whole(path, info)
+    if num_shards > 1:
+        support.count_heads(model, num_shards)
+    return model, tokenizer
+
+
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model's folder or hub id.
+
+    Raises:
+        ConfigError: there is none, or it is damaged or needs code that is not trusted.
+    """
+    from transformers import AutoTokenizer
+
+    source = source_of(path)
+    missing = (
+        f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
+        f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
+    )
+
+    def fault() -> str | None:
+        return tokenizer_fault(source) if has_vocabulary(source) else missing
+
+    with _told(path, "its tokenizer is none that Transformers can read", fault):
+        check_json(source)
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
+        only_special = set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
+    if only_special:  # Transformers makes such ones of nothing
+        raise cannot_load(path, missing)
+    return tokenizer
+
+
+def files_of(path: str) -> list[Path]:
+    """The files that loading `path` reads, in order; none of a hub id that is not on this machine."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        source = source_of(path)
+        return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
+    except ConfigError:
+        raise
+    except (OSError, ValueError):  # it was not downloaded, or can be no id
+        return []
+
+
+@contextmanager
+def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Say an error inside in one sentence: what `find_fault` says, or `what` happened and what was raised.
+
+    Reading a checkpoint runs code of several libraries on files that may hold anything, and they raise what they like.
+    """
+    try:
+        yield
+    except EmssdError:
+        raise
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise OutOfMemoryError(f"there is no memory for the model {path!r}; take a smaller one or dtype") from error
+    except Exception as error:
+        said = _sentence(error)
+        if "trust_remote_code" in str(error):
+            why = _TRUST
+        elif fault := find_fault():
+            why = fault
+        elif isinstance(error, ImportError):
+            why = f"it needs a package that is not installed: {said}"
+        elif isinstance(error, OSError):
+            why = f"{said} {WHAT_TO_GIVE}"
+        else:
+            why = f"{what} ({said.rstrip('.')})"
+        raise cannot_load(path, why) from error
+
+
+def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse weights that are not those of the config: Transformers would fill what is missing with random numbers.
+
+    Its report `info` knows tied weights, and of many models what may be left out or is left over.
+    """
+    mismatched = [f"{name} ({_shape(is_)} in place of {_shape(asked)})" for name, is_, asked in info["mismatched_keys"]]
+    unexpected = [name for name in info["unexpected_keys"] if not _COMPUTED.search(name)]
+    faults = [
+        ("are missing", list(info["missing_keys"])),
+        ("have another shape than config.json says", mismatched),
+        ("have no place in the model of config.json", unexpected),
+    ]
+    told = [f"{_names(names)} {what}" for what, names in faults if names]
+    if told:
+        raise cannot_load(
+            path,
+            f"its weights are not those of its config.json: {'; '.join(told)}. Bring weights and config from one place "
+            f"again; if you know that it is right so, save what Transformers makes of it with save_pretrained",
+        )
+
+
+def _names(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
+
+
+def _shape(sizes: Iterable[int]) -> str:
+    return "x".join(map(str, sizes))
+
+
+def _sentence(error: Exception) -> str:
+    """The message of `error` in one line; its type too, where the text alone would say little."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    text = " ".join(_ANSI.sub("", str(error)).split())
+    if not isinstance(error, (OSError, ValueError, ImportError, StrictDataclassError)):
+        text = f"{type(error).__name__}: {text}"
+    end = re.search(r"\.(?= [A-Z(])", text)  # the first sentence; a dot inside a file's name ends none
+    text = text[: end.start()] if end else text
+    return text[:300].rstrip(" :,.") + "."
+
+
+class _MadeEmpty(TorchFunctionMode):
+    """Leaves out random numbers for tensors without memory, which a checkpoint fills: PyTorch loads SymPy for them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = kwargs or {}
+        if getattr(func, "__module__", None) == "torch.nn.init":
+            tensor: torch.Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **given)
+
+
+@contextmanager
+def _report_kept_back(path: str) -> Iterator[None]:
+    """Keep back what Transformers prints of weights that do not fit, and of tensor parallelism that nobody asked for.
+
+    Its report names tensors that it could not put together, as those of experts; its error does not.
+    """
+    loggers = [logging.getLogger(f"transformers.{name}") for name in _TALKATIVE]
+    for logger in loggers:
+        logger.addFilter(_nothing)
+    try:
+        yield
+    except RuntimeError as error:
+        frames = [frame.f_locals for frame, _ in traceback.walk_tb(error.__traceback__)]
+        info: Any = next((values["loading_info"] for values in frames if "loading_info" in values), None)
+        if names := [*getattr(info, "conversion_errors", ())]:
+            raise ValueError(f"what {_names(names)} are made of is missing in part, or has other shapes") from error
+        if getattr(info, "mismatched_keys", ()):  # a tied one, say, which cannot be compared
+            _check_whole(path, info.to_dict())
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:
+    return False

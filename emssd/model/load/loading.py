@@ -1,0 +1,143 @@
+"""Loads a causal LM and its tokenizer from a folder, the hub, or the embedded demo."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from emssd.data.model_options import ModelOptions
+from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.errors.faults import described
+from emssd.model.compile.int8 import round_drafter, round_weights
+from emssd.model.hf.devices import check_device_map
+from emssd.model.hf.support import check_heads
+from emssd.model.load.checkpoint import load_checkpoint
+from emssd.model.run.parallel import join
+from emssd.model.run.target import TargetModel
+
+__all__ = ["LoadModel", "ModelCache", "load_model"]
+
+LoadModel = Callable[..., tuple[TargetModel, Any]]
+"""`load_model`, or a function that replaces it."""
+
+
+def load_model(
+    options: ModelOptions, *, accept: Callable[[Any], None] | None = None, draft_of: TargetModel | None = None
+) -> tuple[TargetModel, Any]:
+    """Load a causal LM and its tokenizer from a local folder or the hub.
+
+    Args:
+        options: with ``tensor_parallel``, all processes that torchrun started call this, and each loads a shard; if it
+            fails in one, it fails in all. With ``weights="int8"``, ``compile="auto"`` compiles, as only a program is
+            faster.
+        accept: called with the tokenizer before weights are read; it may raise.
+        draft_of: the target that the model drafts for. It is compiled if that is, with its weights rounded to int8.
+
+    Raises:
+        ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
+        UnsupportedModelError: see `TargetModel`.
+        OutOfMemoryError: there is no room for the weights.
+    """
+    options.check()
+    if options.device_map is not None:
+        check_device_map(options.device_map)
+    if options.tensor_parallel:
+        return _load_shard(options)
+    dtype, device = _resolve_dtype(options.dtype), _resolve_device(options.device)
+    if options.architecture:
+        from emssd.model.load.random_weights import counting_model
+
+        model, tokenizer = counting_model(options.architecture, dtype or torch.bfloat16, device), None
+    else:
+        model, tokenizer = load_checkpoint(options, dtype, accept=accept)
+        try:
+            model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{device} has no room for the weights of {options.path!r}; take a smaller one"
+            ) from error
+    if options.weights == "int8":
+        _round(model)
+        options = replace(options, compile=bool(options.compile))
+    if draft_of is not None and draft_of.compiled is not None:
+        options = replace(options, compile=draft_of.may_compile)
+        round_drafter(model)
+    return TargetModel(model, options, frozen=True), tokenizer
+
+
+def _round(model: Any) -> None:
+    if model.device.type != "cpu":
+        raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
+    if round_weights(model) == 0:
+        raise ConfigError(
+            f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
+        )
+
+
+class ModelCache:
+    """Loads each model once, as `load_model` does, as long as one target is in use.
+
+    With the next target, the models of the one before are dropped; so a sweep that alternates targets loads one for
+    each run (see *Several models* in ``docs/experiments.md``).
+    """
+
+    def __init__(self) -> None:
+        self._target = ""
+        self._models: dict[str, tuple[TargetModel, Any]] = {}
+
+    def target(self, options: ModelOptions) -> tuple[TargetModel, Any]:
+        """The target of a run."""
+        if repr(options) != self._target:
+            self._models.clear()
+            gc.collect()  # models hold themselves, and there is to be room for the next one
+            self._target = repr(options)
+        return self.load(options)
+
+    def load(
+        self, options: ModelOptions, *, accept: Any = None, draft_of: TargetModel | None = None
+    ) -> tuple[TargetModel, Any]:
+        """As `load_model`; `accept` is not asked about a model that is loaded already."""
+        key = repr((options, draft_of is not None))
+        if key not in self._models:
+            self._models[key] = load_model(options, accept=accept, draft_of=draft_of)
+        return self._models[key]
+
+
+def _load_shard(options: ModelOptions) -> tuple[TargetModel, Any]:
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    if options.device not in ("auto", here):
+        raise ConfigError(
+            f"device is {options.device!r}, and with model.tensor_parallel=true every process takes its own {here} "
+            f"device; leave model.device out"
+        )
+    group = join()
+    with group.agreed():
+        model, tokenizer = load_checkpoint(options, _resolve_dtype(options.dtype), num_shards=group.size)
+    with group.agreed():
+        target = TargetModel(model, replace(options, compile=False), group=group, frozen=True)
+        check_heads(target, group.size)
+    target.why_compiled = "not compiled: the model is spread over several processes"
+    return target, tokenizer
+
+
+def _resolve_dtype(name: str) -> torch.dtype | None:
+    """``None`` for ``auto``."""
+    dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name != "auto" and name not in dtypes:
+        raise ConfigError(f"unknown dtype {name!r}; choose auto, {', '.join(dtypes)}")
+    return dtypes.get(name)
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device {name!r} cannot be used here ({described(error)}); try device=cpu") from error
+    return device

@@ -1,5 +1,0 @@
-"""Offers of plugins, and the search for them: the hooks, the records they return, and the registry."""
-
-from emssd.plugins.hookspecs import BackendSpec, BudgetSpec, DrafterSpec, PromptSourceSpec, RuleSpec, hookimpl
-
-__all__ = ["BackendSpec", "BudgetSpec", "DrafterSpec", "PromptSourceSpec", "RuleSpec", "hookimpl"]

@@ -1,1 +1,0 @@
-"""Reports of runs: the summary on the console, and ``python -m emssd.report``, which makes pages of rows."""

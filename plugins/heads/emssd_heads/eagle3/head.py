@@ -1,0 +1,127 @@
+"""`Eagle3Head`: one decoder layer, mostly, that reads a token's embedding beside a feature of the token before.
+
+Li et al. 2025, "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+arXiv 2503.01840; and the variants of other trainers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import cast
+
+import torch
+from torch import nn
+
+from emssd_heads import (
+    Angles,
+    Attend,
+    DecoderConfig,
+    HeadLayer,
+    HeadNorm,
+    PairedHead,
+    Project,
+    Rotary,
+    TargetSizes,
+    keep_bytes,
+)
+from emssd_heads.eagle3.variant import Variant
+
+__all__ = ["Eagle3Head"]
+
+
+class _FirstLayer(HeadLayer):
+    """The layer that reads embeddings beside features, and norms them apart."""
+
+    def __init__(self, config: DecoderConfig, names: Container[str], norm_before_residual: bool) -> None:
+        super().__init__(config, 0, names, input_size=2 * config.hidden_size)
+        self.hidden_norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
+        self._norm_before_residual = norm_before_residual
+
+    def combine(self, embeds: torch.Tensor, features: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
+        """Hidden states ``[b, n, hidden_size]`` of embeddings and features of that shape."""
+        normed = self.hidden_norm(features)
+        attended = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
+        return self.forward(normed if self._norm_before_residual else features, angles, attend, attended)
+
+
+class Eagle3Head(PairedHead):
+    """An EAGLE-3 head.
+
+    Attributes:
+        mask_token_id: of a head that drafts in parallel, the token in the place of those that are drafted.
+    """
+
+    def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
+        config = variant.decoder
+        super().__init__(config.hidden_size, config.max_len, target.vocab_size, names)
+        self.rotary = Rotary(config)
+        size, eps, num_features = config.hidden_size, config.rms_norm_eps, variant.num_features
+        self._variant = variant
+        if num_features:
+            wide = num_features * target.hidden_size
+            self.fc: nn.Module = nn.Linear(wide, size, bias="fc.bias" in names)
+            if variant.norm_before_fc:
+                self.input_norm = HeadNorm(wide, eps)
+            if variant.fc_norm:
+                self.fc_norm = nn.ModuleList(HeadNorm(target.hidden_size, eps) for _ in range(num_features))
+            if variant.mask_token_id is not None:
+                self.mask_hidden = nn.Parameter(torch.empty(1, 1, wide))
+        self.mask_token_id = variant.mask_token_id
+        first = _FirstLayer(config, names, variant.norm_before_residual)
+        self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
+        self.norm = HeadNorm(size, eps)
+        self.lm_head = None
+        if "lm_head.weight" in names:
+            self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False)
+
+    def keep_bytes(self) -> None:
+        """Let `features`, which no program computes, read a byte for each weight."""
+        if self._variant.num_features:
+            self.fc = keep_bytes(self.fc)
+
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.
+
+        Hidden states of one token stand beside each other, that of the lowest layer first.
+        """
+        if not self._variant.num_features:
+            return hidden
+        if self._variant.norm_before_fc:
+            hidden = self.input_norm(hidden)
+        if self._variant.fc_norm:
+            chunks = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return cast("torch.Tensor", self.fc(hidden))
+
+    def mask_feature(self) -> torch.Tensor:
+        """The feature ``[1, hidden_size]`` that stands beside `mask_token_id`."""
+        return self.features(self.mask_hidden[0])
+
+    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """The feature after each token, which is also what is fed back.
+
+        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
+        """
+        embeds, features = inputs.chunk(2, dim=-1)
+        angles = self.rotary(position_ids, inputs.dtype)
+        first, *others = self.layers
+        hidden = cast("_FirstLayer", first).combine(embeds, features, angles, attend)
+        for layer in others:
+            hidden = layer(hidden, angles, attend)
+        return cast("torch.Tensor", self.norm(hidden) if self._variant.norm_output else hidden)
+
+    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
+        """Logits ``[n, draft_vocab_size]`` after tokens whose features ``[n, hidden_size]`` `forward` gave."""
+        if (logits := self.own_logits(hidden)) is not None:
+            return logits
+        logits = project(self._normed(hidden))
+        return self._scaled(logits if self.target_ids is None else logits[:, self.target_ids])
+
+    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        return None if self.lm_head is None else self._scaled(self.lm_head(self._normed(hidden)))
+
+    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self._variant.norm_output else cast("torch.Tensor", self.norm(hidden))
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self._variant.logit_scale == 1 else logits * self._variant.logit_scale

@@ -1,0 +1,55 @@
+"""Plugin `drafter=hydra`: trained heads that read the target's last hidden state, and the tokens drafted before theirs.
+
+Ankner et al. 2024, arXiv 2402.05109. Both Hydra and Hydra++ are read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.errors.ranges import AtLeastOne
+from emssd.hooks import DrafterSpec, hookimpl
+from emssd_heads import HeadRunner, TargetWeights, TreeOptions, keep_bytes, shape_of
+
+__all__ = ["HydraConfig"]
+
+
+@dataclass
+class HydraConfig(TreeOptions):
+    """Options of `drafter=hydra`.
+
+    A level of a tree costs one run of a head for its nodes that are expanded, and a node one token of the target.
+
+    Attributes:
+        static_tree: of static, its name: mc_sim_7b_63; or a JSON file with a list of paths. Levels without a head are
+            left out.
+        num_nodes: of dynamic, the most nodes of a row's tree. Static trees have 63.
+        depth: the most levels of a tree, or tokens of a chain; null for one for each head.
+    """
+
+    depth: AtLeastOne | None = None
+
+
+def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
+    from emssd_heads.hydra.drafter import HydraDrafter
+    from emssd_heads.hydra.heads import load_hydra
+
+    shape_of(config, "emssd_heads.hydra", 1, top_k=config.top_k)  # what cannot work is said before heads are loaded
+    lent = TargetWeights.by(context, "hydra")
+    loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
+    if lent.compile:
+        keep_bytes(loaded.head)
+    runner, spec = None, lent.spec
+    if loaded.prefix is not None:
+        spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
+        runner = HeadRunner(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
+    shape = shape_of(config, "emssd_heads.hydra", len(loaded.head.projections), top_k=config.top_k)
+    return HydraDrafter(loaded, runner, lent.target, shape, spec.max_model_len)
+
+
+@hookimpl
+def emssd_drafters() -> list[DrafterSpec]:
+    """Offer the drafter."""
+    return [DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",))]

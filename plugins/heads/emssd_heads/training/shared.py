@@ -1,0 +1,141 @@
+"""The parts that all kinds of drafter share: recipes, the target as a teacher, the distance from it, and files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from emssd.errors import OutputError
+from emssd.model import BorrowedTarget, TargetModel
+from emssd_heads.training.texts import Text
+
+__all__ = ["Recipe", "Teacher", "Trainee", "choosable", "divergence", "save_files", "weighted", "whole_files"]
+
+_DECAY = 0.8  # of the weight of each further depth, as in the code of EAGLE's and of Medusa's authors
+
+
+class Trainee(NamedTuple):
+    """A drafter to be trained.
+
+    Attributes:
+        loss: called with a batch of texts as `emssd_heads.training.eagle3.UnrolledLoss` is. It has the drafter.
+        save: writes the drafter, as it is then, to a folder.
+    """
+
+    loss: nn.Module
+    save: Callable[[Path], None]
+
+
+class Recipe(NamedTuple):
+    """One kind of drafter, for one target.
+
+    Attributes:
+        begin: makes a new drafter, given the texts that it will be trained on.
+        drafter: the options of a plugin that drafts chains with what is saved, as long as it was trained for.
+        max_len: tokens of the longest text that it can be trained on.
+    """
+
+    begin: Callable[[Seq[Text]], Trainee]
+    drafter: Any
+    max_len: int
+
+
+class Lesson(NamedTuple):
+    """The target's outputs for a batch of texts.
+
+    Attributes:
+        embeds: ``[b, n, hidden_size]`` of its tokens.
+        hidden: ``[b, n, num_layers * hidden_size]`` hidden states, side by side; of no layers, ``[b, n, 0]``.
+        logits: ``[b, n, vocab]``.
+    """
+
+    embeds: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class Teacher:
+    """The target's outputs that a drafter learns from. Nothing of it is trained, and nothing that it computes is kept.
+
+    Args:
+        layers: the hidden states that are wanted, see `emssd.model.hf.streams.Streams`.
+
+    Raises:
+        UnsupportedModelError: the model gives none.
+    """
+
+    def __init__(self, target: TargetModel, layers: Seq[int]) -> None:
+        self.borrowed = BorrowedTarget(target)
+        target.prepare_hidden(layers)
+        target.model.requires_grad_(False)
+        self._target, self._layers = target, tuple(layers)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.Tensor) -> Lesson:
+        """The lesson of ``input_ids [b, n]``, which are padded on the right if at all."""
+        streams = self._target.streams
+        assert streams is not None
+        hidden = dict.fromkeys(self._layers, torch.empty(0))
+        positions = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
+        with streams.taken(hidden):
+            logits = self._target.model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
+        states = torch.cat([logits[..., :0], *(hidden[layer] for layer in self._layers)], dim=-1)
+        return Lesson(self.borrowed.embed(input_ids), states, logits)
+
+
+def choosable(logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
+    """``[...]`` bool: whether the target's own choice, by its ``logits [..., vocab]``, is a token that can be drafted.
+
+    Those are `target_ids`; ``None`` for all.
+    """
+    known = logits.new_ones(logits.shape[-1], dtype=torch.bool)
+    if target_ids is not None:
+        known = torch.zeros_like(known).index_fill_(0, target_ids, True)
+    return known[logits.argmax(-1)]
+
+
+def divergence(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The mean Kullback-Leibler divergence of what ``logits [t, vocab]`` say from what ``wanted [t, vocab]`` say."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    is_, should = logits.to(wide).log_softmax(-1), wanted.to(wide).log_softmax(-1)
+    return F.kl_div(is_, should, reduction="batchmean", log_target=True)
+
+
+def weighted(losses: Seq[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The result of a loss module, whose `losses` are of one drafted depth each: ``loss``, their weighted sum, and
+    ``losses [depth]`` without weights.
+    """
+    stacked = torch.stack(list(losses))
+    weights = _DECAY ** torch.arange(len(losses), device=stacked.device)
+    return {"loss": (stacked * weights).sum(), "losses": stacked.detach()}
+
+
+def save_files(folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:
+    """Write ``model.safetensors`` and ``config.json``. The weights are contiguous and on the CPU."""
+    from safetensors.torch import save
+
+    with whole_files(folder) as unfinished:
+        (unfinished / "model.safetensors").write_bytes(save({**weights}, {"format": "pt"}))
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def whole_files(folder: Path) -> Iterator[Path]:
+    """A folder to write files to, which are moved to `folder` when all are written, ``config.json`` last."""
+    try:
+        with TemporaryDirectory(dir=folder) as unfinished:
+            yield Path(unfinished)
+            for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
+                os.replace(file, folder / file.name)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error

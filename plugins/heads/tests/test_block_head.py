@@ -1,0 +1,424 @@
+"""Each draft of a running engine is that of one dense pass over the whole row, written out from the published formulas.
+
+float64; the target's hidden states are those of Transformers, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import emssd_heads.dflash.runner
+import pytest
+import torch
+from emssd_heads.dflash import DFlashConfig
+from emssd_heads.dflash.drafter import DFlashDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
+
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.errors import ConfigError, PluginError
+from emssd.model import TargetModel
+from tests.support.backends import context_of
+from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, refusal, turned, write_head
+from tests.support.right_drafters import noting
+from tests.support.tiers import looped
+
+VOCAB, SIZE, NUM_NEW = 17, 32, 14
+PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3, 9, 9, 2, 1], [6], [7, 8, 3]]
+CONFIG: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
+    "hidden_size": SIZE,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_target_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "vocab_size": VOCAB,
+    "block_size": 5,
+    "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [2, 0]},
+}
+DSPARK = {"projector_type": "dspark", "markov_rank": 3, "sample_from_anchor": True, "enable_confidence_head": True}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+MARKOV = {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)}
+PARTS = ("attention", "mlp")
+XPRESS: dict[str, tuple[int, ...]] = {
+    "refiner_head.token_embed.weight": (VOCAB, 3),
+    "refiner_head.down_h.weight": (3, SIZE),
+    "refiner_head.down_g.weight": (3, SIZE),
+    "refiner_head.in_proj.weight": (3, 9),
+    "refiner_head.mix_l": (3, 5, 5),
+    "refiner_head.mlp_gate.weight": (6, 3),
+    "refiner_head.mlp_up.weight": (6, 3),
+    "refiner_head.mlp_down.weight": (3, 6),
+    "refiner_head.readout.weight": (VOCAB, 3),
+}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    "plain": ({}, {}, {}),
+    "sliding": (SLIDING, {}, {}),
+    "sliding without causality": (SLIDING | {"is_causal": False}, {}, {}),
+    "sliding alone": (SLIDING | {"layer_types": ["sliding_attention"] * 2}, {}, {}),
+    "causal": (SLIDING, {"causal": True}, {}),
+    "scaled": ({}, {"input_embedding_scale": 3.0, "target_layer_ids": [-1, 2]}, {}),
+    "from the anchor": ({}, {"sample_from_anchor": True}, {}),
+    "dspark": (
+        {"architectures": ["DSparkDraftModel"], "block_size": 3},
+        DSPARK,
+        {
+            **MARKOV,
+            "confidence_head.proj.weight": (1, SIZE + 3),
+            "confidence_head.proj.bias": (1,),
+        },
+    ),
+    "dspark that is sure by itself": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK,
+        {
+            **MARKOV,
+            "confidence_head.proj.weight": (1, SIZE),
+            "confidence_head.proj.bias": (1,),
+        },
+    ),
+    "dspark as DeepSpec has it": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "markov_head_type": "vanilla", "num_anchors": 512},
+        {},
+        {
+            **MARKOV,
+            "embed_tokens.weight": (VOCAB, SIZE),
+            "lm_head.weight": (VOCAB, SIZE),
+        },
+    ),
+    "dspark without confidence": ({"architectures": ["DSparkDraftModel"]}, DSPARK, MARKOV),
+    "dspark with a gate": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK | {"markov_head_type": "gated"},
+        MARKOV | {"markov_head.gate_proj.weight": (3, SIZE + 3), "markov_head.gate_proj.bias": (3,)},
+    ),
+    "dspark with a memory": (
+        {"architectures": ["DSparkDraftModel"]},
+        DSPARK | {"markov_head_type": "rnn"},
+        MARKOV | {"markov_head.joint_proj.weight": (9, SIZE + 6), "markov_head.joint_proj.bias": (9,)},
+    ),
+    "dflash2": (
+        {},
+        {"selector_top_k": 3, "is_causal": False},
+        {
+            **{f"layers.{layer}.{part}_conv.base_kernel": (2, 3, SIZE) for layer in (0, 1) for part in PARTS},
+            **{
+                f"layers.{layer}.{part}_conv.kernel_projection.weight": (2 * 3 * 4, SIZE)
+                for layer in (0, 1)
+                for part in PARTS
+            },
+            "candidate_selector.predecessor_codebook": (VOCAB, 3),
+            "candidate_selector.successor_codebook": (VOCAB, 3),
+            "candidate_selector.hidden_projection.weight": (3, SIZE),
+        },
+    ),
+    "xpress": ({}, {"num_jacobi_passes": 2}, XPRESS),
+    "xpress from the anchor": ({}, {"num_jacobi_passes": 9, "sample_from_anchor": True}, XPRESS),
+}
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    found = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"layers.{layer}."
+        found |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
+        found |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+    return found
+
+
+@cache
+def target() -> TargetModel:
+    return TargetModel(tiny_model("qwen3", vocab_size=VOCAB, num_hidden_layers=4, max_model_len=64))
+
+
+def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
+    top, inner, more = KINDS[kind]
+    config = CONFIG | top | {"dflash_config": CONFIG["dflash_config"] | inner}
+    weights = random_weights(shapes_of(config) | more, seed=3)
+    return write_head(folder / "head", config, weights), config, weights
+
+
+def dense_kernels(own: Weights, part: str, x: torch.Tensor) -> torch.Tensor | None:
+    """``[B, 2, taps, SIZE]`` weights of each token of a block: of what goes in, and of what comes out."""
+    if (base := own.get(f"{part}base_kernel")) is None:
+        return None
+    given = (x @ own[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
+    return base + torch.stack([given[..., i // (SIZE // given.shape[-1])] for i in range(SIZE)], -1)
+
+
+def convolved(x: torch.Tensor, kernels: torch.Tensor | None, which: int) -> torch.Tensor:
+    if kernels is None:
+        return x
+    taps = range(kernels.shape[2])
+    return torch.stack([sum(kernels[i, which, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
+
+
+def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
+    """`before` holds the token before the first slot's own, and the first slot's where that is no draft."""
+    r = {name.removeprefix("refiner_head."): each for name, each in w.items() if "refiner_head." in name}
+    logits = base
+    for _ in range(passes):
+        known = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
+        rows = list[torch.Tensor]()
+        for slot, token in enumerate(known):
+            read = [r["down_h.weight"] @ hidden[slot], r["down_g.weight"] @ hidden.mean(0)]
+            rows.append(r["in_proj.weight"] @ torch.cat([*read, r["token_embed.weight"][token]]))
+        mixed = [
+            rows[slot] + sum(r["mix_l"][:, slot, other] * rows[other] for other in range(slot + 1))
+            for slot in range(len(rows))
+        ]
+        x = torch.stack(mixed)
+        gate = x @ r["mlp_gate.weight"].T
+        x = x + (gate * gate.sigmoid() * (x @ r["mlp_up.weight"].T)) @ r["mlp_down.weight"].T
+        logits = base + x @ r["readout.weight"].T
+    return logits
+
+
+def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, after the hidden states `context` of all."""
+    eps, start, size = config["rms_norm_eps"], len(context), len(block)
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    ctx = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
+    h = block
+    for layer in range(config["num_hidden_layers"]):
+        own = {name.removeprefix(f"layers.{layer}."): each for name, each in w.items()}
+
+        def by_head(x: torch.Tensor, name: str, count: int, own: Weights = own) -> torch.Tensor:
+            return (x @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), count, -1)
+
+        normed = dense_rms(h, own["input_layernorm.weight"], eps)
+        kernels = dense_kernels(own, "attention_conv.", normed)
+        normed = convolved(normed, kernels, 0)
+        read = torch.cat([ctx, normed])
+        q = dense_rms(by_head(normed, "q", heads), own["self_attn.q_norm.weight"], eps)
+        k = dense_rms(by_head(read, "k", kv_heads), own["self_attn.k_norm.weight"], eps)
+        v = by_head(read, "v", kv_heads)
+        q = turned(q, range(start, start + size), config["rope_theta"])
+        k = turned(k, range(start + size), config["rope_theta"])
+        slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
+        rows = []
+        for i in range(size):
+            causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
+            last = start + i if causal else start + size - 1
+            first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
+            out = []
+            for head in range(heads):
+                group = head // (heads // kv_heads)
+                scores = k[first : last + 1, group] @ q[i, head] / q.shape[-1] ** 0.5
+                out.append(torch.softmax(scores, 0) @ v[first : last + 1, group])
+            rows.append(torch.cat(out))
+        h = h + convolved(torch.stack(rows) @ own["self_attn.o_proj.weight"].T, kernels, 1)
+        x = dense_rms(h, own["post_attention_layernorm.weight"], eps)
+        kernels = dense_kernels(own, "mlp_conv.", x)
+        x = convolved(x, kernels, 0)
+        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
+        h = h + convolved((gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T, kernels, 1)
+    return h
+
+
+def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
+    """The greedy draft after `tokens`, and how sure the drafter is of each token."""
+    w = {name: each.double() for name, each in weights.items()}
+    model, inner = target().model, config["dflash_config"]
+    states = model(torch.tensor([tokens[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
+    block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
+    embeds = w.get("embed_tokens.weight", model.get_input_embeddings().weight)[block]
+    h = dense_block(w, config, context, embeds * inner.get("input_embedding_scale", 1.0))
+    h = dense_rms(h, w["norm.weight"], config["rms_norm_eps"])
+    base = h @ w.get("lm_head.weight", model.lm_head.weight).T
+    from_anchor = inner.get("sample_from_anchor", "DSpark" in config["architectures"][0])
+    if "refiner_head.mix_l" in w:
+        known = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
+        base = dense_refined(w, h, base, known, inner["num_jacobi_passes"])
+    h, base = (each[0 if from_anchor else 1 :] for each in (h, base))
+    found, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
+    for slot, logits in zip(h, base, strict=True):
+        if "markov_head.markov_w1.weight" in w:
+            low = added = w["markov_head.markov_w1.weight"][before]
+            if (proj := w.get("markov_head.gate_proj.weight")) is not None:
+                added = low * (proj @ torch.cat([slot, low]) + w["markov_head.gate_proj.bias"]).sigmoid()
+            if (proj := w.get("markov_head.joint_proj.weight")) is not None:
+                joint = proj @ torch.cat([memory, low, slot]) + w["markov_head.joint_proj.bias"]
+                memory = joint[:3].sigmoid() * memory + (1 - joint[:3].sigmoid()) * joint[3:6].tanh()
+                added = joint[6:].tanh()
+            logits = logits + w["markov_head.markov_w2.weight"] @ added
+        if "candidate_selector.predecessor_codebook" in w:
+            part = {name.removeprefix("candidate_selector."): each for name, each in w.items()}
+            known = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
+            scores = logits + part["successor_codebook"] @ known
+            best = logits.topk(inner["selector_top_k"]).indices
+            logits = torch.full_like(logits, -torch.inf).scatter(0, best, scores[best])
+        before = int(logits.argmax())
+        sure = float(logits.softmax(-1).max())
+        if (proj := w.get("confidence_head.proj.weight")) is not None:
+            read = slot if proj.shape[1] == SIZE else torch.cat([slot, low])
+            sure = float(torch.sigmoid(proj[0] @ read + w["confidence_head.proj.bias"][0]))
+        found.append((before, sure))
+    return found
+
+
+def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[int, float]]]) -> list[int]:
+    """Compare all that `drafter` drafts from now on. Gives the numbers of rows that it drafted for."""
+    propose, counts = drafter.propose, list[int]()
+
+    def compared(batch: Any, budget: Any) -> Any:
+        draft = propose(batch, budget)
+        counts.append(sum(length > 0 for length in draft.lengths))
+        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
+            if start < stop:
+                tokens, sure = zip(*expected(list(row.tokens))[: stop - start], strict=True)
+                assert tuple(draft.token_ids[start:stop].tolist()) == tokens
+                assert draft.confidence is not None
+                assert draft.confidence[start:stop] == pytest.approx(sure, abs=1e-9)
+        return draft
+
+    drafter.propose = compared  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend"), [*((kind, "ragged") for kind in KINDS), ("sliding", "padded"), ("causal", "padded")]
+)
+def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
+    path, config, weights = written(tmp_path, kind)
+    drafter = DFlashDrafter.load(DFlashConfig(path=path), context_of(target(), backend, continuous=backend == "ragged"))
+    counts = checked(drafter, lambda tokens: dense_draft(weights, config, tokens))
+    steps = {"max_step_tokens": 16} if backend == "ragged" else {}
+    options = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail, **steps)
+    engine = Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=options)
+    for prompt, done in zip(PROMPTS, engine.generate(PROMPTS, NUM_NEW, ignore_eos=True), strict=True):
+        assert done.token_ids == tuple(greedy_reference(target().model, prompt, NUM_NEW))
+    assert max(counts) == 3
+    assert drafter._runner._backend.kv_usage.held == 0
+
+
+@pytest.mark.parametrize("kind", ["plain", "dspark", "dflash2", "xpress"])
+def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Path) -> None:
+    """One for some of the target's tokens."""
+    _, config, weights = written(tmp_path, kind)
+    drafted = torch.tensor([0, 2, 3, 5, 8, 13])
+    for name in ("lm_head.weight", "markov_head.markov_w2.weight", "refiner_head.readout.weight"):
+        if name in weights or name == "lm_head.weight":
+            weights[name] = weights.get(name, target().model.lm_head.weight.detach().float())[drafted].contiguous()
+    weights |= {"d2t": drafted - torch.arange(len(drafted)), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    weights["t2d"][drafted] = True
+    inner = config["dflash_config"]
+    layers = {name: config[name] for name in config if name not in ("architectures", "dflash_config", "block_size")}
+    container = {
+        "speculators_model_type": kind if kind != "plain" else "dflash",
+        "transformer_layer_config": layers | {"model_type": "qwen3"},
+        "draft_vocab_size": len(drafted),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        **{name: inner[name] for name in inner if name != "target_layer_ids"},
+        "block_size": config["block_size"],
+        "architectures": config["architectures"],
+    }
+    drafts, path = list[tuple[list[int], list[int]]](), write_head(tmp_path / "container", container, weights)
+    drafter: Any = noting(lambda options, context: load(path), drafts)({}, context_of(target()))
+    assert drafter.hidden_layers == tuple(layer + 1 for layer in inner["target_layer_ids"])
+    assert drafter.target_ids is not None
+    assert drafter.target_ids.tolist() == drafted.tolist()
+    whole = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget="fixed", options=whole)
+    engine.generate(PROMPTS, 6, ignore_eos=True)
+    found = {token for _, chain in drafts for token in chain}
+    assert found
+    assert found <= set(drafted.tolist())
+
+
+def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emssd_heads.dflash.runner, "_HIDDEN", 0.0)
+    with pytest.raises(PluginError, match="failed in propose: AssertionError"):
+        test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
+
+
+def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
+    tables = {"embed_tokens.weight": target().model.get_input_embeddings(), "lm_head.weight": target().model.lm_head}
+    copies = {name: each.weight.detach().clone() for name, each in tables.items()}
+    head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
+    assert head.embed_tokens is head.lm_head is None
+
+
+def load(path: str, **options: Any) -> DFlashDrafter:
+    return DFlashDrafter.load(DFlashConfig(path=path, **options), context_of(target(), continuous=True))
+
+
+def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:
+    own = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
+    weights = random_weights(shapes_of(CONFIG))
+    one_layer = {name: each for name, each in weights.items() if not name.startswith("layers.1.")}
+    one_layer["fc.weight"] = one_layer["fc.weight"][:, :SIZE].contiguous()
+    path = write_head(tmp_path / "one", own | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
+    assert load(path).hidden_layers == (3,)  # after layer 4 // 2
+    path = write_head(tmp_path / "two", own | {"mask_token_id": 3, "block_size": 4}, weights)
+    with pytest.raises(ConfigError, match="outputs of layers 1, 1, and needs different ones"):  # as there are but four
+        load(path)
+
+
+FIRST = {"markov_head.markov_w1.weight": (VOCAB, 3)}
+
+
+def inner(**values: Any) -> dict[str, Any]:
+    return {"dflash_config": CONFIG["dflash_config"] | values}
+
+
+REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
+    ({"block_size": None}, {}, "its config.json has no block_size"),
+    ({"dflash_config": {"target_layer_ids": [0, 2]}}, {}, "its config.json has no mask_token_id"),
+    ({"dflash_config": [1]}, {}, "its dflash_config is no object of JSON"),
+    ({"block_size": "many"}, {}, "a value of another type or size than expected"),
+    (inner(mask_token_id=VOCAB), {}, f"the target has embeddings of {VOCAB} ids"),
+    ({"vocab_size": 99}, {}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
+    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
+    ({"num_target_layers": 5}, {}, "trained for a target of 5 layers, and this one has 4"),
+    (inner(target_layer_ids=[0, 4]), {}, "the target has layers 0 to 3"),
+    ({"block_size": 10**9}, {}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
+    ({"block_size": 1}, {}, "its block_size is 1; a block drafts 1 to 4096 tokens"),
+    (inner(use_swa=True), {}, "no layer_types say which"),
+    (
+        {"speculators_model_type": "dflash", "transformer_layer_config": {"model_type": "mamba"}},
+        {},
+        "its layers are those of mamba",
+    ),
+    ({"speculators_model_type": "eagle3"}, {}, "what it holds is an EAGLE-3 head"),
+    ({"num_hidden_layers": 3}, {}, "are missing"),
+    ({}, {"candidate_selector.hidden_projection.weight": (2, 2)}, "candidate_selector.predecessor_codebook"),
+    ({}, {"layers.0.mlp_conv.base_kernel": (2, 2, SIZE)}, "layers.0.mlp_conv.kernel_projection.weight is missing"),
+    ({}, {"refiner_head.mix_l": (2, 5, 5)}, "refiner_head.token_embed.weight"),
+    ({}, {"layers.0.extra.weight": (2, 2)}, "layers.0.extra.weight is without a place"),
+    ({}, {"confidence_head.proj.weight": (1, SIZE + 3)}, "its confidence head reads a Markov head, and it has none"),
+    (inner(markov_head_type="rnn"), FIRST, "markov_head.joint_proj.weight are missing"),
+    ({}, FIRST, "markov_head.markov_w2.weight is missing"),
+    (inner(final_logit_softcapping=30.0), MARKOV, "it scales its logits by final_logit_softcapping 30.0, and"),
+    (inner(output_multiplier=0.5), MARKOV, "it scales its logits by output_multiplier 0.5, and"),
+    (inner(output_multiplier=-0.5), {}, "it scales its logits by output_multiplier -0.5, and"),
+]
+
+
+@looped("config, shapes, words", REFUSALS)
+def test_wrong_files_are_refused_in_one_sentence(config: Any, shapes: Any, words: str, tmp_path: Path) -> None:
+    path = write_head(tmp_path / "head", CONFIG | config, random_weights(shapes_of(CONFIG) | shapes))
+    assert words in refusal(lambda: load(path))
+
+
+def test_scaled_logits_have_the_same_likeliest_tokens_and_are_read_where_nothing_is_added(tmp_path: Path) -> None:
+    config = CONFIG | inner(output_multiplier=0.5) | {"final_logit_softcapping": 30.0}
+    load(write_head(tmp_path / "plain", config, random_weights(shapes_of(CONFIG))))
+    neutral = CONFIG | inner(output_multiplier=1.0) | {"final_logit_softcapping": None}
+    load(write_head(tmp_path / "markov", neutral, random_weights(shapes_of(CONFIG) | MARKOV)))
+
+
+def test_more_tokens_than_a_block_drafts_are_refused(tmp_path: Path) -> None:
+    path, _, _ = written(tmp_path, "plain")
+    words = "drafter.num_speculative_tokens is 5; a block of this head drafts 4 at most"
+    assert words in refusal(lambda: load(path, num_speculative_tokens=5))

@@ -1,0 +1,313 @@
+"""EAGLE-3 heads in each published layout give what their formulas say, dense and in batches with trees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_heads import Loaded
+from emssd_heads.compiled import CompiledHead
+from emssd_heads.eagle3.head import Eagle3Head
+from emssd_heads.eagle3.loading import load_eagle3
+from emssd_heads.target import LAST_NORMED, TargetSizes
+
+from emssd.model.compile import tracing
+from emssd.native import NativeError
+from tests.support.heads import (
+    SMALL,
+    Weights,
+    assert_same,
+    dense_layer,
+    dense_rms,
+    eagle3_shapes,
+    layer_weights,
+    numbers,
+    random_weights,
+    run_ragged,
+    write_head,
+)
+from tests.support.trees import ways
+
+H, V, VD, L = 16, 40, 12, 9
+TARGET = TargetSizes(V, H, L)
+CONFIG: dict[str, Any] = SMALL | {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "num_hidden_layers": 1,
+    "vocab_size": V,
+    "draft_vocab_size": VD,
+    "max_position_embeddings": 8,  # shorter than the sequences, as in published heads
+}
+DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
+
+
+def head_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> Weights:
+    shapes = eagle3_shapes(config, 3)
+    for layer in range(1, config.get("num_hidden_layers", 1)):
+        shapes |= {f"layers.{layer}.input_layernorm.weight": (H,), **layer_weights(f"layers.{layer}.", config, H)}
+    vocabulary = {
+        "d2t": torch.tensor(DRAFTED) - torch.arange(VD),
+        "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(DRAFTED), True),
+    }
+    return random_weights(shapes, seed) | vocabulary
+
+
+def load(path: str, target: TargetSizes = TARGET, **options: Any) -> Loaded[Eagle3Head]:
+    return load_eagle3(path, replace(target, dtype=torch.float64), **options)
+
+
+def dense_outputs(
+    w: Weights, embeds: torch.Tensor, features: torch.Tensor, first: str = "midlayer.", **flags: Any
+) -> torch.Tensor:
+    """Outputs ``[n, H]`` of one sequence, as the format's description says it."""
+    config = CONFIG | flags
+    eps = config["rms_norm_eps"]
+    normed = dense_rms(features, w[f"{first}hidden_norm.weight"].double(), eps)
+    attended = torch.cat([dense_rms(embeds, w[f"{first}input_layernorm.weight"].double(), eps), normed], -1)
+    residual = normed if flags.get("norm_before_residual") else features
+    positions = range(len(embeds))
+    h = dense_layer(w, first, config, residual, attended, positions)
+    for layer in range(1, config["num_hidden_layers"]):
+        normed = dense_rms(h, w[f"layers.{layer}.input_layernorm.weight"].double(), eps)
+        h = dense_layer(w, f"layers.{layer}.", config, h, normed, positions)
+    return dense_rms(h, w["norm.weight"].double(), eps) if flags.get("norm_output") else h
+
+
+def dense_logits(w: Weights, out: torch.Tensor, **flags: Any) -> torch.Tensor:
+    normed = out if flags.get("norm_output") else dense_rms(out, w["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    return normed @ w["lm_head.weight"].double().T
+
+
+def renamed(weights: Weights, *pairs: tuple[str, str]) -> Weights:
+    for old, new in pairs:
+        weights = {name.replace(old, new, 1) if name.startswith(old) else name: each for name, each in weights.items()}
+    return weights
+
+
+def speculators_config(**more: Any) -> dict[str, Any]:
+    layers = {name: value for name, value in CONFIG.items() if name not in ("architectures", "draft_vocab_size")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": "0.3.0",
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "x", "architectures": ["y"]}},
+        "transformer_layer_config": layers,
+        "draft_vocab_size": VD,
+        "norm_before_residual": False,
+    } | more
+
+
+def test_a_parallel_head_is_read_of_a_container(tmp_path: Path) -> None:
+    """Without `norm_before_residual` in its config, that is false, other than in containers of EAGLE-3."""
+    config = speculators_config(speculators_model_type="peagle", mask_token_id=3)
+    del config["norm_before_residual"]
+    weights = renamed(head_weights(), ("midlayer.", "layers.0.")) | {"mask_hidden": numbers(1, 1, 3 * H).float()}
+    path = write_head(tmp_path, config, weights)
+    head = load(path).head
+    assert head.mask_token_id == 3
+    assert_same(head.mask_feature(), weights["mask_hidden"][0].double() @ weights["fc.weight"].double().T)
+    pairs = numbers(5, 2 * H)
+    ((last, _, _),) = run_ragged(head, [(pairs, 2, pairs[:1], (-1,))])
+    assert_same(last, dense_outputs(weights, *pairs.chunk(2, -1), first="layers.0.")[-1])
+
+
+LAYOUTS = {
+    "original": (CONFIG | {"architectures": ["LlamaForCausalLM"]}, (), "pytorch_model.bin"),
+    "SpecForge": (CONFIG, (), "model.safetensors"),
+    "with prefix": (
+        CONFIG,
+        (("midlayer.", "model.layers.0."), ("fc.", "model.fc."), ("norm.", "model.norm.")),
+        "model.safetensors",
+    ),
+    "speculators": (speculators_config(), (("midlayer.", "layers.0."),), "model.safetensors"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config, names, file = LAYOUTS[layout]
+    weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in head_weights().items()}
+    loaded = load(write_head(tmp_path, config, renamed(weights, *names), file))
+    states, embeds = numbers(11, 3 * H), numbers(11, H, seed=2)
+    features = states @ weights["fc.weight"].double().T
+    assert_same(loaded.head.features(states), features)
+    wanted = dense_outputs(weights, embeds, features)
+    ((last, _, _),) = run_ragged(
+        loaded.head, [(torch.cat([embeds, features], -1), 4, torch.cat([embeds, features], -1)[:1], (-1,))]
+    )
+    assert_same(last, wanted[-1])
+    assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
+    assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
+    assert loaded.layers == (2, L // 2, L - 3)
+
+
+def drawn_rows() -> list[Any]:
+    """Rows for `run_ragged`, of different lengths and trees."""
+    sizes = ((9, 2, (-1, -1, 0, 0, 1, 3)), (3, 1, (-1, 0, 1)), (6, 5, (-1, -1, -1, 2, 2)))
+    return [
+        (numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree)
+        for row, (length, first, tree) in enumerate(sizes)
+    ]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        {"norm_before_residual": True},
+        {"norm_output": True},
+        {"num_hidden_layers": 3},
+        {"rope_theta": 500000.0},
+        {"head_dim": 10},
+        {"num_key_value_heads": 4},
+    ],
+)
+@pytest.mark.parametrize("backend", ["ragged", "padded"])
+def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    config = CONFIG | flags
+    weights = head_weights(config)
+    head = load(write_head(tmp_path, config, weights)).head
+    rows = drawn_rows()
+    for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
+        assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1), **flags)[-1])
+        for node, way in enumerate(ways(tree)):
+            chain = torch.cat([inputs, nodes[way]])
+            wanted = dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1:]
+            assert_same(outputs[node : node + 1], wanted)
+            assert_same(head.logits(wanted, pytest.fail), dense_logits(weights, wanted, **flags))
+        longer = torch.cat([chain, nodes[:1]])
+        assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
+
+
+def test_norms_before_fc(tmp_path: Path) -> None:
+    states, eps = numbers(4, 3 * H), CONFIG["rms_norm_eps"]
+    weights = head_weights()
+    fc = weights["fc.weight"].double()
+    one = random_weights({"input_norm.weight": (3 * H,)})
+    head = load(write_head(tmp_path / "one", CONFIG | {"norm_before_fc": True}, weights | one)).head
+    assert_same(head.features(states), dense_rms(states, one["input_norm.weight"].double(), eps) @ fc.T)
+    each = random_weights({f"fc_norm.{place}.weight": (H,) for place in range(3)})
+    chunks = [
+        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), each.values(), strict=True)
+    ]
+    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), each.values(), strict=True))
+    for folder, norms, flags in (("new", each, {"fc_norm": True}), ("old", old, {})):
+        head = load(write_head(tmp_path / folder, CONFIG | {"eagle_config": flags}, weights | norms)).head
+        assert_same(head.features(states), torch.cat(chunks, -1) @ fc.T)
+
+
+def test_biases_and_norms_of_heads_as_in_qwen(tmp_path: Path) -> None:
+    more = random_weights(
+        {
+            "midlayer.self_attn.q_norm.weight": (4,),
+            "midlayer.self_attn.k_norm.weight": (4,),
+            "midlayer.self_attn.q_proj.bias": (16,),
+            "midlayer.self_attn.k_proj.bias": (8,),
+            "midlayer.self_attn.v_proj.bias": (8,),
+        },
+        seed=4,
+    )
+    weights = head_weights() | more
+    head = load(write_head(tmp_path, CONFIG | {"attention_bias": True}, weights)).head
+    inputs = numbers(6, 2 * H)
+    ((last, _, _),) = run_ragged(head, [(inputs, 3, inputs[:1], (-1,))])
+    assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1))[-1])
+
+
+def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
+    weights = head_weights()
+    del weights["lm_head.weight"], weights["t2d"]
+    path = write_head(tmp_path / "a", CONFIG, weights)
+    head, table = load(path).head, numbers(V, H)
+    normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), (normed @ table.T)[:, DRAFTED])
+    assert_same(head.embed(torch.tensor([7, 3]), lambda ids: table[ids]), table[[7, 3]])
+    own = weights | random_weights({"embed_tokens.weight": (V, H)})
+    del own["d2t"]
+    whole = CONFIG | {"draft_vocab_size": None, "tie_word_embeddings": True}
+    head = load(write_head(tmp_path / "b", whole, own)).head
+    table = own["embed_tokens.weight"].double()
+    assert_same(head.embed(torch.tensor([7, 3]), pytest.fail), table[[7, 3]])
+    assert_same(head.logits(numbers(3, H), pytest.fail), normed @ table.T)
+    assert head.to_target(torch.tensor([5, 6])).tolist() == [5, 6]
+
+
+def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
+    config = CONFIG | {"eagle_config": {"use_aux_hidden_state": False}}
+    loaded = load(write_head(tmp_path, config, head_weights()))
+    assert loaded.layers == (LAST_NORMED,)
+    assert torch.equal(loaded.head.features(numbers(3, H)), numbers(3, H))
+
+
+def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
+    weights = head_weights() | random_weights({"fc.weight": (H, 3 * 20), "embed_tokens.weight": (V, H)})
+    config = CONFIG | {"target_hidden_size": 20}
+    head = load(write_head(tmp_path, config, weights), TargetSizes(V, 20, L)).head
+    assert_same(head.features(numbers(2, 60)), numbers(2, 60) @ weights["fc.weight"].double().T)
+
+
+def test_a_container_without_the_flag_norms_before_the_residual(tmp_path: Path) -> None:
+    config = speculators_config()
+    del config["norm_before_residual"]
+    loaded = load(write_head(tmp_path, config, renamed(head_weights(), ("midlayer.", "layers.0."))))
+    assert "options norm_before_residual" in loaded.described
+    assert any("speculators 0.3.0" in line for line in loaded.described)
+
+
+def test_later_layers_may_call_their_norm_as_the_first(tmp_path: Path) -> None:
+    config = CONFIG | {"num_hidden_layers": 2}
+    weights = head_weights(config)
+    other = renamed(weights, ("layers.1.input_layernorm", "layers.1.hidden_norm"))
+    heads = [load(write_head(tmp_path / name, config, each)).head for name, each in (("a", weights), ("b", other))]
+    for one, two in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: Path) -> None:
+    weights = head_weights()
+    del weights["lm_head.weight"], weights["d2t"], weights["t2d"]
+    config = CONFIG | {"draft_vocab_size": V, "logit_scale": 0.5}
+    head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
+    normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
+    assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)
+
+
+@pytest.mark.nightly
+def test_a_compiled_head_gives_the_same(
+    kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    head, other = (load(write_head(tmp_path / str(seed), CONFIG, head_weights(seed=seed))).head for seed in (0, 1))
+    rows = drawn_rows()
+    assert_same_outputs(run_ragged(head, rows, compile=True), run_ragged(head, rows))
+    monkeypatch.setattr(tracing, "compile_module", pytest.fail)  # from here on it is found
+    assert_same_outputs(run_ragged(head, rows, "padded", compile=True), run_ragged(head, rows))
+    with pytest.raises(AssertionError):
+        assert_same_outputs(run_ragged(other, rows), run_ragged(head, rows))
+    assert_same_outputs(run_ragged(other, rows, compile=True), run_ragged(other, rows))
+
+    program, inputs = CompiledHead(head), numbers(2, 3, 2 * H)
+    hidden, logits = program(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q, torch.tensor([0, 2]))
+    assert_same(hidden, head(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q)[:, [0, 2]].flatten(0, 1))
+    assert_same(logits, head.logits(hidden, pytest.fail))
+    assert not recwarn.list
+
+
+def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> None:
+        raise NativeError("no C++ compiler", "no compiler")
+
+    monkeypatch.setattr(tracing, "declare_operators", none)
+    head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
+    with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
+        outputs = run_ragged(head, rows, compile=True)
+    assert_same_outputs(outputs, run_ragged(head, rows))
+
+
+def assert_same_outputs(are: Seq[tuple[torch.Tensor, ...]], wanted: Seq[tuple[torch.Tensor, ...]]) -> None:
+    for row, other in zip(are, wanted, strict=True):
+        for one, two in zip(row, other, strict=True):
+            assert_same(one, two)

@@ -1,0 +1,162 @@
+"""Plots of a report, as SVG. They need matplotlib: ``pip install "emssd[plots]"``."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from emssd.errors import ConfigError
+from emssd_lab.report.cells import Spread
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
+
+_COLOURS = {  # told apart by the colour-blind, too
+    "vanilla": "#d55e00",
+    "unpad_kv": "#e69f00",
+    "unpad_inputs": "#cc79a7",
+    "unpad_both": "#0072b2",
+    "ragged": "#009e73",
+    "flashinfer": "#009e73",
+    "greedy": "#555555",
+    "ragged_greedy": "#8a8a8a",
+    "flashinfer_greedy": "#8a8a8a",
+}
+_CYCLE = (
+    "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555", "#882255", "#999933",
+    "#44aa99",
+)  # fmt: skip
+_MARKERS = "osD^vP*"  # as many as have no factor in common with the colours: 77 lines differ in one of the two
+_STYLES: dict[str, dict[str, Any]] = {
+    "measured": {"ms": 4.5, "linewidth": 1.6},
+    "paper": {"marker": "", "linestyle": (0, (4, 2)), "linewidth": 1.2, "alpha": 0.75},
+    "floor": {"marker": "", "linestyle": ":", "linewidth": 1.5},
+    "marks": {"marker": "*", "linestyle": "none", "ms": 9},
+    "level": {"ms": 3, "linewidth": 0.9},
+}
+_SHORT = 30  # characters of a legend's entry that leave room for two side by side
+_SIZE = (5.2, 3.7)  # inches; narrow enough to be read on a phone
+_SETTINGS: Any = {"svg.hashsalt": "emssd", "svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5}
+
+Points = Mapping[Any, float | Spread]
+"""y by x; of a `Spread` the median, with a bar from the least to the greatest."""
+
+
+class Curve(NamedTuple):
+    """A line of a plot, in one of the styles above."""
+
+    label: str
+    points: Points
+    colour: str
+    style: str = "measured"
+
+
+def colour(method: str | None, index: int = 0) -> str:
+    """The colour of a method wherever it is shown; of anything else the `index`-th of a cycle."""
+    return _COLOURS.get(method or "", _CYCLE[index % len(_CYCLE)])
+
+
+def coloured(lines: Mapping[str, Points], style: str = "measured") -> list[Curve]:
+    """A curve for the points of each name, in a colour of its own."""
+    return [Curve(name, points, colour(None, index), style) for index, (name, points) in enumerate(lines.items())]
+
+
+def curves(
+    title: str, xlabel: str, ylabel: str, lines: Iterable[Curve], *, mark: str = "", log: bool = True,
+    level: float | None = None,
+) -> str:  # fmt: skip
+    """Lines over batch sizes or the like; of all of them the legend says `mark`: random weights, replay."""
+    figure, axes = _figure(title)
+    drawn = [line for line in lines if line.points]
+    for index, line in enumerate(drawn):
+        _draw(axes, line, _MARKERS[index % len(_MARKERS)])
+    if level is not None:
+        axes.axhline(level, color="black", linewidth=0.8)
+    xs = sorted({x for line in drawn for x in line.points})
+    if log:
+        axes.set_xscale("log", base=2)
+    if len(xs) <= 10:
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+        axes.minorticks_off()
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.set_ylim(bottom=0)
+    return _svg(figure, axes, mark)
+
+
+def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
+    """Speed-ups by batch size."""
+    return curves(title, "batch size / rows", "speed-up over plain greedy", lines, mark=mark, level=1.0)
+
+
+def _draw(axes: Axes, line: Curve, marker: str) -> None:
+    points = sorted(line.points.items())
+    ys = [y.median if isinstance(y, Spread) else y for _, y in points]
+    axes.plot(
+        [x for x, _ in points], ys, color=line.colour, label=line.label, **{"marker": marker, **_STYLES[line.style]}
+    )
+    if bars := [(x, (y.low + y.high) / 2, (y.high - y.low) / 2) for x, y in points if isinstance(y, Spread)]:
+        xs, middles, halves = zip(*bars, strict=True)
+        axes.errorbar(xs, middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
+
+
+def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Seq[str], *, mark: str = "") -> str:
+    """Horizontal bars, each stacked of parts; `parts` has a value for each of `labels`."""
+    figure, axes = _figure(title, height=1.3 + 0.21 * len(labels))
+    left = [0.0] * len(labels)
+    for index, (name, widths) in enumerate(parts.items()):
+        axes.barh(range(len(labels)), list(widths), left=left, label=name, color=colour(None, index), height=0.75)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.set_yticks(range(len(labels)), labels, fontsize=8)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.set(xlabel=xlabel)
+    return _svg(figure, axes, mark, columns=6)
+
+
+def histograms(title: str, xlabel: str, samples: Mapping[str, Seq[float]], *, mark: str = "") -> str:
+    """Densities of several samples over the same bins."""
+    figure, axes = _figure(title)
+    lowest, highest = (pick(pick(values) for values in samples.values()) for pick in (min, max))
+    step = max((highest - lowest) / 16, 1e-3)
+    edges = [lowest + step * i for i in range(18)]
+    for index, (name, values) in enumerate(samples.items()):
+        axes.hist(list(values), edges, density=True, histtype="stepfilled", alpha=0.25, color=colour(None, index))
+        axes.hist(list(values), edges, density=True, histtype="step", color=colour(None, index), label=name)
+    axes.set(xlabel=xlabel, ylabel="probability density")
+    return _svg(figure, axes, mark)
+
+
+def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
+    try:
+        import matplotlib as mpl
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(f'a report needs matplotlib ({error}); install it: pip install "emssd[plots]"') from error
+    with mpl.rc_context(_SETTINGS):
+        figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
+        axes: Axes = figure.subplots()
+        axes.set_title(title, wrap=True)
+    axes.grid(alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> str:
+    """The picture, with its legend below the plot, so that it hides nothing."""
+    import matplotlib as mpl
+
+    handles, labels = axes.get_legend_handles_labels()
+    if labels:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > _SHORT else columns,
+            frameon=False, fontsize=8.5, title=mark or None, title_fontsize=8, columnspacing=1.2, handlelength=1.8,
+        )  # fmt: skip
+    written = io.StringIO()
+    with mpl.rc_context(_SETTINGS):
+        figure.savefig(written, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    return written.getvalue()

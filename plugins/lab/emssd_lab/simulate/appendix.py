@@ -1,0 +1,119 @@
+"""The paper's appendix: τ_max, δ̄ and r̄ by p and batch size, from the closed forms and from simulated batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from emssd.decoding.scheduler import StaticScheduler
+from emssd.drafting.budget import FixedBudget
+from emssd.errors import ConfigError
+from emssd_lab.simulate.curves import Roofline
+from emssd_lab.simulate.simulator import Simulator
+from emssd_lab.simulate.traces import geometric_trace
+
+__all__ = ["appendix_points"]
+
+_Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """Expected values of one step of a batch.
+
+    Attributes:
+        tau: E(τ), the mean acceptance length of a row, in tokens.
+        tau_max: E(τ_max), the longest of the batch (Equation 8), in tokens.
+        padding_length: E(δ̄), by how much the mean is shorter than the longest (Equation 9), in tokens.
+        padding_ratio: E(r̄) = E(δ̄/τ_max), the mean of the steps' ratios (Equation 10); ``padding_ratio`` of a run.
+        ratio_of_means: E(δ̄)/E(τ_max), the share of all aligned tokens that is padding.
+    """
+
+    tau: float
+    tau_max: float
+    padding_length: float
+    padding_ratio: float
+    ratio_of_means: float
+
+
+def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
+    """``[max_acceptance]`` P(τ = 1), P(τ = 2), …: geometric (Equation 6), cut off at `max_acceptance`.
+
+    `p` is the probability that a drafted token is right, given that those before it are.
+    """
+    if not 0 <= p <= 1 or max_acceptance < 1:
+        raise ConfigError(f"p is {p} and max_acceptance is {max_acceptance}; give p in 0..1 and a length of at least 1")
+    at_least = float(p) ** np.arange(max_acceptance)
+    pmf: _Array = at_least - np.append(at_least[1:], 0.0)
+    return pmf
+
+
+def max_pmf(pmf: _Array, batch_size: int) -> _Array:
+    """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows that follow `pmf` (Equation 11)."""
+    if batch_size < 1:
+        raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
+    at_most = np.cumsum(pmf) ** batch_size
+    result: _Array = np.diff(at_most, prepend=0.0)
+    return result
+
+
+def expected(pmf: _Array, batch_size: int) -> Expected:
+    """All expected values for `batch_size` rows that follow `pmf`.
+
+    For the ratio, ``E(r̄) = 1 - Σ_m E(τ_0; τ_max = m) / m``: rows are exchangeable, so that row 0 stands for the mean,
+    and ``E(τ_0; τ_max ≤ m) = Σ_{j≤m} j P(τ=j) · P(τ≤m)^(b-1)``.
+    """
+    lengths = np.arange(1, len(pmf) + 1)
+    tau = float(lengths @ pmf)
+    tau_max = float(lengths @ max_pmf(pmf, batch_size))
+    mean_below = np.cumsum(lengths * pmf) * np.cumsum(pmf) ** (batch_size - 1)
+    padding_ratio = 1.0 - float((np.diff(mean_below, prepend=0.0) / lengths).sum())
+    padding = max(0.0, tau_max - tau)  # no rounding below zero where there is no padding
+    return Expected(tau, tau_max, padding, max(0.0, padding_ratio), padding / tau_max)
+
+
+QUANTITIES = ("tau_max", "padding_length", "padding_ratio")
+"""Of `Expected`, what the three panels of the paper's figure show."""
+
+_NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)  # a curve on which every step takes no time
+
+
+def appendix_points(
+    chances: Iterable[float], batch_sizes: Seq[int], *, max_acceptance: int = 8, num_steps: int = 2000, seed: int = 0
+) -> list[dict[str, Any]]:
+    """All pairs of p and batch size, each with a seed of its own, counted up from `seed`.
+
+    Of each, ``p``, ``batch_size``, the values that are expected (``exact``), and for each of `QUANTITIES` the ``mean``
+    over simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
+
+    Args:
+        max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
+        num_steps: at least 2, of a static batch whose rows are long enough to be there in all of them.
+    """
+    points = []
+    for place, (batch_size, p) in enumerate(product(batch_sizes, list(chances))):
+        trace = geometric_trace(
+            p,
+            batch_size,
+            num_speculative_tokens=max_acceptance - 1,
+            max_new_tokens=max_acceptance * (num_steps + 1),
+            seed=seed + place,
+        )
+        run = Simulator(trace, StaticScheduler(batch_size), FixedBudget(), _NO_TIME).run(num_steps)
+        taus = np.asarray([step.acceptance for step in run.steps], dtype=np.float64)
+        longest = taus.max(axis=1)
+        padding = longest - taus.mean(axis=1)
+        simulated = {
+            name: {"mean": float(values.mean()), "error": float(values.std(ddof=1)) / num_steps**0.5}
+            for name, values in zip(QUANTITIES, (longest, padding, padding / longest), strict=True)
+        }
+        exact = dataclasses.asdict(expected(acceptance_pmf(p, max_acceptance), batch_size))
+        points.append({"p": p, "batch_size": batch_size, "exact": exact, "simulated": simulated})
+    return points

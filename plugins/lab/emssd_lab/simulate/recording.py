@@ -1,0 +1,118 @@
+"""Records from real runs: acceptance traces for `Simulator`, and the figures of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any
+
+from emssd.decoding.engine import Engine
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
+from emssd.drafting.budget import FixedBudget
+from emssd.sequences import Batch, Row
+from emssd_lab.simulate.traces import RequestTrace, StageTrace, Trace
+
+__all__ = ["StepLog", "logged_steps", "record_trace"]
+
+
+class TraceRecorder(Drafter):
+    """Asks a drafter at every output position and keeps the answers to itself, so that the target decodes alone.
+
+    That every position is visited is what lets any budget be replayed. It holds for drafters whose draft depends on the
+    row's tokens only, and of which a smaller budget gets the beginning: retrieval, draft models.
+    """
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.num_speculative_tokens = drafter.num_speculative_tokens
+        self._drafter = drafter
+        self.rows: dict[str, Row] = {}  # that were seen, by request id
+        self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
+
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        draft = self._drafter.propose(batch, budget)
+        token_ids = draft.token_ids.tolist()
+        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
+            position = len(row.tokens) - len(row.request.prompt_ids)
+            self.rows[row.request_id] = row
+            self._guesses.setdefault(row.request_id, {})[position] = token_ids[start:stop]
+        return Draft.empty(len(batch))
+
+    def observe(self, outcome: Outcome) -> None:
+        self._drafter.observe(outcome)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._drafter.release(request_ids)
+
+    def stage(self, request_id: str) -> StageTrace:
+        """The recorded trace of a request that has ended.
+
+        Drafted tokens after an EOS count as wrong: nobody knows what the target would have gone on with.
+        """
+        output = self.rows[request_id].output_ids
+        made = [self._guesses[request_id][position] for position in range(len(output))]
+        right = []
+        for position, guess in enumerate(made):
+            pairs = zip(guess, output[position:], strict=False)
+            right.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        return StageTrace(tuple(map(len, made)), tuple(right))
+
+
+def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: Any) -> Trace:
+    """Decode `prompts` at the speed of plain greedy decoding and record what the engine's drafters would do.
+
+    Prompts and options are those of `Engine.generate`. The engine is idle, and afterwards it is as it was.
+    """
+    stages, policy = engine.drafting.drafters, engine.drafting.policy
+    drafters = [stage.drafter for stage in stages]
+    recorders = [TraceRecorder(drafter) for drafter in drafters]
+    try:
+        engine.drafting.policy = FixedBudget()
+        for stage, recorder in zip(stages, recorders, strict=True):
+            stage.drafter = recorder
+        names = [generation.request_id for generation in engine.generate(prompts, **options)]
+    finally:
+        engine.drafting.policy = policy
+        for stage, drafter in zip(stages, drafters, strict=True):
+            stage.drafter = drafter
+    requests = []
+    for name in names:
+        row, traces = recorders[0].rows[name], tuple(recorder.stage(name) for recorder in recorders)
+        num_prompt = len(row.request.prompt_ids)
+        requests.append(RequestTrace(name, num_prompt, row.max_length - num_prompt, traces))
+    return Trace(tuple(recorder.num_speculative_tokens for recorder in recorders), tuple(requests))
+
+
+class StepLog(BudgetPolicy):
+    """Passes everything on to another policy and keeps the figures of every step."""
+
+    def __init__(self, policy: BudgetPolicy) -> None:
+        self.steps: list[StepStats] = []
+        self._policy = policy
+        self.max_depth = policy.max_depth
+        self.goes_on = policy.goes_on  # type: ignore[method-assign]  # so that none is asked that does not mind
+
+    def allot(self, step: BudgetStep) -> Seq[int]:
+        return self._policy.allot(step)
+
+    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
+        return self._policy.trim(step, draft)
+
+    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+        self.steps.append(stats)
+        self._policy.observe(outcome, stats)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        self._policy.release(request_ids)
+
+
+@contextmanager
+def logged_steps(engine: Engine, policy: BudgetPolicy | None = None) -> Iterator[list[StepStats]]:
+    """The figures of the steps that `engine` takes meanwhile, with its own policy or with `policy`."""
+    own = engine.drafting.policy
+    engine.drafting.policy = log = StepLog(policy or own)
+    try:
+        yield log.steps
+    finally:
+        engine.drafting.policy = own

@@ -1,0 +1,194 @@
+"""The decode loop without a model: `Engine.step` over a trace, in simulated time; its warm-up, and its figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from emssd.attention.pages import PageTable
+from emssd.attention.trees import Parents, depths
+from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
+from emssd.decoding.scheduler import Scheduler
+from emssd.decoding.warmup import PROMPT_TOKENS
+from emssd.decoding.warmup import warm_up as warm_up_engine
+from emssd.drafting import BudgetPolicy, Drafter
+from emssd.errors import ConfigError
+from emssd.metrics.stats import PHASES, RunReport, StepStats
+from emssd.model.run.choice_runner import ChoiceRunner
+from emssd.sequences import Row
+from emssd_lab.simulate.curves import StepCurve
+from emssd_lab.simulate.recording import StepLog
+from emssd_lab.simulate.trace_drafter import TraceDrafter
+from emssd_lab.simulate.traces import VOCAB_SIZE, Trace
+
+__all__ = ["summarize", "summary_table", "warm_up"]
+
+_PAGE_SIZE = 16  # tokens, as the paged backends have it by default
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """The result of a simulated run.
+
+    Attributes:
+        report: with the metrics of ``docs/metrics.md``, in simulated seconds.
+        sequences: every request that took part in a step, in order of arrival, where it got to.
+    """
+
+    report: RunReport
+    steps: Seq[StepStats]
+    sequences: Seq[Row]
+
+
+class Simulator:
+    """Takes the steps that an engine would take.
+
+    Args:
+        trace: what the drafter offers, and what of it is right.
+        budget: gets simulated seconds, ``draft`` and ``forward``; all others are 0.
+        max_kv_tokens: how many tokens the KV cache holds, in pages of 16; ``None`` for no limit.
+        drafters: in the place of those of the trace, such as a `TreeDrafter`.
+
+    Raises:
+        ConfigError: a request that the KV cache could not hold even alone, or a scheduler that is busy.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        scheduler: Scheduler,
+        budget: BudgetPolicy,
+        curve: StepCurve,
+        *,
+        max_kv_tokens: int | None = None,
+        drafters: Seq[Drafter] | None = None,
+    ) -> None:
+        if scheduler.has_work:
+            raise ConfigError("this scheduler has work of another run; give the simulator one of its own")
+        runner, self._log = TraceRunner(trace, max_kv_tokens), StepLog(budget)
+        self.engine = Engine(
+            runner,
+            drafters or [TraceDrafter(trace, stage) for stage in range(len(trace.num_speculative_tokens))],
+            scheduler=scheduler,
+            budget=self._log,
+            make_timer=lambda: SimulatedTimer(curve),
+        )
+        self._rows = self._waiting = [request.row() for request in trace]
+        for row in self._rows:
+            if not runner.fits({row.request_id: row.max_length}):
+                raise ConfigError(
+                    f"request {row.request_id!r} takes up to {row.max_length} tokens of KV cache, and there "
+                    f"is room for {max_kv_tokens}, in pages of {_PAGE_SIZE}; raise max_kv_tokens"
+                )
+
+    def run(self, max_steps: int | None = None) -> Simulation:
+        """Take steps until all is done, or `max_steps`; a further call goes on from there."""
+        if max_steps is not None and max_steps < 1:
+            raise ConfigError(f"max_steps is {max_steps}; it must be at least 1")
+        for row in self._waiting:
+            self.engine.scheduler.add(row)
+        self._waiting = []
+        self.engine.report, self._log.steps = RunReport(), []
+        while self.engine.has_work and (max_steps is None or len(self._log.steps) < max_steps):
+            self.engine.step()
+        started = [row for row in self._rows if row.num_steps or row.num_cached]
+        return Simulation(self.engine.report, self._log.steps, started)
+
+
+class TraceRunner(ChoiceRunner):
+    """A target that generates what a trace says, with room for `max_kv_tokens` tokens of KV, in whole pages."""
+
+    def __init__(self, trace: Trace, max_kv_tokens: int | None = None) -> None:
+        super().__init__(VOCAB_SIZE)
+        self._traces = {request.request_id: request for request in trace}
+        self._pages = PageTable(_PAGE_SIZE, None if max_kv_tokens is None else max_kv_tokens // _PAGE_SIZE)
+
+    def choices(self, request_id: str, length: int, drafted: Seq[int], tree: Parents) -> list[int]:
+        trace = self._traces[request_id]
+        deep = [0, *depths(tree)]
+        tokens = trace.tokens(length - trace.num_prompt, max(deep) + 1)
+        return [tokens[depth] for depth in deep]
+
+    def fits(self, kv_lens: Mapping[str, int]) -> bool:
+        return self._pages.fits(kv_lens)
+
+
+class SimulatedTimer(StepTimer):
+    """Steps take the time that a curve says: that of drafting and that of the forward pass, others none."""
+
+    def __init__(self, curve: StepCurve) -> None:
+        super().__init__()
+        self._curve = curve
+        self._timed: StepStats | None = None
+
+    def timed(self, stats: StepStats) -> StepStats:
+        if self._timed is None:  # a curve is asked once for a step
+            stages = []
+            for index, stage in enumerate(stats.stages):
+                depth, num_tokens = max(stage.budget, default=0), sum(stage.budget)
+                taken = self._curve.draft_seconds(index, depth, num_tokens, stats.num_kv_tokens)
+                stages.append(dataclasses.replace(stage, seconds=taken))
+            seconds = dict.fromkeys(PHASES, 0.0)
+            seconds["draft"] = sum(stage.seconds for stage in stages)
+            seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
+            self._timed = dataclasses.replace(stats, seconds=seconds, stages=tuple(stages))
+        return self._timed
+
+
+def warm_up(
+    policy: BudgetPolicy,
+    trace: Trace,
+    make_scheduler: Callable[[], Scheduler],
+    curve: StepCurve,
+    drafters: Seq[Drafter] | None = None,
+) -> None:
+    """The warm-up of a real run, with the first requests of a trace and in simulated time."""
+    scheduler = make_scheduler()
+    few = tuple(
+        dataclasses.replace(request, num_prompt=min(PROMPT_TOKENS, request.num_prompt))
+        for request in trace.requests[: scheduler.batch_size]
+    )
+    simulator = Simulator(dataclasses.replace(trace, requests=few), scheduler, policy, curve, drafters=drafters)
+    requests = [dataclasses.replace(each.row().request, max_new_tokens=each.output_length) for each in few]
+    warm_up_engine(simulator.engine, requests)
+
+
+_FIGURES = {  # name, and if the table shows it: its name there and its format
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "tokens_per_step": ("tokens/step", ",.2f"),
+    "num_steps": ("steps", ",d"),
+    "num_new_tokens": ("new tokens", ",d"),
+    "num_computed_tokens": None,
+    "mean_acceptance_length": ("τ̄", ".2f"),
+    "mean_draft_length": ("drafted", ".2f"),
+    "padding_ratio": ("δ̄/τmax", ".1%"),
+    "batch_fill": ("fill", ".1%"),
+    "num_preempted": ("preempted", ",d"),
+    "seconds": ("seconds", ".2f"),
+}
+
+
+def summarize(simulation: Simulation, label: str) -> dict[str, Any]:
+    """The figures of `simulation`, under the names of ``docs/metrics.md``, and a ``label`` that says what ran. Seconds
+    and tokens/s are simulated, and count all steps, prompts included.
+    """
+    report = simulation.report
+    steps = {"tokens_per_step": report.num_new_tokens / max(report.num_steps, 1), "seconds": report.total_seconds}
+    metrics = report.metrics() | steps
+    return {"label": label} | {name: metrics[name] for name in _FIGURES}
+
+
+def summary_table(run: Mapping[str, Any]) -> Table:
+    """The figures of a run, as `summarize` gives them, a line each."""
+    table = Table("simulated, not measured", title=str(run["label"]), title_justify="left", title_style="bold")
+    table.add_column(justify="right")
+    for name, column in _FIGURES.items():
+        if column is not None:
+            table.add_row(column[0], format(run[name], column[1]))
+    return table

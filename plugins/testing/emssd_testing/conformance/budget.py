@@ -1,0 +1,248 @@
+"""`BudgetPolicyConformance`: the tests that every budget policy must pass, to be inherited by its author."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from typing import ClassVar
+
+import pytest
+from hypothesis import strategies as st
+
+from emssd.drafting import BudgetPolicy
+from emssd.sequences import Request, Row
+from emssd_testing.conformance.policy_world import DRAFTS, Decided, Drafts, PolicyWorld, WatchedPolicy
+from emssd_testing.conformance.rules import BrokenRule, broken, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
+from emssd_testing.conformance.setting import decode, runs
+from emssd_testing.conformance.suite import Suite
+from emssd_testing.oracle import DenseBackend
+from emssd_testing.strategies import drafters
+
+__all__ = ["BudgetPolicyConformance"]
+
+_rule = pytest.mark.emssd_rule
+_VOCAB_SIZE = 7
+_drafts = st.sampled_from(DRAFTS)
+_RANDOM = "it decides at random, and its decisions are not compared"
+_STINGY = Decision(limit=9, keep=9, agree=0, token=1)
+_OTHERS = [Life(Request("b", (1, 3, 2), 30), (AGREEABLE, _STINGY)), Life(Request("c", (2,), 9), (AGREEABLE,), 2)]
+
+
+class BudgetPolicyConformance(Suite):
+    """Tests of a budget policy. Inherit, and say which::
+
+        class TestMine(BudgetPolicyConformance):
+            plugin = "mine"                            # one that is installed
+
+        class TestAnother(BudgetPolicyConformance):    # or one that is not
+            def make_policy(self):
+                return AnotherPolicy()
+
+    Each failure names the rule that was broken; docs/reference/budget_rules.md explains them.
+
+    Attributes:
+        decides_at_random: the policy draws at random on purpose. Then its decisions are not compared with another's.
+    """
+
+    kind = "budget"
+    decides_at_random: ClassVar[bool] = False
+
+    def make_policy(self) -> BudgetPolicy:
+        """A new policy; called many times."""
+        spec, config = self.spec(), self.make_config()
+        made: BudgetPolicy = spec.build(config)
+        return made
+
+    @_rule("budget.build")
+    def test_it_is_built(self) -> None:
+        """Twice, so that nothing is shared."""
+        self._policy()
+
+    @_rule("budget.allot", "budget.goes_on", "budget.trim", "budget.batch", "budget.process", "budget.raises")
+    def test_every_call_keeps_to_the_interface(self) -> None:
+        """Any requests, limits, drafts and acceptances, with one drafter or several."""
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(_VOCAB_SIZE), label="requests")
+            num_stages, drafts = data.draw(st.integers(1, 3), label="drafters"), data.draw(_drafts, label="drafts")
+            with self._explained():
+                self._world(num_stages, drafts).live(drawn)
+
+        self._examples(25, check)
+
+    @_rule("budget.limits")
+    def test_limits(self) -> None:
+        """Steps without rows, without room to draft, without a draft; a second drafter; and all of these at first."""
+        self._limits()
+
+    @_rule("budget.trees")
+    def test_trees(self) -> None:
+        """Token trees, whether or not their drafter says how sure it is; none, some and all of it accepted."""
+        self._trees()
+
+    @_rule("budget.deterministic")
+    def test_it_decides_the_same_again(self) -> None:
+        """Two new policies that are told the same."""
+        self._skip_if_random()
+
+        def check(data: st.DataObject) -> None:
+            drawn, drafts = data.draw(lives(_VOCAB_SIZE), label="requests"), data.draw(_drafts, label="drafts")
+            with self._explained():
+                self._deterministic(drawn, drafts)
+
+        self._examples(10, check)
+
+    @_rule("budget.release")
+    def test_released_requests_are_forgotten(self) -> None:
+        """The id of a request that ended comes again, and is treated as a new one."""
+        self._skip_if_random()
+        self._unknown_ids()
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(_VOCAB_SIZE, min_size=2), label="requests")
+            drafts = data.draw(_drafts, label="drafts")
+            with self._explained(drawn):
+                self._forgotten("budget.release", drawn, None, drafts)
+
+        self._examples(12, check)
+
+    @_rule("budget.preemption")
+    def test_preempted_requests_begin_anew(self) -> None:
+        """A request is released in the middle and comes again with the tokens that it had."""
+        self._skip_if_random()
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(_VOCAB_SIZE, min_new_tokens=8), label="requests")
+            num_steps, drafts = data.draw(st.integers(1, 3), label="steps"), data.draw(_drafts, label="drafts")
+            with self._explained(drawn):
+                self._forgotten("budget.preemption", drawn, num_steps, drafts)
+
+        self._examples(12, check)
+
+    @_rule("budget.lossless")
+    def test_tokens_equal_plain_greedy(self) -> None:
+        """Hypothesis chooses the batch, the drafters, the model, and whether rows are preempted."""
+
+        def check(data: st.DataObject) -> None:
+            run = data.draw(runs(self.models), label="run")
+            any_drafter = drafters(run.setting.vocab_size, run.setting.references, with_trees=True)
+            several = data.draw(st.lists(any_drafter, min_size=1, max_size=2), label="drafters")
+            with self._explained():
+                decode(dataclasses.replace(run, policy=self._policy()), DenseBackend, several, "budget.lossless")
+
+        self._examples(15, check)
+
+    def _limits(self) -> None:
+        nothing, none_drafted = Decision(0, 0, 0, 1), Decision(9, 0, 0, 1)
+        with renamed("budget.limits", unless=lambda: self._few_steps(1, [AGREEABLE])):
+            for script in ([nothing], [none_drafted], [AGREEABLE, nothing], [none_drafted, AGREEABLE]):
+                self._few_steps(1, script)
+            for num_stages in (2, 3):
+                self._few_steps(num_stages, [AGREEABLE, none_drafted, Decision(9, 3, 1, 2)])
+            for before in ([], [AGREEABLE]):
+                world = self._few_steps(2, before)
+                world.step([], [], 30)  # pieces of prompts, and nothing to verify
+                world.step([_row("z", 2)], [AGREEABLE])
+
+    def _trees(self) -> None:
+        scripts = [[AGREEABLE], [_STINGY], [Decision(9, 9, 9, 1, turn) for turn in range(1, 8)]]
+        for drafts in DRAFTS[1:]:
+            for num_stages, script in product((1, 2), scripts):
+                with renamed("budget.trees", unless=partial(self._chains, num_stages, script)):
+                    self._few_steps(num_stages, script, drafts)
+
+    def _chains(self, num_stages: int, script: Seq[Decision]) -> None:
+        self._limits()
+        self._few_steps(num_stages, script)
+
+    def _few_steps(self, num_stages: int, script: Seq[Decision], drafts: Drafts = "chains") -> PolicyWorld:
+        world, rows = self._world(num_stages, drafts), [_row("a", 30), _row("b", 30)]
+        for event in [*script] * 3:
+            world.step(rows, [event] * len(rows))
+        return world
+
+    def _unknown_ids(self) -> None:
+        with renamed("budget.release", unless=self._limits):
+            world = self._world()
+            world.release(["never seen", "nor this"])
+            row = _row("a", 9)
+            world.step([row], [AGREEABLE])
+            world.release(["a"])
+            world.release(["a"])
+            world.step([_row("a", 9)], [AGREEABLE])
+
+    def _deterministic(self, drawn: Seq[Life], drafts: Drafts = "chains") -> None:
+        first = self._world(1, drafts).live(drawn).watched.decisions
+        for _ in range(0 if self.decides_at_random else 3):  # chance may give the same once
+            second = self._world(1, drafts).live(drawn).watched.decisions
+            _compare("budget.deterministic", first, second, "once", "told the same again")
+
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None, drafts: Drafts = "chains") -> None:
+        """The first of `drawn` is released, at its end or after some steps, and comes again, also with another name."""
+        decisions = []
+        for name in (drawn[0].request.request_id, "a new name"):
+            world, others = self._world(1, drafts), [life.row() for life in drawn[1:]]
+            by_id = {life.request.request_id: life for life in drawn}
+            first, running = drawn[0].row(), True
+            while running and (num_steps is None or first.num_steps < num_steps):
+                rows = world.step([first, *others], [decision(r, by_id[r.request_id]) for r in (first, *others)])
+                running, others = first in rows, [row for row in rows if row is not first]
+            world.release([first.request_id])
+            tokens = list(first.request.prompt_ids) if num_steps is None or not running else list(first.tokens)
+            again = Row(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), tokens)
+            begun = len(world.watched.decisions)
+            with renamed(rule, unless=self._limits):
+                for _ in range(3):
+                    world.step([again], [AGREEABLE])
+            decisions.append(world.watched.decisions[begun:])
+        if not self.decides_at_random:
+            known, new = decisions
+            _compare(rule, known, new, "after its release", "for one that has a new name and is else the same")
+
+    @contextmanager
+    def _explained(self, drawn: Seq[Life] = _OTHERS) -> Iterator[None]:
+        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
+        try:
+            yield
+        except BrokenRule as error:
+            if error.rule == "budget.raises":
+                self._limits()
+                self._trees()
+                self._unknown_ids()
+            elif error.rule in ("budget.release", "budget.preemption"):
+                self._deterministic(drawn)
+                self._deterministic(_OTHERS)
+                if error.rule == "budget.preemption":
+                    self._unknown_ids()
+                    self._forgotten("budget.release", [_alike("a"), *_OTHERS], None)
+                    self._forgotten("budget.release", drawn, None)
+            raise
+
+    def _skip_if_random(self) -> None:
+        if self.decides_at_random:
+            pytest.skip(_RANDOM)
+
+    def _world(self, num_stages: int = 1, drafts: Drafts = "chains") -> PolicyWorld:
+        return PolicyWorld(self._policy(), num_stages, drafts)
+
+    def _policy(self) -> WatchedPolicy:
+        return WatchedPolicy(self._built(self.make_policy, BudgetPolicy))
+
+
+def _row(name: str, num_tokens: int) -> Row:
+    return Row(Request(name, (1, 2, 3), num_tokens))
+
+
+def _alike(name: str) -> Life:
+    return Life(Request(name, (1, 2, 1), 9), (_STINGY, AGREEABLE))
+
+
+def _compare(rule: str, first: Seq[Decided], second: Seq[Decided], here: str, there: str) -> None:
+    for number, ((method, one), (_, other)) in enumerate(zip(first, second, strict=False), start=1):
+        if one != other:
+            broken(rule, f"decision {number}, of {method}, is {list(one)} {here}, and {list(other)} {there}")

@@ -1,0 +1,258 @@
+"""`DrafterConformance`: the tests that every drafter must pass, to be inherited by its author."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import ClassVar
+
+import pytest
+from hypothesis import strategies as st
+
+from emssd.drafting import Drafter, DrafterContext
+from emssd.drafting.hidden import checked_layers
+from emssd.sequences import Request, Row
+from emssd_testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
+from emssd_testing.conformance.rules import broken, named
+from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
+from emssd_testing.conformance.setting import BATCH_SIZE, MODEL_LEN, decode, drafters_of, runs, setting
+from emssd_testing.conformance.watch import DrafterWorld, WatchedDrafter
+from emssd_testing.oracle import DenseBackend
+
+__all__ = ["DrafterConformance"]
+
+_rule = pytest.mark.emssd_rule
+
+
+class DrafterConformance(Probes):
+    """Tests of a drafter. Inherit, and say which::
+
+        class TestMine(DrafterConformance):
+            plugin = "mine"                      # one that is installed
+            options = {"length": 3}
+
+        class TestAnother(DrafterConformance):   # or one that is not
+            def make_drafter(self, context):
+                return AnotherDrafter(AnotherConfig(), context)
+
+    Each failure names the rule that was broken; docs/reference/drafter_rules.md explains them.
+
+    Attributes:
+        learns_across_requests: the drafter means to draft otherwise after other requests. Then its drafts are not
+            compared with those of a drafter without a past.
+        decides_at_random: the drafter means to. Then its drafts are not compared at all. Tokens still must be exact,
+            and the rules that are not tested for either reason are reported as skipped.
+    """
+
+    kind = "drafter"
+    learns_across_requests: ClassVar[bool] = False
+    decides_at_random: ClassVar[bool] = False
+    _latest: Seq[Drafter] = ()
+
+    def make_drafter(self, context: DrafterContext) -> Drafter | Seq[Drafter]:
+        """A new drafter, or several that are asked in turn; called many times.
+
+        Args:
+            context: as of an engine around a tiny target, see `emssd_testing.conformance.setting.setting`.
+        """
+        spec, config = self.spec(), self.make_config()
+        made: Drafter | Seq[Drafter] = spec.build(config, context)
+        return made
+
+    @_rule("drafter.build")
+    def test_it_is_built(self) -> None:
+        """Twice, so that nothing is shared."""
+        for _ in range(2):
+            self._drafters(self._context())
+
+    @_rule("drafter.draft", "drafter.budget", "drafter.tree", "drafter.depth", "drafter.confidence",
+           "drafter.vocabulary", "drafter.batch", "drafter.accounting", "drafter.process",
+           "drafter.raises")  # fmt: skip
+    def test_every_call_keeps_to_the_interface(self) -> None:
+        """Any requests, budgets, trims and acceptances."""
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
+            with self._explained():
+                self._world().live(drawn)
+
+        self._examples(25, check)
+
+    @_rule("drafter.zero_budget")
+    def test_a_budget_of_zero(self) -> None:
+        """For all rows of a step, for some, and at first."""
+        self._zero_budget()
+
+    @_rule("drafter.limits")
+    def test_limits(self) -> None:
+        """Prompts of one token, one token left, an EOS inside a draft, drafts of which nothing is verified."""
+        self._limits()
+
+    @_rule("drafter.deterministic")
+    def test_it_drafts_the_same_again(self) -> None:
+        """Two new drafters, the same calls."""
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
+            with self._explained():
+                self._deterministic(drawn)
+
+        self._examples(10, check)
+        self._skip_if_uncompared()
+
+    @_rule("drafter.isolation")
+    def test_requests_do_not_touch_each_other(self) -> None:
+        """Together and alone, a request gets the same drafts; of a drafter that learns, the same tokens."""
+        if self.learns_across_requests:
+            self._examples(6, self._exact_with_a_past)
+            pytest.skip(LEARNS)
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
+            with self._explained(drawn):
+                self._isolation(drawn)
+
+        self._examples(20, check)
+        self._skip_if_uncompared()
+
+    @_rule("drafter.release")
+    def test_released_requests_are_forgotten(self) -> None:
+        """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
+        with self._explained():
+            self._release()
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE, min_size=2), label="requests")
+            first, second, *others = drawn
+            named_alike = Request(first.request.request_id, second.request.prompt_ids, second.request.max_new_tokens)
+            again = Life(named_alike, second.script)
+
+            def after_the_first() -> DrafterWorld:
+                world = self._world()
+                rows = [life.row() for life in (first, *others)]
+                while rows := world.step(rows, [AGREEABLE] * len(rows)):
+                    pass
+                world.drafts.clear()
+                return world
+
+            self._as_if_new("drafter.release", drawn, again, after_the_first)
+
+        self._examples(12, check)
+        self._skip_if_uncompared()
+
+    @_rule("drafter.preemption")
+    def test_preempted_requests_begin_anew(self) -> None:
+        """Released in the middle, also before a step was observed, and asked again, from all tokens or from fewer."""
+
+        def check(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE, min_new_tokens=6), label="requests")
+            num_steps, abandon = data.draw(st.integers(1, 4), label="steps"), data.draw(st.booleans(), label="abandon")
+            fewer = data.draw(st.sampled_from([0, 1, 2, 5, 99]), label="tokens lost")
+            script = data.draw(st.sampled_from(drawn), label="script afterwards").script
+            tokens = list(drawn[0].request.prompt_ids)
+
+            def after_preemption() -> DrafterWorld:
+                world = self._world()
+                first, *others = [life.row() for life in drawn]
+                for _ in range(num_steps):
+                    running = [first, *others]
+                    running = world.step(running, [decision(row, drawn[0]) for row in running])
+                    if first not in running:
+                        break
+                    others = [row for row in running if row is not first]
+                if abandon and first.finish_reason is None:
+                    world.propose([first, *others], [AGREEABLE] * (1 + len(others)))
+                    world.release(row.request_id for row in others)
+                world.release([first.request_id])
+                tokens[:] = first.tokens[: max(len(first.request.prompt_ids), len(first.tokens) - fewer)]
+                world.drafts.clear()
+                return world
+
+            request = drawn[0].request
+            again = Life(Request(request.request_id, request.prompt_ids, MODEL_LEN - len(request.prompt_ids)), script)
+            self._as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
+
+        self._examples(15, check)
+        self._skip_if_uncompared()
+
+    @_rule("drafter.lossless", "drafter.accounting")
+    def test_tokens_equal_plain_greedy(self) -> None:
+        """Any batch and model of Hypothesis' choice, preempted or not, and what was counted agrees with outcomes."""
+
+        def check(data: st.DataObject) -> None:
+            run = data.draw(runs(self.models), label="run")
+            watched = self._watched(run.setting.context)
+            with self._explained():
+                engine = decode(run, DenseBackend, watched, "drafter.lossless")
+            heard = [
+                sum(drafter.num_drafted.total() for drafter in watched),
+                sum(drafter.num_accepted.total() for drafter in watched),
+            ]
+            counted = [engine.report.num_drafted, engine.report.num_accepted]
+            if heard != counted:
+                broken("drafter.accounting", f"outcomes told of {heard} drafted and accepted tokens; it was {counted}")
+
+        self._examples(15, check)
+
+    @_rule()
+    def test_report_of_the_cost(self, record_property: Callable[[str, object], None]) -> None:
+        """Time per drafted token; reported, and never judged."""
+        watched = self._watched(self._context())
+        world, step = self._world(watched), Decision(16, 16, 3, 1)
+        rows = [
+            Row(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
+            for row in range(BATCH_SIZE)
+        ]
+        start = time.perf_counter()
+        num_steps = 0
+        with self._explained():
+            while rows:
+                rows = world.step(rows, [step] * len(rows))
+                num_steps += 1
+        whole, seconds = time.perf_counter() - start, sum(drafter.seconds for drafter in watched)
+        num_tokens = sum(drafter.num_tokens for drafter in watched)
+        cost = f"{1e6 * seconds / num_tokens:.1f} µs per drafted token" if num_tokens else "it drafted nothing"
+        record_property(
+            "emssd_cost",
+            f"{cost}, {1e6 * seconds / num_steps:.1f} µs per step of up to {BATCH_SIZE} rows "
+            f"({num_tokens} tokens in {num_steps} steps; the whole took {1e3 * whole:.1f} ms)",
+        )
+
+    def _exact_with_a_past(self, data: st.DataObject) -> None:
+        """Two runs with the same drafter."""
+        run = data.draw(runs(self.models), label="run")
+        watched = self._watched(run.setting.context)
+        with self._explained():
+            for _ in range(2):
+                decode(run, DenseBackend, watched, "drafter.isolation")
+
+    def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
+        context = self._context()
+        return DrafterWorld(watched or self._watched(context), context.vocab_size, context.target)
+
+    def _watched(self, context: DrafterContext) -> list[WatchedDrafter]:
+        return [WatchedDrafter(drafter, context.vocab_size) for drafter in self._drafters(context)]
+
+    def _context(self) -> DrafterContext:
+        return setting(self.models[0], VOCAB_SIZE).context
+
+    def _drafters(self, context: DrafterContext) -> list[Drafter]:
+        with named("drafter.build", "building it"):
+            made = self.make_drafter(context)
+            drafters = drafters_of(made)
+        for drafter in drafters:
+            if not isinstance(drafter, Drafter):
+                broken("drafter.build", f"it built a {type(drafter).__name__}; give an emssd.drafting.Drafter")
+            with named("drafter.build", "num_speculative_tokens"):
+                most = drafter.num_speculative_tokens
+            if not isinstance(most, int) or isinstance(most, bool) or most < 0:
+                broken("drafter.build", f"its num_speculative_tokens is {most!r}; give a whole number, 0 or more")
+            with named("drafter.build", "hidden_layers"):
+                checked_layers(drafter.hidden_layers)
+            if any(drafter is other for other in self._latest):
+                broken("drafter.build", f"a second build gave the same {type(drafter).__name__} again; make a new one")
+        if not drafters:
+            broken("drafter.build", "it built an empty list; give at least one drafter")
+        self._latest = drafters
+        return drafters
