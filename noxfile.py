@@ -201,7 +201,7 @@ def speculators(session: nox.Session) -> None:
     _see_environment(session)
     session.install("--no-deps", "speculators==0.9.0")  # it takes an older Transformers, and the newest works
     session.install("openai", "datasets", "hs-connectors", "loguru", "pydantic", "pydantic-settings")
-    session.run("python", "-m", "pytest", "tests/peers", *session.posargs)
+    session.run("python", "-m", "pytest", "plugins/heads/tests/peers", *session.posargs)
 
 
 def _install_beside(session: nox.Session, extra: str) -> None:

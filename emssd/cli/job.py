@@ -24,11 +24,11 @@ from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TextStream
+from emssd.cli.turns import Turns, ratio_interval
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
-from emssd.decoding.turns import Turns, ratio_interval
 from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.errors.faults import blame
 from emssd.hooks import PromptSourceSpec

@@ -356,13 +356,24 @@ def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("lora", [[], ["--lora"]])
 def test_the_trainers_log_probabilities_have_the_bits_of_the_rollout(lora: list[str], tmp_path: Path) -> None:
     pytest.importorskip("trl", reason=WHY)
-    from benchmarks.batch_invariant import main
+    from benchmarks.trl_rollouts import main
 
-    lines = [json.dumps({"question": f"{n} and {n} are"}) for n in range(3)]
+    lines = [json.dumps({"question": f"{n} and {n} are", "answer": "4"}) for n in range(3)]
     (data := tmp_path / "questions.jsonl").write_text("\n".join(lines))
-    small = ["--steps", "3", "--generations", "2", "--max-new-tokens", "8", *lora]
+    small = [
+        "--bits",
+        "--questions-per-step",
+        "1",
+        "--epochs",
+        "1",
+        "--generations",
+        "2",
+        "--max-new-tokens",
+        "8",
+        *lora,
+    ]
     config = save_model(tmp_path / "model") / "config.json"  # with dropout, a trainer computes something else each time
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dropout": 0.0}))
-    rows = main(["--model", str(config.parent), "--data", str(data), *small])
-    assert rows["`batch_invariant`"]["largest"] == 0.0
-    assert rows["`batch_invariant`"]["tokens"] > 20
+    _, invariant = main(["--model", str(config.parent), "--data", str(data), *small])
+    assert invariant["largest"] == 0.0
+    assert invariant["tokens"] > 20

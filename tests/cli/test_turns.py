@@ -11,8 +11,8 @@ import pytest
 from emssd_none import NoneDrafter
 from emssd_testing.drafters import RandomDrafter
 
+from emssd.cli.turns import Turns, ratio_interval
 from emssd.decoding.engine import Engine
-from emssd.decoding.turns import Turns, ratio_interval
 from emssd.sequences import Request
 from tests.support.tiers import looped
 

@@ -59,7 +59,7 @@ def built(config: Callable[[DrafterContext], Any], **attributes: Any) -> dict[st
 
 
 def similar_places() -> Any:
-    return runpy.run_path(str(Path(__file__).parents[2] / "examples" / "similar_places.py"))["SimilarPlaces"]()
+    return runpy.run_path(str(Path(__file__).parents[3] / "examples" / "similar_places.py"))["SimilarPlaces"]()
 
 
 def beside_another(self: DrafterConformance, context: DrafterContext) -> Drafter:

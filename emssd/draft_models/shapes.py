@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
 
-from emssd.drafting.levels import Expansion, GrowingTree
+from emssd.draft_models.growing_tree import Expansion, GrowingTree
 from emssd.errors import ConfigError
 
 __all__ = ["DynamicShape", "Expansion", "Shape", "StaticShape"]

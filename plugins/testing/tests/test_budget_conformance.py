@@ -13,7 +13,7 @@ from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.sequences import Row
-from tests.testing.conftest import Verdicts, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 

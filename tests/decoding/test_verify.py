@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.attention.trees import path
-from emssd.decoding.top_tokens import likely_tokens, on_host
 from emssd.decoding.verify import best_tokens, verify
+from emssd.draft_models.top_tokens import likely_tokens, on_host
 from emssd.drafting import Draft
 from emssd.drafting.rule import Verified
 from emssd.native import load_kernels

@@ -1,4 +1,4 @@
-"""Tiny float64 targets with remembered references, and every backend, for the tests of the core."""
+"""Tiny float64 targets with remembered references, and every backend, for the tests of all rooms."""
 
 from __future__ import annotations
 

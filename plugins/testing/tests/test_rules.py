@@ -17,11 +17,11 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from omegaconf import MISSING
 
+from plugins.testing.tests import test_backend_conformance, test_budget_conformance, test_planted_drafter_faults
+from plugins.testing.tests.conftest import Config, Verdicts, broken
 from tests.support.engine_machine import EngineMachine
-from tests.testing import test_backend_conformance, test_budget_conformance, test_planted_drafter_faults
-from tests.testing.conftest import Config, Verdicts, broken
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("kind", ["drafter", "backend", "budget"])

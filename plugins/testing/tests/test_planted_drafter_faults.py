@@ -15,7 +15,7 @@ from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
-from tests.testing.conftest import Verdicts, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, but, fails, planted
 
 
 class Good(Drafter):

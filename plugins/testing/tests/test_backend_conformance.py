@@ -14,7 +14,7 @@ from emssd_testing.oracle import DenseBackend
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
-from tests.testing.conftest import Verdicts, broken, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, broken, but, fails, planted
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 

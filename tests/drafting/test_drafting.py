@@ -126,7 +126,8 @@ def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_t
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
     drafter = Faulty(fault)
-    engine = build(oracle, make_ragged, drafter, batch_size=2, drafter_name=NAME, on_drafter_error="disable")
+    checked = CheckedDrafter(drafter, NAME, oracle.vocab_size)
+    engine = build(oracle, make_ragged, checked, batch_size=2)
     with pytest.warns(PluginWarning) as caught:
         done = engine.generate(prompts, 9)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 9) for ids in prompts]
@@ -160,7 +161,8 @@ def test_one_that_fails_while_it_says_what_it_wants_is_named(answer: Any, name: 
 def test_or_it_ends_the_run_by_option(
     fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
 ) -> None:
-    engine = build(oracle, make_ragged, Faulty(fault), batch_size=2, drafter_name=NAME, on_drafter_error="fail")
+    checked = CheckedDrafter(Faulty(fault), NAME, oracle.vocab_size, on_error="fail")
+    engine = build(oracle, make_ragged, checked, batch_size=2)
     with pytest.raises(PluginError, match=FAULTS[fault][1]) as caught:
         engine.generate(prompts, 9)
     assert f"drafter {NAME} " in str(caught.value)
