@@ -1,6 +1,6 @@
 """`emssd.integrations.vllm` with rows as vLLM hands them over, and the versions of libraries that integrations need.
 
-With vLLM itself in tests/models/test_vllm.py.
+With vLLM itself in tests/integrations/test_vllm.py.
 """
 
 from __future__ import annotations
