@@ -6,16 +6,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
 from itertools import count, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from emssd.errors import UnsupportedModelError
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.probe import ProbeRows, running
 from emssd.model.hf.streams import Streams, hear_input, hear_output, only_here, stream_of
-
-if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
 
 __all__ = ["find_streams"]
 
@@ -34,7 +32,7 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 """A module, what it was given, and what it gave."""
 
 
-def find_streams(target: RunnableModel) -> Streams:
+def find_streams(target: HookedModel) -> Streams:
     """Run two short sequences, and see that each layer is given what the one before it gave."""
     name = type(target.model).__name__
     decoder, layers = _decoder(target.model)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.devices import is_spread
+from emssd.model.hf.device_map import is_spread
 from emssd.native import load_kernels, why_unavailable
 
 __all__ = ["Audit", "arithmetic_of"]

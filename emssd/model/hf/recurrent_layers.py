@@ -105,7 +105,6 @@ def _switch(own: Callable[..., Any], rule: Callable[[Mixer, Mapping[str, Any]], 
 
     @wraps(own)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: given for name, given in kwargs.items() if not name.startswith("emssd_")}
         mixer = _MIXER.get()
         if mixer is None:
             return own(*args, **kwargs)
