@@ -227,7 +227,7 @@ class LevelDrafter(Drafter):
         return on_host(self._likely(logits, None if self._all_greedy else self._nodes(level)))
 
     def _indices_of(self, level: Level) -> list[int]:
-        """Where a level's nodes are among the nodes of all levels, row by row."""
+        """The indices of a level's nodes among the nodes of all levels, row by row."""
         return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
 
     def _nodes(self, level: Level) -> list[Node]:

@@ -112,7 +112,7 @@ class LookupDrafter(Drafter):
         return grow_tree(starts, following, num_nodes=budget, depth=depth, branches=self._branches)
 
     def _starts(self, row: Row) -> tuple[Seq[int], int]:
-        """Where copies of the row's text begin, and the end of the text that is searched."""
+        """The indices where copies of the row's text begin, and the end of the text that is searched."""
         tokens, end = row.tokens, len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
         indexes = self._indexes.get(row.request_id)
         if indexes is None:
