@@ -54,7 +54,7 @@ class KVCacheSpec:
             begins and ends as a whole.
         trees: whether rows may end with token trees, see `PackedInputs.trees`.
         prefix_caching: whether sequences that begin alike share the KV of what they share, if the backend can.
-        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.hf.states`.
+        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.hf.recurrent_states`.
         devices: by layer where its KV lies, if that is not always `device`. No backend of a plugin sees this: each gets
             the layers of one device, see `emssd.attention.spread`.
     """

@@ -26,7 +26,8 @@ from emssd.model.hf.probe import PROBE_TOLERANCE
 if TYPE_CHECKING:
     from emssd.attention import NativeStep
     from emssd.model.compile.int8 import Rounded
-    from emssd.model.hf.interface import Attend, RunnableModel
+    from emssd.model.hf.hooked import HookedModel
+    from emssd.model.hf.interface import Attend
     from emssd.model.hf.streams import Hidden
 
 __all__ = ["CompiledForward", "NotKeptError"]
@@ -41,7 +42,7 @@ class CompiledForward(ProvenProgram):
 
     kind = "models"
 
-    def __init__(self, target: RunnableModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
@@ -51,7 +52,7 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def reread(self, target: RunnableModel) -> bool:
+    def reread(self, target: HookedModel) -> bool:
         """Read the weights as they are now. Returns whether this still is the program of the model."""
         self._target = target
         try:

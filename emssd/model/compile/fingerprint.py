@@ -28,7 +28,7 @@ from emssd.model.hf.probe import ProbeRows
 from emssd.native import kernels_key
 
 if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
+    from emssd.model.hf.hooked import HookedModel
 
 __all__ = ["UnnamedError", "fingerprint", "named_tensors", "refuse_hooks", "short_pass"]
 
@@ -74,7 +74,7 @@ def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in every if not name.endswith(f".{SCALE}")}
 
 
-def short_pass(target: RunnableModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
+def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
     """Of two short sequences packed into one row, what `run` gives, a function like `TargetModel.run`: logits
     ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
     """

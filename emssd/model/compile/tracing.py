@@ -29,7 +29,7 @@ from emssd.model.compile.program import CONSTANTS, LINEARS, PREFIX, PROGRAM, Pro
 from emssd.native import CacheError, Entry, NativeError, entry, is_kept, private_folder, room_hint
 
 if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
+    from emssd.model.hf.hooked import HookedModel
 
 __all__ = [
     "NotKeptError",
@@ -52,7 +52,7 @@ logger = logging.getLogger("emssd")
 class _Traced(torch.nn.Module):
     """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
 
-    def __init__(self, target: RunnableModel, hidden: tuple[int, ...], work: Compiling) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...], work: Compiling) -> None:
         super().__init__()
         self.model = target.model
         self._target, self._hidden, self._work = target, hidden, work
@@ -74,7 +74,7 @@ class _Traced(torch.nn.Module):
         return logits, *states.values()
 
 
-def compile_program(target: RunnableModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
+def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] = ()) -> None:
     """Trace and compile `target` into `folder`, see `compile_module`. Raises CompileError: that fails."""
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Visible
 from emssd.model.hf.probe import look_at_layers, running
-
-if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
 
 __all__ = ["learn_windows"]
 
 _ALL_KEYS = 1 << 17
 
 
-def learn_windows(target: RunnableModel) -> dict[int, int]:
+def learn_windows(target: HookedModel) -> dict[int, int]:
     """The sliding windows that go through a layer's mask alone, by layer.
 
     Transformers gives a model's masks to the attention function as functions of positions. Here these are evaluated up

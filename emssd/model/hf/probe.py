@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.culprit import culprit
+from emssd.model.hf.batch_invariance import Audit
+from emssd.model.hf.differing_module import differing_module
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Attend, Visible, implementation
-from emssd.model.hf.invariant import Audit
-from emssd.model.hf.states import Feed, StateCache
-
-if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
+from emssd.model.hf.recurrent_states import Feed, StateCache
 
 __all__ = [
     "PROBE_TOLERANCE",
@@ -35,7 +33,7 @@ PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5
 _LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
 
 
-def probe_layers(target: RunnableModel) -> tuple[LayerSpec, ...]:
+def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
     """Run two short sequences packed into one and learn, and prove, how the model attends.
 
     The packed run records every layer's shapes and rules; its logits must be those that the model's own eager attention
@@ -83,7 +81,7 @@ class _CalledTwiceError(Exception):
     """A layer attends more than once in a pass."""
 
 
-def layer_devices(target: RunnableModel) -> tuple[torch.device, ...]:
+def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
     """The device on which each layer attends, as a short pass shows."""
     devices: dict[int, torch.device] = {}
 
@@ -95,7 +93,7 @@ def layer_devices(target: RunnableModel) -> tuple[torch.device, ...]:
 
 
 def look_at_layers(
-    target: RunnableModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
+    target: HookedModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
 ) -> None:
     """Run two tokens, and tell `note` of each layer its rules and queries. `masks` are as of `TargetModel.run`."""
 
@@ -127,7 +125,7 @@ class _OneRow:
         return masked_attention(query[None], key[None], value[None], bias, seen)[0]
 
 
-def _probe_states(target: RunnableModel) -> None:
+def _probe_states(target: HookedModel) -> None:
     """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
 
     That two sequences can be packed proves nothing about tokens that follow a state.
@@ -150,7 +148,7 @@ def _probe_states(target: RunnableModel) -> None:
     _compare(target, torch.cat(logits), alone)
 
 
-def _refuse_counted_positions(target: RunnableModel, rows: ProbeRows) -> None:
+def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
     """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
 
     Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
@@ -172,7 +170,7 @@ def _refuse_counted_positions(target: RunnableModel, rows: ProbeRows) -> None:
 
 
 @contextmanager
-def running(target: RunnableModel) -> Iterator[None]:
+def running(target: HookedModel) -> Iterator[None]:
     """Turns a model's failure into a sentence: no kernel for this dtype or device, inputs beyond tokens, no memory."""
     try:
         with torch.inference_mode():
@@ -189,7 +187,7 @@ def running(target: RunnableModel) -> Iterator[None]:
 class ProbeRows:
     """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the `longest`."""
 
-    def __init__(self, target: RunnableModel, longest: int | None = None) -> None:
+    def __init__(self, target: HookedModel, longest: int | None = None) -> None:
         longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
         lengths = [min(length, longest) for length in _LENGTHS]
         # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
@@ -214,7 +212,7 @@ class ProbeRows:
         bias = self._mask.additive(seen.sliding_window, query)
         return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
 
-    def run_packed(self, target: RunnableModel, attend: Attend) -> torch.Tensor:
+    def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
         feeds = {
             str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
@@ -226,7 +224,7 @@ class ProbeRows:
         target.bytes_per_row = states.bytes_per_row
         return torch.cat([logits[self.owner == row] for row in range(2)])
 
-    def run_one_alone(self, target: RunnableModel, row: int) -> torch.Tensor:
+    def run_one_alone(self, target: HookedModel, row: int) -> torch.Tensor:
         """The same of one row from the model itself: as anybody would call it, or the second with its positions."""
         ids, keywords = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
         if row == 1 and target.takes_positions:
@@ -258,7 +256,7 @@ class _Aranges(TorchFunctionMode):
         return result if self._instead is None else self._instead.to(result)
 
 
-def _compare(target: RunnableModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
+def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
     packed, alone = packed.double(), alone.double()
     difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
     if difference <= PROBE_TOLERANCE[target.dtype]:
@@ -274,6 +272,6 @@ def _compare(target: RunnableModel, packed: torch.Tensor, alone: torch.Tensor) -
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
-        if (module := culprit(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
+        if (module := differing_module(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
             reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
     raise UnsupportedModelError(f"{name} {reason}")

@@ -67,7 +67,7 @@ Hidden = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The places of a model where hidden states are taken; `emssd.model.hf.finding.find_streams` finds them.
+    """The places of a model where hidden states are taken; `emssd.model.hf.find_streams.find_streams` finds them.
 
     Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
     ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out after that norm.

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
-from emssd.model.hf import support
+from emssd.model.hf.refusals import check_config, resolve_max_model_len
+from emssd.model.hf.sharding import count_heads, shards_of
 from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ def load_checkpoint(
         check_layers(path)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            support.check_config(config, None)
-        support.resolve_max_model_len(config, options.max_model_len)
-        shards = {"distributed_config": support.shards_of(config, num_shards)} if num_shards > 1 else {}
+            check_config(config, None)
+        resolve_max_model_len(config, options.max_model_len)
+        shards = {"distributed_config": shards_of(config, num_shards)} if num_shards > 1 else {}
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     if accept is not None:
         accept(tokenizer)
@@ -81,7 +82,7 @@ def load_checkpoint(
     model, info = loaded
     _check_whole(path, info)
     if num_shards > 1:
-        support.count_heads(model, num_shards)
+        count_heads(model, num_shards)
     return model, tokenizer
 
 

@@ -13,8 +13,8 @@ from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.errors.faults import described
 from emssd.model.compile.int8 import round_drafter, round_weights
-from emssd.model.hf.devices import check_device_map
-from emssd.model.hf.support import check_heads
+from emssd.model.hf.device_map import check_device_map
+from emssd.model.hf.sharding import check_heads
 from emssd.model.load.checkpoint import load_checkpoint
 from emssd.model.run.parallel import join
 from emssd.model.run.target import TargetModel

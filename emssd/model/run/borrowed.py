@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.finding import find_streams
+from emssd.model.hf.find_streams import find_streams
 from emssd.model.hf.streams import Streams, replaced_forward
 from emssd.model.run.rounded import RoundedRunner
 from emssd.model.run.runner import CausalLMRunner, ModelRunner

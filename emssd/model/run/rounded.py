@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import AttentionBackend, PackedInputs, StepPlan
 from emssd.errors import ConfigError
 from emssd.model.compile.int8 import Rounded, rounded
-from emssd.model.hf.states import StateCache
+from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.runner import CausalLMRunner, ModelOutput
 from emssd.model.run.target import Computed, TargetModel
 from emssd.native import free_module, load_kernels, why_unavailable

@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.states import StateCache
+from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "likeliest", "run_planned"]
