@@ -49,8 +49,9 @@ def cpu_times(*, siblings: bool = False) -> CPUTimes:
     used = 0.0
     for process in psutil.Process(os.getppid()).children() if siblings else [psutil.Process()]:
         with suppress(psutil.NoSuchProcess):
-            own = process.cpu_times()
-            used += own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
+            took = process.cpu_times()
+            used += took.user + took.system
+            used += getattr(took, "children_user", 0.0) + getattr(took, "children_system", 0.0)
     return CPUTimes(time.perf_counter(), len(cores), every - idle, idle, used)
 
 
