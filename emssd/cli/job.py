@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from emssd_lab.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 
+from emssd.cli.busy import OtherProcesses, cpu_times
 from emssd.cli.config import STDOUT, RunConfig, prompt_source
 from emssd.cli.experiment import label_of, setting_of
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
@@ -33,7 +34,6 @@ from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.errors.faults import blame
 from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import Registry
-from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model import CausalLMRunner
 from emssd.model.load.checkpoint import load_tokenizer
 from emssd.model.load.loading import ModelCache
@@ -243,7 +243,7 @@ class _Run:
                         continue
                     self.output.write_generation(prompts[generation.request_id], generation)
                 rows[finished_by][generation.request_id, generation.sample] = generation
-                live.row_done(engine.report)
+                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
         metrics = engine.report.metrics() | {"other_cpu_share": others.share}
         if len(engines) == 1:
             return rows[engine], {}, metrics

@@ -257,7 +257,7 @@ def _print_checks(console: Console, rows: Seq[dict[str, Any]], folder: Path) -> 
 
 
 def _said(row: dict[str, Any]) -> str:
-    from emssd.metrics.busy import BUSY_SHARE
+    from emssd.cli.busy import BUSY_SHARE
 
     drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"
     what = f"{row['model']}, {row['data_label'] or row['data']}, batch {row['batch_size']}, {row['method'] or drafts}"
