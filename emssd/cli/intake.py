@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-from emssd.cli.config import OnError, RunConfig
+from emssd.cli.config import OnError, RunConfig, prompt_source
 from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
-from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
 from emssd.data.records import content_of, text_in
 from emssd.decoding.engine import Engine
@@ -31,12 +29,11 @@ _LONGEST_ID = 19  # digits of a token id that no model has
 class Failures:
     """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
 
-    By `config`, that of the prompt source, ``auto`` is decided.
+    With `answers`, which have a place for errors, ``auto`` is ``skip``.
     """
 
-    def __init__(self, on_error: OnError, config: Any = None) -> None:
-        by_source = on_error is OnError.auto and isinstance(config, OpenAIBatchConfig)
-        self._skips = by_source or on_error is OnError.skip
+    def __init__(self, on_error: OnError, *, answers: bool = False) -> None:
+        self._skips = on_error is OnError.skip or (answers and on_error is OnError.auto)
         self.prompts: list[FailedPrompt] = []
 
     def add(self, failed: FailedPrompt) -> None:
@@ -80,10 +77,10 @@ def check_options(config: RunConfig) -> None:
             )
         if config.data.system is not None and not config.data.chat:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
-    if isinstance(config.data, OpenAIBatchConfig) and config.sampling.temperature:
+    if hasattr(config.data, "temperature") and config.sampling.temperature:
         raise ConfigError(
-            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
-            f"own, and data.temperature is that of the others"
+            f"sampling.temperature is {config.sampling.temperature}; with data={config.data.name} each request names "
+            f"its own, and data.temperature is that of the others"
         )
     config.model.check()
     sampling_of(config)
@@ -158,8 +155,7 @@ def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | Faile
     """The prompts of a run: `prompt`, or those of its source."""
     if config.prompt is not None:
         return [Prompt("0", config.prompt)]
-    source = registry.find("data", config.data.name)
-    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", source, config.data)
+    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", prompt_source(config, registry), config.data)
     return prompts
 
 

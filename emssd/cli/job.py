@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,25 +13,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emssd_lab.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 
-from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.config import STDOUT, RunConfig
-from emssd.cli.experiment import label_of, setting_of
+from emssd.cli.config import STDOUT, RunConfig, prompt_source
+from emssd.cli.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
+from emssd.cli.setting import label_of, setting_of
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TextStream
-from emssd.data.openai_batch import OpenAIBatchConfig
+from emssd.cli.turns import Turns, ratio_interval
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
-from emssd.decoding.turns import Turns, ratio_interval
-from emssd.errors import ConfigError, PromptError
+from emssd.errors import ConfigError, EmssdError, PromptError
+from emssd.errors.faults import blame
+from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import Registry
 from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model import CausalLMRunner
@@ -84,7 +84,8 @@ def run_job(
     group = group or Group()
     with group.agreed():
         path = output_dir if group.rank == 0 else Path(STDOUT)  # which leads nowhere in other processes
-        output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite)
+        answers = [spec.answers_file for spec in registry.specs("data") if isinstance(spec, PromptSourceSpec)]
+        output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite, answers=answers)
     with output:
         run = _Run(config, config_text, registry, models, output, brief)
         has_rows, *read = group.made_by_first(run.read_prompts)
@@ -106,7 +107,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
-        self.failures = Failures(self.config.on_error, self.config.data)
+        self.source = prompt_source(self.config, self.registry)
+        self.failures = Failures(self.config.on_error, answers=self.source.write_answers is not None)
 
     def read_prompts(self) -> tuple[Any, ...]:
         """Read and check all prompts before anything is loaded. Returns whether a row is left to do; and the prompts,
@@ -199,11 +201,21 @@ class _Run:
         return JobResult(metrics)
 
     def _write_answers(self) -> None:
-        """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
-        if isinstance(self.config.data, OpenAIBatchConfig) and not self.output.is_stdout:
-            model = self.config.model
-            tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
-            write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
+        """Write the answers of a source that gives some, once all rows are there."""
+        write, model, failed = self.source.write_answers, self.config.model, self.failures.prompts
+        if write is None or self.output.is_stdout:
+            return
+        failed_ids = {item.prompt_id for item in failed}  # a sample of such a prompt may have a row
+        answered = self.output.answered(prompt for prompt in self.prompts if prompt.prompt_id not in failed_ids)
+        tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+
+        def lines() -> Iterator[bytes]:
+            try:
+                yield from (f"{line}\n".encode() for line in write(answered, failed, model.path, tokenizer))
+            except Exception as error:
+                blame(self.registry.owner("data", self.source.name), "write_answers", error, EmssdError)
+
+        self.output.write_answers(self.source.answers_file, lines())
 
     def _live(self, title: str, num_rows: int) -> Bar:
         before = len(self.output.finished)
@@ -290,7 +302,7 @@ class _Run:
         print_failures(console, failed)
         files = ["generations.jsonl", "metrics.json", "config.yaml"]
         files += ["errors.jsonl"] if failed else []
-        files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
+        files += [self.source.answers_file] if self.source.answers_file else []
         if not output.is_stdout:
             said = console if has_figures else self.console
             said.print(f"written to {output.path}/: {', '.join(files)}")

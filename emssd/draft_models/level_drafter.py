@@ -1,6 +1,6 @@
 """`LevelDrafter`: drafts token trees, or chains, of all rows level by level, each row within limits of its own.
 
-Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd.drafting.shapes`.
+Level by level as in SpecInfer (arXiv 2305.09781) and EAGLE-2 (arXiv 2406.16858); see `emssd.draft_models.shapes`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from emssd.attention import PackedInputs
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.decoding.packing import pack_nodes
-from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.draft_models.draft_cache import DraftCache
+from emssd.draft_models.growing_tree import Child, Expansion, GrowingTree
+from emssd.draft_models.shapes import DynamicShape, Shape
+from emssd.draft_models.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
 from emssd.drafting.budget import DraftedNode
-from emssd.drafting.levels import Child, Expansion, GrowingTree
-from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 

@@ -17,14 +17,8 @@ __all__ = ["MOST_SAMPLES", "SamplingMethod", "SamplingParams"]
 
 MOST_SAMPLES = 65_536  # of a prompt: each takes memory before it is drawn
 
-_NOT_PROCESSING = (
-    "logit_bias",
-    "seed",
-    "n",
-    "logprobs",
-    "processed_logprobs",
-    "grammar",
-)  # the first is added apart, as a value that can be hashed
+# `logit_bias` is added apart, as a value that can be hashed
+_NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs", "processed_logprobs", "grammar")
 _LARGEST = 2**63  # a tensor holds integers below it
 _LONGEST = 200  # characters of what was given that an error repeats
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_lab.report.console import remarks, short_end, short_start
 
+from emssd.cli.console import remarks, short_end, short_start
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
 from emssd.metrics.busy import CPUTimes, OtherProcesses

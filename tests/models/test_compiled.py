@@ -30,7 +30,7 @@ from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.draft_models import ModelDrafter
-from emssd.drafting.shapes import DynamicShape
+from emssd.draft_models.shapes import DynamicShape
 from emssd.errors import CompileError, ConfigError
 from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model

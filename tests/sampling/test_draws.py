@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
-from emssd.decoding.top_tokens import Choices, behind, likely_tokens, on_host
+from emssd.draft_models.top_tokens import Choices, behind, likely_tokens, on_host
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node

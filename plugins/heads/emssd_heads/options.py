@@ -10,8 +10,8 @@ from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape
+from emssd.draft_models.growing_tree import GrowingTree
+from emssd.draft_models.shapes import DynamicShape, Expansion, Shape
 from emssd.errors import ConfigError, did_you_mean
 from emssd.errors.ranges import AtLeastOne
 

@@ -18,7 +18,7 @@ from emssd.attention import Kept, LayerSpec, PackedInputs
 from emssd.attention.packed import on_device
 from emssd.decoding.packing import pack_nodes
 from emssd.draft_models.level_drafter import GrowingRow, Level, nodes_of, pack_chain, pack_level
-from emssd.drafting.shapes import Shape
+from emssd.draft_models.shapes import Shape
 from emssd_heads.head import Head
 from emssd_heads.layers import HeadLayer
 from emssd_heads.loading import TargetWeights

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from emssd.draft_models.draft_cache import DraftCache
+from emssd.draft_models.growing_tree import GrowingTree
 from emssd.draft_models.level_drafter import GrowingRow, LevelDrafter
+from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft, HiddenStates, Outcome
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import Shape
 from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Row
 
