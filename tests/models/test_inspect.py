@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +125,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "baichuan_to_llama.
 
 
 @pytest.mark.parametrize(("vocab_size", "suffix"), [(64000, "safetensors"), (125696, "bin")], ids=["1", "2"])
-def test_its_logits_are_those_of_the_checkpoint(vocab_size: int, suffix: str, tmp_path: Path) -> None:
+def test_its_logits_are_those_of_the_checkpoint(
+    vocab_size: int, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llama: Any = tiny_model("llama", num_key_value_heads=4, tie_word_embeddings=False)
     weights = {name: weight.clone() for name, weight in llama.state_dict().items()}
     for layer in range(llama.config.num_hidden_layers):
@@ -144,7 +146,8 @@ def test_its_logits_are_those_of_the_checkpoint(vocab_size: int, suffix: str, tm
         torch.save(weights, source / "pytorch_model.bin")
     else:
         save_file(weights, source / "model.safetensors")
-    subprocess.run([sys.executable, str(EXAMPLE), str(source), str(made)], check=True)
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(source), str(made)])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
     written = json.loads((made / "config.json").read_text())
     assert "auto_map" not in written
@@ -157,9 +160,9 @@ def test_its_logits_are_those_of_the_checkpoint(vocab_size: int, suffix: str, tm
         torch.testing.assert_close(model(tokens).logits, llama(tokens).logits, rtol=0, atol=1e-12)
 
 
-def test_those_of_13b_are_refused(tmp_path: Path) -> None:
+def test_those_of_13b_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 5120}')
-    done = subprocess.run([sys.executable, str(EXAMPLE), str(tmp_path), str(tmp_path / "made")], capture_output=True)
-    assert done.returncode == 1
-    assert b"ALiBi" in done.stderr
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), str(tmp_path), str(tmp_path / "made")])
+    with pytest.raises(SystemExit, match="ALiBi"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert not (tmp_path / "made").exists()

@@ -13,7 +13,7 @@ from emssd_draft_model.sequoia import MeasuredAcceptance, SequoiaShape, best_tre
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.drafting.levels import GrowingTree
+from emssd.draft_models.growing_tree import GrowingTree
 from emssd.errors import ConfigError
 
 Way = tuple[int, ...]

@@ -25,8 +25,8 @@ from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPl
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.draft_models import ModelDrafter, StaticShape
+from emssd.draft_models.shapes import DynamicShape, Shape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams

@@ -10,8 +10,8 @@ from enum import Enum
 from importlib.resources import files
 from pathlib import Path
 
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import DynamicShape, Expansion, Shape
+from emssd.draft_models.growing_tree import GrowingTree
+from emssd.draft_models.shapes import DynamicShape, Expansion, Shape
 from emssd.errors import ConfigError, did_you_mean
 from emssd.errors.ranges import AtLeastOne
 
@@ -161,7 +161,7 @@ class PublishedShape(Shape):
         self.num_nodes, self.depth, self.width = len(tree), max(map(len, tree)), 1 + max(map(max, tree))
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.way(node)))]
+        return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.path_ranks(node)))]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         levels = [len(way) for way in self._ranks]

@@ -14,11 +14,11 @@ import torch
 
 from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
+from emssd.draft_models.growing_tree import Expansion, GrowingTree
 from emssd.draft_models.level_drafter import Level
 from emssd.draft_models.models import ModelDrafter
+from emssd.draft_models.shapes import Shape, StaticShape
 from emssd.drafting import Draft
-from emssd.drafting.levels import Expansion, GrowingTree
-from emssd.drafting.shapes import Shape, StaticShape
 from emssd.model import ModelRunner
 from emssd.sampling.choice import Node, alike, probabilities, scores_of
 from emssd.sampling.noise import exponentials, noise_state
