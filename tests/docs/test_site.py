@@ -210,7 +210,7 @@ def test_examples_and_what_the_command_writes_import_public_names_only(page: Mod
 def test_our_own_plugins_import_public_names_only(page: ModuleType) -> None:
     """All but the rule of verification, which is trusted as the engine is, and the kits beside the engine.
 
-    Of the heads, the families are held to this; they stand on a kit of their own.
+    The families of heads are checked as well; they stand on a kit of their own.
     """
     kits = {"emssd_residual", "emssd_lab", "emssd_testing", "training"}
     used = [
