@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emssd_lab.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 
 from emssd.cli.busy import OtherProcesses, cpu_times
 from emssd.cli.config import STDOUT, RunConfig, prompt_source
-from emssd.cli.experiment import label_of, setting_of
+from emssd.cli.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
+from emssd.cli.setting import label_of, setting_of
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TextStream
 from emssd.cli.turns import Turns, ratio_interval

@@ -16,6 +16,7 @@ from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
+from emssd.model.hf.interface import PassAttention, implementation
 from emssd_heads import Attend, PairedHead, Project
 
 __all__ = ["MtpHead"]
@@ -83,14 +84,14 @@ class MtpHead(PairedHead):
         embeds, features = inputs.chunk(2, dim=-1)
         fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1))
         (rotary,) = self._rotary
-        hidden = self.block(
-            fused,
-            attention_mask=None,
-            position_ids=position_ids,
-            position_embeddings=rotary(fused, position_ids),
-            use_cache=False,
-            emssd_attend=attend,
-        )
+        with implementation(PassAttention(attend)):
+            hidden = self.block(
+                fused,
+                attention_mask=None,
+                position_ids=position_ids,
+                position_embeddings=rotary(fused, position_ids),
+                use_cache=False,
+            )
         return cast("torch.Tensor", self.norm(hidden))
 
     def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:

@@ -20,8 +20,8 @@ from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.model import BorrowedTarget, ModelOutput
-from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request, Row
+from emssd_testing.choice_runner import ChoiceRunner
 from emssd_testing.conformance.rules import named
 from emssd_testing.conformance.setting import BATCH_SIZE
 
