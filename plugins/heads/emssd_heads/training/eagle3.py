@@ -57,7 +57,7 @@ def recipe(options: Eagle3Options, target: TargetModel, _: object, dtype: torch.
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a head reads: those of EAGLE-3's authors; in a shallow target, others."""
+    """The hidden states that a head reads: those of EAGLE-3's authors, or of all depths of a shallow target."""
     authors = (2, num_layers // 2, num_layers - 3)
     if authors[0] < authors[1] < authors[2]:
         return authors

@@ -66,11 +66,10 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
 
     def noted(self: Any, batch: Any, budget: Any) -> Any:
         draft = propose(self, batch, budget)
-        rows = [(list(row.tokens), place) for place, row in enumerate(batch) if draft.lengths[place]]
-        found = levels([draft.lengths[place] for _, place in rows])
-        for (tokens, place), logits in zip(rows, found, strict=True):
-            own = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-            drafts.append((tokens + own, len(own), logits))
+        chains = zip(batch, draft.token_ids.split(draft.lengths), strict=True)
+        rows = [(list(row.tokens), chain.tolist()) for row, chain in chains if len(chain)]
+        for (tokens, chain), logits in zip(rows, levels([len(chain) for _, chain in rows]), strict=True):
+            drafts.append((tokens + chain, len(chain), logits))
         return draft
 
     patch.setattr(drafter, "propose", noted)
@@ -90,27 +89,10 @@ def watch_slots(patch: pytest.MonkeyPatch, drafter: Any) -> Drafted:
     return watch(patch, drafter, lambda lengths: [[*logits] for logits in levels[: len(lengths)]])
 
 
-def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
-    """Collect what a method returns."""
-    found, method = list[Any](), getattr(owner, name)
+def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, drafted: torch.Tensor | None = None) -> None:
+    """Assert that a loss, with its code in `module`, compares the logits of drafts if nothing before them counts.
 
-    def noted(*arguments: Any) -> Any:
-        found.append(method(*arguments))
-        return found[-1]
-
-    patch.setattr(owner, name, noted)
-    return found
-
-
-def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
-    """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
-
-    Args:
-        drafts: see `watch`.
-        loss: of what drafted.
-        module: that has its code.
-        teacher: of the loss.
-        known: ids that can be drafted.
+    Only the tokens `drafted` can be drafted.
     """
     assert {length for _, length, _ in drafts} >= {1, DEPTH}
     held = 0
@@ -125,7 +107,7 @@ def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(module, "divergence", noted)
             loss(ids, torch.tensor([newest]), torch.tensor([len(tokens)]))
-            counts = choosable(teacher(ids).logits, known)[0]
+            counts = choosable(teacher(ids).logits, drafted)[0]
         if counts[newest : newest + length].all():
             held += 1
             assert len(compared) == length
@@ -171,7 +153,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
     architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = deep_model(architecture)
-    head = eagle3_head(model, tmp_path, **options)
+    head, given = eagle3_head(model, tmp_path, **options), list[Any]()
 
     def levels(lengths: list[int]) -> list[list[torch.Tensor]]:
         left = [iter(logits) for _, logits in given]  # of each pass the rows whose drafts are that long
@@ -179,7 +161,8 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         return [[next(left[depth]) for depth in range(length)] for length in lengths]
 
     with monkeypatch.context() as patch:
-        given = returned(patch, HeadRunner, "run_to_logits")
+        run = HeadRunner.run_to_logits
+        patch.setattr(HeadRunner, "run_to_logits", lambda *step: given.append(run(*step)) or given[-1])
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
