@@ -142,7 +142,7 @@ class StatesDrafter(LevelDrafter):
         return GrowingTree(num_known, num_nodes, depth, min(self.most_cached(num_nodes, depth), reach))
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
-        """The most tokens whose KV a tree needs, beside that of its row."""
+        """The most tokens of a tree with KV."""
         return self.shape.most_cached(num_nodes, depth) if self.caches_nodes else 0
 
     def pack_new(

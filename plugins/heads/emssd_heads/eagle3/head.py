@@ -77,10 +77,6 @@ class Eagle3Head(PairedHead):
             self.fc = keep_bytes(self.fc)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.
-
-        Hidden states of one token stand beside each other, that of the lowest layer first.
-        """
         if not self._variant.num_features:
             return hidden
         if self._variant.norm_before_fc:
@@ -95,7 +91,7 @@ class Eagle3Head(PairedHead):
         return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature after each token, which is also what is fed back.
+        """The feature after each token, which is fed back as well.
 
         `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """

@@ -23,11 +23,6 @@ class HydraDrafter(StatesDrafter):
 
     The hidden state is that of the token before the newest one: the target chose the newest token from it. A prefix
     layer's output there takes its place. The head at 0 reads the newest token too, and gives the first drafted ones.
-
-    Args:
-        loaded: heads, and a prefix layer if there is one; its KV cache takes no trees.
-        shape: of the trees; one child for each node makes chains.
-        lent: what it borrows.
     """
 
     caches_nodes = False

@@ -22,7 +22,7 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     """Drafts with heads that have no KV cache and read nothing but a hidden state.
 
     All heads guess from the target's last hidden state of the token before the newest one: the target chose the newest
-    token from it. The head at 0 guesses the first drafted token. No head knows what the others guess.
+    token from it. The head at 0 guesses the first drafted token. No head knows the guesses of the rest.
     """
 
     hidden_layers = (LAST_NORMED,)

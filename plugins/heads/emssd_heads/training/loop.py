@@ -1,4 +1,4 @@
-"""The training loop, which is that of Transformers: batches, optimiser, schedule, checkpoints, and how it goes on."""
+"""The training loop of Transformers: batches, optimiser, schedule, checkpoints, and how an interrupted one goes on."""
 
 from __future__ import annotations
 
