@@ -7,7 +7,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
-from emssd_heads.eagle3.layers import LayerIds, aux_layers
+from emssd_heads.eagle3.variant import LayerIds, aux_layers
 
 from emssd.errors import ConfigError
 from tests.support.perfect_head import write_perfect_eagle3

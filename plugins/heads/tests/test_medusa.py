@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads.loading import Loaded
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import read_trees
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import TargetSizes

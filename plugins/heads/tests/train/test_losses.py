@@ -20,8 +20,7 @@ from emssd_heads.eagle3 import Eagle3Config
 from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_heads.residual import ResidualHeads

@@ -16,7 +16,7 @@ import pytest
 import torch
 from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard import PardConfig
 from emssd_heads.target import TargetSizes
