@@ -11,8 +11,8 @@ import pytest
 import torch
 from emssd_heads import Loaded
 from emssd_heads.compiled import CompiledHead
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from emssd.errors import ConfigError

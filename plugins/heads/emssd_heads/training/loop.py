@@ -39,10 +39,9 @@ def check_can_train() -> None:
 def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
     """Train what `loss` has to train. An interrupted training goes on from its last checkpoint exactly.
 
-    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait.
-
-    The optimiser is AdamW, with the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a
-    25th of the steps, and then falls as a cosine.
+    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait. The optimiser is AdamW, with
+    the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a 25th of the steps, and then
+    falls as a cosine.
 
     Args:
         loss: see `emssd_heads.training.shared.Trainee`.

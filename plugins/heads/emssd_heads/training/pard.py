@@ -80,7 +80,6 @@ class Masked:
         input_ids: ``[b, n]``.
         first: the first position that a chain begins after.
         num_masks: of a chain; masks after the last position but one are left out.
-        mask: its id.
 
     Attributes:
         begin, depth: ``[m]`` of each mask the position that its chain begins after, and its number in the chain, from

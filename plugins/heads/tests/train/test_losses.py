@@ -17,8 +17,8 @@ import pytest
 import torch
 from emssd_heads import HeadRunner, PairedDrafter
 from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
 from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind

@@ -14,7 +14,7 @@ from typing import Any
 import emssd_heads.training.texts
 import pytest
 import torch
-from emssd_heads.eagle3.loading import load_eagle3
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.medusa import MedusaConfig
 from emssd_heads.medusa.drafter import load_medusa
 from emssd_heads.options import TreeKind
