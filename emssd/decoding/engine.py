@@ -25,7 +25,7 @@ from emssd.sequences import Generation, Request, Row, StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "RunReport"]
 
 
 class Engine(DecodeLoop):

@@ -52,9 +52,7 @@ class CompilableModel(HookedModel):
         return self._program
 
     def compile(self) -> None:
-        """Take or make the program that the options ask for, unless that was tried. An engine does so last of all,
-        when no drafter was refused.
-        """
+        """Take or make the program that the options ask for, unless that was tried. An engine does so last of all."""
         if self._is_untried:
             self._is_untried = False
             self._program = self._compile()
@@ -81,12 +79,9 @@ class CompilableModel(HookedModel):
         self.num_renewals += 1  # it rounds otherwise than what computed the KV of prefixes
 
     def prepare_hidden(self, indices: Seq[int]) -> Streams:
-        """From now on, these hidden states can be asked for; see `emssd.model.hf.streams.Streams` for the indices.
+        """From now on, passes can give these hidden states; see `emssd.model.hf.streams.Streams` for the indices.
 
-        A compiled program that does not give them is compiled again. Returns where they are taken.
-
-        Raises:
-            UnsupportedModelError: with the reason.
+        A program that does not give them is compiled again. Raises UnsupportedModelError with the reason.
         """
         self.streams = self.streams or find_streams(self)
         self.streams.check(indices)
@@ -98,7 +93,7 @@ class CompilableModel(HookedModel):
 
     @property
     def why_not_invariant(self) -> str | None:
-        """In words, why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
+        """The reason why the bits of a row may depend on its batch, attention apart; ``None`` if they do not."""
         if self.compiled is not None:
             return self.compiled.why_not_invariant
         if self.arithmetic is None:

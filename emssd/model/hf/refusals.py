@@ -22,7 +22,7 @@ def length_limit(config: Any) -> int | None:
 
 
 def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
-    """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
+    """The longest sequence to allow. Raises UnsupportedModelError: longer ones have other positions."""
     text, limit = config.get_text_config(), length_limit(config)
     if max_model_len is None:
         if limit is None:
@@ -36,7 +36,7 @@ def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
 
 
 def check_config(config: Any, model_class: type | None) -> None:
-    """Refuse, before any weights are loaded, what the config shows cannot be served at any length."""
+    """Refuse a model that cannot be served at any length, by its config alone, before weights are loaded."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
@@ -99,13 +99,9 @@ def check_whole(model: Any) -> None:
 
 
 def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
-    """Refuse rotary frequencies that change with the longest sequence of the batch.
-
-    Those of type ``dynamic`` change only beyond ``max_position_embeddings``, where no sequence gets.
-    """
+    """Refuse rotary frequencies that change with the longest sequence of the batch, up to `max_model_len`."""
     rope = getattr(text, "rope_parameters", None) or {}
-    # Models whose layers differ have one set of parameters for each type of layer.
-    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # or one for each layer type
         original = values.get("original_max_position_embeddings") or 0
         if values.get("rope_type") == "longrope" and max_model_len > original:
             raise _refused(
@@ -116,7 +112,7 @@ def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
 
 
 def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
-    """Refuse layers that attend in chunks, where a sequence can be longer than one; within one they see everything."""
+    """Refuse layers that attend in chunks, if a sequence can be longer than one."""
     chunk = getattr(text, "attention_chunk_size", None) or 0
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and max_model_len > chunk:
         raise _refused(

@@ -18,12 +18,14 @@ _OPT = {
     "model.decoder.embed_tokens": "embedding_rowwise",
     "lm_head": "colwise_gather_output",
 }
-"""For ``opt``, which Transformers has no plan for: by module, with ``*`` for a layer, one of its parallel styles."""
+"""A plan for ``opt``, as Transformers has none: by module, with ``*`` for a layer, one of its parallel styles."""
 
 
 def shards_of(config: Any, size: int) -> Any:
-    """The ``distributed_config`` for `from_pretrained` by which a model is sharded over `size` processes, those of the
-    process group. Raises UnsupportedModelError: it cannot be.
+    """The ``distributed_config`` of `from_pretrained` that shards a model over `size` processes.
+
+    Raises:
+        UnsupportedModelError: it cannot be sharded.
     """
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -53,7 +55,7 @@ def count_heads(model: Any, size: int) -> None:
 
 
 def check_heads(target: Any, size: int) -> None:
-    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them."""
+    """Refuse a model whose attention ran neither all heads in each process nor its part of them."""
     text = target.model.config.get_text_config()
     whole = text.num_attention_heads
     for index, layer in enumerate(target.layers):
