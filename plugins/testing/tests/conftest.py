@@ -39,7 +39,7 @@ def planted(conformance: type[Suite], name: str, make: Callable[..., Any], **att
 
 
 def broken(verdicts: dict[str, str]) -> set[str]:
-    """Rules, without those that ask what a plugin does not promise."""
+    """The broken rules, without the tests that were skipped."""
     return {verdict for verdict in verdicts.values() if not verdict.startswith("skipped")}
 
 

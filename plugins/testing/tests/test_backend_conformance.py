@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         but(Fault, commit=lambda self, kept: DenseBackend.commit(self, replace(kept, sources=()))),
     ),
     "multiplies siblings by zero": ("backend.isolation", MultipliesSiblingsByZero),
-    # It hides what others hold behind a weight of zero, which NaN and infinity shine through.
+    # It hides the values of other rows behind a weight of zero; NaN and infinity shine through.
     "multiplies by zero": ("backend.isolation", computed(lambda out, values: out + 0 * values.sum())),
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),

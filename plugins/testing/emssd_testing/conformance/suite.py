@@ -1,4 +1,4 @@
-"""The tests and helpers that all suites have in common: which plugin, which options, how many examples."""
+"""The common base of all suites: the plugin under test, its options, and the number of examples."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Suite:
             broken(f"{self.kind}.options", f"the config is a {type(config).__name__}, and must be a dataclass")
         if "name" in {field.name for field in dataclasses.fields(config)}:
             broken(f"{self.kind}.options", "the config has a field 'name', which is taken by the plugin's own name")
-        self._survives(config, "the way through Hydra's YAML", round_trip, f"{self.kind}.options")
+        self._survives(config, "the round trip through Hydra's YAML", round_trip, f"{self.kind}.options")
 
     def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
         """The object that `make` gives, which must be an `interface`, and another one each time."""

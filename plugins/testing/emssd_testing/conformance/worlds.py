@@ -1,4 +1,4 @@
-"""Plugins in an engine without a model: scripts decide what is accepted, and say which token comes next.
+"""Plugins in an engine without a model: scripts decide how many drafted tokens are accepted, and the next token.
 
 So a plugin can be driven through any legal order of calls in microseconds, and the same calls can be made again. The
 clock of a budget policy is a formula.
@@ -124,7 +124,7 @@ class DrafterWorld(World):
 
 
 class _KeepScripted(BudgetPolicy):
-    """Allots what is possible, trims as the script says, and remembers what was drafted."""
+    """Allots up to the limits, trims as the script says, and remembers all drafts."""
 
     decisions: Mapping[str, Decision]
 
@@ -164,7 +164,7 @@ class _Formula(StepTimer):
 
 
 class _ScriptDrafter(Drafter):
-    """Drafts as many tokens as the script says, within its budget; which tree is drawn by what it is to agree with.
+    """Drafts as many tokens as the script says, within its budget. The script's turn seeds the shape of a tree.
 
     It asks which rows go on, as drafters do that run a model.
     """
