@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.outcome import StepTimer
@@ -78,6 +78,15 @@ class World:
             self._scheduler.schedule = None
         return [row for row in rows if row.finish_reason is None]
 
+    def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> None:
+        """The first half of a step."""
+        with named(f"{self.kind}.raises", "a step"):
+            self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
+
+    def outputs(self, name: str) -> list[Any]:
+        """The plugins' outputs for a request, those of steps in which it runs alone at the end."""
+        raise NotImplementedError
+
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify the plugins that these requests are gone, if there are any."""
         if names := list(request_ids):
@@ -117,10 +126,8 @@ class DrafterWorld(World):
         super().__init__(watched, policy, vocab_size, target=target)
         self.drafts, policy.decisions = policy.drafts, self.decisions
 
-    def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> Draft:
-        """The first half of a step."""
-        with named("drafter.raises", "a step"):
-            return self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
+    def outputs(self, name: str) -> list[Any]:
+        return self.drafts.get(name, [])
 
 
 class _KeepScripted(BudgetPolicy):
@@ -152,6 +159,9 @@ class PolicyWorld(World):
         super().__init__(drafters, watched, make_timer=_Formula)
         for drafter in drafters:
             drafter.decisions = self.decisions
+
+    def outputs(self, name: str) -> list[Any]:
+        return self.watched.decisions
 
 
 class _Formula(StepTimer):
