@@ -111,7 +111,7 @@ def oldest(session: nox.Session) -> None:
     wanted = "\n".join(
         [
             *project["dependencies"],
-            *(line for name in ("plots", "rest", "testing", "train", "dev") for line in extras[name]),
+            *(line for name in ("lab", "rest", "testing", "train", "dev") for line in extras[name]),
         ]
     )
     floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}
@@ -166,7 +166,7 @@ def mutations(session: nox.Session) -> None:
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
     _install_beside(session, "lm-eval")
-    session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_lm_eval.py", *session.posargs)
     model = "pretrained=emssd/data/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
     command = "from emssd.integrations.lm_eval_command import main; main()"
@@ -178,7 +178,7 @@ def lm_eval(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """Tests `emssd.integrations.ray`, and the job of the page on it, on a Ray of this machine."""
     _install_beside(session, "ray")
-    session.run("python", "-m", "pytest", "tests/core/test_engine_thread.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_ray.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
@@ -192,7 +192,7 @@ def trl(session: nox.Session) -> None:
     """Tests `emssd.integrations.trl` with the trainers of TRL, and with adapters of PEFT."""
     _install_beside(session, "trl")
     session.install("peft")
-    session.run("python", "-m", "pytest", "tests/models/test_trl.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_trl.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -275,7 +275,7 @@ def vllm(session: nox.Session) -> None:
     session.install("torch==2.13.0")
     _install_vllm(session)
     session.install("-e", ".[testing]")
-    session.run("python", "-m", "pytest", "tests/models/test_vllm.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_vllm.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

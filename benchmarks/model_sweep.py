@@ -37,7 +37,7 @@ from tiny_configs import VOCAB_SIZE, build_config, causal_lm_types, variants
 from emssd import Engine
 from emssd.drafting import Draft, Drafter
 from emssd.errors import EmssdError, UnsupportedModelError
-from emssd.model.hf.support import check_config
+from emssd.model.hf.refusals import check_config
 
 __all__ = ["KnowingDrafter", "Result", "sweep", "sweep_one"]
 

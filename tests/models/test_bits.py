@@ -21,7 +21,7 @@ from emssd.drafting import Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.integrations.batch_invariant import batch_invariant
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.hf.invariant import Audit, BatchInvariant
+from emssd.model.hf.batch_invariance import Audit, BatchInvariant
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from tests.support.backends import engine_of, runner_of

@@ -36,6 +36,7 @@ from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
 from emssd.model.compile import tracing
 from emssd.model.compile.int8 import scales_of
+from emssd.model.compile.program import declare_operators
 from emssd.native import cache_dir
 from tests.models.test_checkpoint import save_checkpoint
 from tests.support.draft_models import same_weights_drafter
@@ -302,7 +303,7 @@ def test_products_that_no_kernel_of_ours_computes_are_named(
 ) -> None:
     """All of GPT-2's are linear layers, though it calls ``addmm``; experts are none."""
     monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *arguments, **options: None)
-    tracing.declare_operators()
+    declare_operators()
     experts = {"num_experts": 4, "num_experts_per_tok": 2} if others else {}
     target = TargetModel(tiny_model(architecture, dtype=torch.float32, num_hidden_layers=1, **experts))
     tracing.compile_program(target, tmp_path)

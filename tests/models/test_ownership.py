@@ -24,7 +24,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel
 from emssd.model.hf.probe import ProbeRows
-from emssd.model.hf.structure import Structure, changed
+from emssd.model.hf.tripwire import Structure, changed
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch
 

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel, load_model
-from emssd.model.hf.support import check_config
+from emssd.model.hf.refusals import check_config
 from emssd.model.load.random_weights import counted_on, counting_model
 from tests.support.tiers import looped
 

@@ -13,9 +13,10 @@ from emssd_testing.models import HYBRIDS, tiny_model
 
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model.hf import states
-from emssd.model.hf.mixing import _MIXER, Convolution, Recurrence, keeps_states
-from emssd.model.hf.states import Feed, StateCache
+from emssd.model.hf import recurrent_pass
+from emssd.model.hf.recurrent_layers import _MIXER, Convolution, Recurrence, keeps_states
+from emssd.model.hf.recurrent_pass import Mixer
+from emssd.model.hf.recurrent_states import Feed, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
@@ -62,7 +63,7 @@ class Layers:
 
     def mixed(self, tokens: Text) -> torch.Tensor:
         """``[n, numbers]`` of fed tokens, by the mixer of this pass."""
-        mixer: states._Mixer | None = _MIXER.get()
+        mixer: Mixer | None = _MIXER.get()
         assert mixer is not None
         first, *rest = self.fed(tokens)
         return torch.cat([mixer.convolve(first), *(mixer.recur(each).flatten(1) for each in rest)], 1)
@@ -154,7 +155,7 @@ class History:
 @pytest.fixture
 def arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "PyTorch":
-        monkeypatch.setattr(states, "why_unavailable", lambda: "as a test wants it")
+        monkeypatch.setattr(recurrent_pass, "why_unavailable", lambda: "as a test wants it")
     return str(request.param)
 
 
@@ -219,8 +220,8 @@ def test_the_targets_first_layers_draft_on_its_own_states(architecture: str) -> 
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = states._Mixer._room_for
-    monkeypatch.setattr(states._Mixer, "_room_for", lambda mixer, layer: kept(mixer, layer).zero_())
+    kept = Mixer._slots_of
+    monkeypatch.setattr(Mixer, "_slots_of", lambda *arguments: kept(*arguments).zero_())
     with pytest.raises(UnsupportedModelError, match="gives other logits"):
         texts_of("qwen3_5_text").engine("none")
 

@@ -59,7 +59,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 8}
     | {"mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True, "adapter_rank": 4, "num_mem_blocks": 1},
 }
-"""The same of architectures with layers that keep a state: one for each function of `emssd.model.hf.mixing`."""
+"""The same with layers that keep a state: one for each function of `emssd.model.hf.recurrent_layers`."""
 
 
 class WideFloats(TorchFunctionMode):

@@ -13,8 +13,8 @@ from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
 from emssd.decoding.scheduler import Fits, Schedule, Scheduler
 from emssd.model import BorrowedTarget, ModelOutput
-from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Request, Row
+from emssd_testing.choice_runner import ChoiceRunner
 from emssd_testing.conformance.setting import BATCH_SIZE
 
 _Text = tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Arithmetic that gives a row the same bits in any batch: what a model on a CPU calls in the place of PyTorch's.
+"""Arithmetic that gives a row the same bits in any batch, for models on a CPU.
 
 PyTorch's matrix products add up in an order that depends on the number of rows, and its activations compute the last
-numbers of a tensor, or of a thread's part of it, by another formula. Both are replaced within `BatchInvariant`, in the
-thread that enters it. By default no pass does; see `TargetModel`. Nothing of the model or of PyTorch is written to.
+numbers of a tensor, or of a thread's part of it, by another formula. `BatchInvariant` replaces both in the thread that
+enters it. Nothing of the model or of PyTorch is written to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.devices import is_spread
+from emssd.model.hf.device_map import is_spread
 from emssd.native import load_kernels, why_unavailable
 
 __all__ = ["Audit", "arithmetic_of"]
@@ -59,16 +59,16 @@ class BatchInvariant(TorchFunctionMode):
         self.missed = set[str]()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        if (rule := _RULES.get(func)) is not None and (found := rule(func, *args, **given)) is not None:
-            return found
-        return func(*args, **given)
+        kwargs = kwargs or {}
+        if (rule := _RULES.get(func)) is not None and (result := rule(func, *args, **kwargs)) is not None:
+            return result
+        return func(*args, **kwargs)
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's own has no annotations
     """Within, operators that PyTorch runs itself are noted as `missed`, unless they are known to keep a row's bits.
 
-    Known are views, whole numbers, what rounds once (`_EXACT`), and what works along a row or moves it (`_BY_ROW`).
+    These are views, operators on integers, those that round once (`_EXACT`), and those along or of a row (`_BY_ROW`).
     """
 
     def __init__(self, arithmetic: BatchInvariant) -> None:
@@ -77,22 +77,22 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's ow
         self._missed.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
-        results = func(*args, **given)
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
         first = results[0] if isinstance(results, (tuple, list)) and results else results
         if isinstance(first, torch.Tensor) and first.is_floating_point() and not func.is_view:
             replaced = torch._C._is_torch_function_all_disabled()  # as the rules do, and attention
-            if not replaced and not _keeps_bits(func, first, args, given):
+            if not replaced and not _keeps_bits(func, first, args, kwargs):
                 self._missed.add(func.overloadpacket.__name__)
         return results
 
 
-def _keeps_bits(operator: Any, first: Any, args: Any, given: Any) -> bool:
+def _keeps_bits(operator: Any, first: Any, args: Any, kwargs: Any) -> bool:
     name = operator.overloadpacket.__name__.removesuffix("_")
     if name in ("mm", "bmm", "matmul"):
         return bool(args[0].shape[-1] == 1)  # nothing is added up
     power = args[1] if name == "pow" and isinstance(args[1], (int, float)) else None
-    if name == "rsqrt" or power == -0.5 or (name in ("add", "sub") and given.get("alpha", 1) != 1):
+    if name == "rsqrt" or power == -0.5 or (name in ("add", "sub") and kwargs.get("alpha", 1) != 1):
         return first.dtype is not torch.bfloat16  # some numbers of which are rounded twice
     if name == "pow":
         return power in (0.5, 2, 3) or (first.ndim == 1 and not isinstance(args[0], torch.Tensor))  # frequencies
@@ -123,17 +123,12 @@ def _product(source: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     return cast("torch.Tensor", torch.ops.emssd_native.plain_linear.default(source, weight, bias))
 
 
-def _linear(
-    func: Any,
-    input: torch.Tensor,  # noqa: A002 - PyTorch's name, here and below
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> torch.Tensor | None:  # noqa: A002 - PyTorch's name
     tensors = (input, weight) if bias is None else (input, weight, bias)
-    if input.dtype not in _DTYPES or any(each.device.type != "cpu" or each.dtype != input.dtype for each in tensors):
+    if input.dtype not in _DTYPES or any(one.device.type != "cpu" or one.dtype != input.dtype for one in tensors):
         return None
     with torch._C.DisableTorchFunction():
-        if torch.is_grad_enabled() and any(each.requires_grad for each in tensors):
+        if torch.is_grad_enabled() and any(one.requires_grad for one in tensors):
             source = input if input.ndim > 1 else input.unsqueeze(0)
             out: torch.Tensor = _Linear.apply(source, weight, bias)  # type: ignore[no-untyped-call]  # not annotated
             return out if input.ndim > 1 else out.squeeze(0)
@@ -146,12 +141,12 @@ def _matmul(func: Any, input: torch.Tensor, other: torch.Tensor, **more: Any) ->
     return _linear(func, input, other.t())
 
 
-def _addmm(func: Any, *given: torch.Tensor, **more: Any) -> torch.Tensor | None:
-    return None if more or len(given) != 3 or given[0].ndim != 1 else _linear(func, given[1], given[2].t(), given[0])
+def _addmm(func: Any, *args: torch.Tensor, **more: Any) -> torch.Tensor | None:
+    return None if more or len(args) != 3 or args[0].ndim != 1 else _linear(func, args[1], args[2].t(), args[0])
 
 
 def _by_element(func: Callable[..., torch.Tensor], input: torch.Tensor, *args: Any, **more: Any) -> Any:  # noqa: A002
-    """A function of each number, of as many numbers as all threads fill their vectors with."""
+    """A function of each number, on so many numbers that every thread fills its vectors."""
     if input.device.type != "cpu" or not input.is_floating_point():
         return None
     count = size = input.numel()

@@ -1,4 +1,4 @@
-"""Models whose layers Accelerate has put on several devices: which device maps can be, and what is where."""
+"""Models whose layers Accelerate has put on several devices: maps that can be, and the device of the logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOWHERE = ("disk", "meta")
 
 
 def check_device_map(device_map: DeviceMap) -> None:
-    """Refuse a map that cannot be, before any weights are read."""
+    """Raises ConfigError: the map cannot be. No weights are read."""
     if isinstance(device_map, str):
         if device_map not in _CHOICES:
             raise ConfigError(
@@ -61,7 +61,7 @@ def is_spread(model: Any) -> bool:
 
 
 def check_offloaded(model: Any) -> None:
-    """Refuse a model of which Accelerate keeps a part on disk. Raises UnsupportedModelError with the names."""
+    """Raises UnsupportedModelError: Accelerate keeps a part of the model on disk."""
     on_disk = [name for name, device in (getattr(model, "hf_device_map", None) or {}).items() if device == "disk"]
     if on_disk:
         raise UnsupportedModelError(
@@ -75,14 +75,14 @@ def output_device(model: Any) -> torch.device:
 
     Weights that lie in the host's memory beside a GPU are copied there when they are used: their device is the GPU.
     """
-    if not is_spread(model):
-        device: torch.device = model.device
-        return device
-    head = model.get_output_embeddings()
-    if head is not None and not head.weight.is_meta:
-        of_head: torch.device = head.weight.device
-        return of_head
-    hooks = [hook for module in (head, model) if (hook := getattr(module, "_hf_hook", None)) is not None]
-    every = [each for hook in hooks for each in getattr(hook, "hooks", [hook])]  # one, or several in a row
-    known = [each.execution_device for each in every if getattr(each, "execution_device", None) is not None]
-    return torch.empty(0, device=known[0] if known else "cpu").device
+    device: Any = model.device
+    if is_spread(model):
+        head = model.get_output_embeddings()
+        if head is not None and not head.weight.is_meta:
+            device = head.weight.device
+        else:
+            chains = [hook for module in (head, model) if (hook := getattr(module, "_hf_hook", None)) is not None]
+            hooks = [hook for chain in chains for hook in getattr(chain, "hooks", [chain])]  # one, or several in a row
+            devices = (getattr(hook, "execution_device", None) for hook in hooks)
+            device = next((device for device in devices if device is not None), "cpu")
+    return torch.empty(0, device=device).device

@@ -1,8 +1,8 @@
 """Layers that keep a state: Transformers' five functions for them, each as a convolution or one recurrence.
 
 Since 5.16, linear attention, state spaces and short convolutions of all models mix tokens in functions of these names,
-which a modelling module looks up in each call. `install` puts a switch before each. In a pass within `mixed_by`, the
-functions are computed by whoever knows the rows; at any other time, and in other threads, they are the model's own.
+which a modelling module looks up in each call. `install` puts a switch before each. In a pass within `mixed_by`, a
+`Mixer` that knows the rows computes them; at any other time, and in other threads, they are the model's own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Recurrence(NamedTuple):
     Attributes:
         query, key: ``[n, heads, k]`` for the fed tokens.
         value: ``[n, heads, v]``.
-        decay: ``[n, heads, k or 1, v or 1]``, the logarithm of what stays of the state.
+        decay: ``[n, heads, k or 1, v or 1]``, the logarithm of the factor of the state.
         beta: ``[n, heads]``, or ``None``.
         rates: ``[k, v]``, or ``None`` for ones.
     """
@@ -90,30 +90,27 @@ def keeps_states(model_class: type) -> bool:
 
 def install(model: torch.nn.Module) -> bool:
     """Put a switch before each function that the code of `model` calls. Returns whether there is any."""
-    found = False
-    for module in {sys.modules[type(each).__module__] for each in model.modules()}:
-        for name in _FUNCTIONS.keys() & vars(module).keys():
-            found = True
-            own = getattr(module, name)
-            if not hasattr(own, "emssd_own"):
-                setattr(module, name, _switch(own, _FUNCTIONS[name]))
-    return found
+    has_any = False
+    for code in {sys.modules[type(module).__module__] for module in model.modules()}:
+        for name in _FUNCTIONS.keys() & vars(code).keys():
+            has_any = True
+            if not hasattr(getattr(code, name), "emssd_switch"):
+                setattr(code, name, _switch(getattr(code, name), _FUNCTIONS[name]))
+    return has_any
 
 
-def _switch(own: Callable[..., Any], rule: Callable[[Mixer, Mapping[str, Any]], Any]) -> Callable[..., Any]:
-    signature = inspect.signature(getattr(own, "__wrapped__", own))  # of PyTorch's code; kernels have the same names
+def _switch(original: Callable[..., Any], rule: Callable[[Mixer, Mapping[str, Any]], Any]) -> Callable[..., Any]:
+    signature = inspect.signature(getattr(original, "__wrapped__", original))  # PyTorch's; kernels have the same names
 
-    @wraps(own)
+    @wraps(original)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        kwargs = {name: given for name, given in kwargs.items() if not name.startswith("emssd_")}
-        mixer = _MIXER.get()
-        if mixer is None:
-            return own(*args, **kwargs)
+        if (mixer := _MIXER.get()) is None:
+            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return rule(mixer, bound.arguments)
 
-    switch.emssd_own = own  # type: ignore[attr-defined]
+    switch.emssd_switch = True  # type: ignore[attr-defined]
     return switch
 
 
@@ -147,9 +144,9 @@ def _delta_rule(mixer: Mixer, of: Mapping[str, Any]) -> tuple[torch.Tensor, None
     value = of["value"]  # [b, n, heads, v]
     query, key, decay = (_wide(_fed(of[name])) for name in ("query", "key", "g"))
     if of["use_qk_l2norm_in_kernel"]:
-        query, key = (each * torch.rsqrt((each * each).sum(-1, keepdim=True) + 1e-6) for each in (query, key))
+        query, key = (vector * torch.rsqrt((vector * vector).sum(-1, keepdim=True) + 1e-6) for vector in (query, key))
     groups = value.shape[2] // query.shape[1]
-    query, key = (each.repeat_interleave(groups, 1) for each in (query * query.shape[-1] ** -0.5, key))
+    query, key = (vector.repeat_interleave(groups, 1) for vector in (query * query.shape[-1] ** -0.5, key))
     decay = decay[..., None] if decay.ndim == 3 else decay[..., None, None]
     out = mixer.recur(Recurrence(query, key, _wide(_fed(value)), decay, _wide(_fed(of["beta"]))))
     return out.view(value.shape).to(of["query"].dtype), None
@@ -175,7 +172,7 @@ def _mamba(mixer: Mixer, of: Mapping[str, Any]) -> Any:
     inputs = of["hidden_states"]  # [b, v, n]
     dt = of["dt"] if of["delta_bias"] is None else of["dt"] + of["delta_bias"].to(of["dt"].dtype)[..., None]
     dt = F.softplus(dt) if of["delta_softplus"] else dt
-    value, dt, key, query = (_wide(_fed(each.transpose(1, 2))).unsqueeze(1) for each in (inputs, dt, of["B"], of["C"]))
+    value, dt, key, query = (_wide(_fed(part.transpose(1, 2))).unsqueeze(1) for part in (inputs, dt, of["B"], of["C"]))
     rates = of["A"].to(dt.dtype).transpose(0, 1)
     out = mixer.recur(Recurrence(query, key, value * dt, dt.unsqueeze(2), rates=rates)).to(inputs.dtype)
     out = out.view(inputs.shape[0], inputs.shape[2], -1).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""`culprit`: the module whose numbers are the first to differ between a packed pass and the model's own passes."""
+"""`differing_module`: the first module whose numbers differ between a packed pass and the model's own passes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten
 
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import implementation
 from emssd.model.hf.streams import only_here
 
-__all__ = ["culprit"]
+__all__ = ["differing_module"]
 
 _Numbers = dict[tuple[str, str], tuple[str, list[Any]]]  # by module and moment: the module that runs, and tensors
 
 
 @torch.inference_mode()
-def culprit(target: Any, rows: Any, tolerance: float) -> str | None:
-    """The name of that module of a `TargetModel`; ``None`` where every module has the same numbers.
+def differing_module(target: HookedModel, rows: Any, tolerance: float) -> str | None:
+    """The name of that module; ``None`` where every module has the same numbers.
 
     Args:
         rows: the probe's, `emssd.model.hf.probe.ProbeRows`.

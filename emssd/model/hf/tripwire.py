@@ -1,7 +1,6 @@
-"""`Structure`: the tensors and modules that a model is made of, to see whether somebody replaced or wrote to one.
+"""`Structure`: the tensors and modules of a model, to notice that one was replaced or written to.
 
-It reads no values, so it does not see writes that PyTorch does not count: those of fused optimizers, to ``tensor.data``
-and through NumPy.
+No values are read. Writes that PyTorch does not count go unnoticed: by fused optimizers, to ``tensor.data``, by NumPy.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 _SAME_IN_TRAINING = {nn.Linear, nn.Embedding, nn.Identity, nn.SiLU, nn.GELU, nn.ReLU, nn.Tanh}
 
 Marks = dict[str, tuple[Any, ...]]
-"""By name, objects, which are the same or not, and numbers."""
+"""By name, objects that are compared by identity, and numbers."""
 
 
 class Structure:
@@ -38,27 +37,27 @@ class Structure:
         self.tensors: Marks = {}
         self.modules: Marks = {"a hook of all modules": everywhere, "its config": (str(model.config.to_dict()),)}
         for name, module in model.named_modules():
-            held, kind = vars(module), type(module)
-            hooks = *held["_forward_pre_hooks"].values(), *held["_forward_hooks"].values()
-            self.modules[name or "the model"] = module, kind, kind.forward, held.get("forward"), module.training, *hooks
-            for key, tensor in chain(held["_parameters"].items(), held["_buffers"].items()):
+            values, kind = vars(module), type(module)
+            hooks = *module._forward_pre_hooks.values(), *module._forward_hooks.values()
+            marks = module, kind, kind.forward, values.get("forward"), module.training, *hooks
+            self.modules[name or "the model"] = marks
+            for key, tensor in chain(module._parameters.items(), module._buffers.items()):
                 if tensor is not None:
                     self.tensors[f"{name}.{key}"] = tuple(_marks(tensor))
 
 
 def changed(before: Marks, now: Marks) -> str | None:
-    """The name of what is in one only, or has other marks."""
+    """The first name that is in one only, or has other marks."""
     return next((name for name in now | before if not _same(now.get(name, ()), before.get(name, ()))), None)
 
 
 def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    if len(one) != len(other):
-        return False
-    return all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in zip(one, other, strict=True))
+    pairs = zip(one, other, strict=False)
+    return len(one) == len(other) and all(a is b or (isinstance(a, (int, str)) and a == b) for a, b in pairs)
 
 
 def _marks(tensor: Any) -> Iterator[Any]:
-    """The tensor, its version and its address. A quantized tensor or a shard has those of its parts."""
+    """The tensor, its version and its address; of its parts, if it is quantized or a shard."""
     yield tensor
     if hasattr(tensor, "__tensor_flatten__") and type(tensor) not in _PLAIN:
         for name in tensor.__tensor_flatten__()[0]:
@@ -69,7 +68,7 @@ def _marks(tensor: Any) -> Iterator[Any]:
 
 
 def refuse_training(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for a model in training mode, as far as a module computes something else in it."""
+    """Raises UnsupportedModelError: a module is in training mode, and computes something else in it."""
     for name, module in model.named_modules():
         if module.training and type(module) not in _SAME_IN_TRAINING:
             part = f" in {name}" if name else ""

@@ -1,4 +1,4 @@
-"""The end of a run, or of an experiment, on the console: tables, first texts, and remarks on misleading figures."""
+"""The end of a run on the console: figures, first texts, the result of a check, and remarks on misleading figures."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from emssd.cli.busy import busy_remark
 from emssd.data.prompts import FailedPrompt, Prompt
-from emssd.decoding.check import CheckReport, Difference
-from emssd.metrics.busy import busy_remark
+from emssd.decoding.check import CheckReport
 from emssd.native import fallback_reason
 from emssd.sequences import Generation
-from emssd_lab.report.cells import grids, speedup_text
-from emssd_lab.report.rows import Row, Simulation, parse
-from emssd_lab.report.sections.acceptance import expected_ratio
-from emssd_lab.report.sections.methods import crossings, speed_table
-from emssd_lab.report.sections.steps import step_table, steps_of
-from emssd_lab.report.tables import Table as PlainTable
-from emssd_lab.report.tables import grouped
 
 __all__ = [
-    "harmless", "print_check", "print_failures", "print_report", "print_texts", "print_whole", "remarks", "summary",
-]  # fmt: skip
+    "harmless",
+    "print_check",
+    "print_failures",
+    "print_report",
+    "print_texts",
+    "print_whole",
+    "remarks",
+    "speedup_text",
+]
 
 _SHOWN_DIFFERENCES = 10
 _SHOWN_FAILURES = 3
@@ -46,22 +46,24 @@ def print_report(console: Console, metrics: dict[str, Any], *, details: bool = F
     if "greedy" in metrics:
         console.print(f"  {speedup_text(metrics)} the speed without drafts")
     console.print(f"  τ {metrics['mean_acceptance_length']:.2f}: new tokens of a sequence in a step of the model")
-    if details:
-        _print_details(console, metrics)
-
-
-def _print_details(console: Console, metrics: dict[str, Any]) -> None:
-    """A table of all figures that are one number, under their names in ``docs/metrics.md``."""
-    runs = [_numbers(run) for run in (metrics, metrics.get("greedy")) if run]
-    table = Table("", "this run", *["without drafts"] * (len(runs) - 1), min_width=60)
-    for name in runs[0]:
-        table.add_row(name, *(f"{run[name]:,.5g}" if name in run else "" for run in runs))
-    console.print(table)
+    if details:  # all figures that are one number
+        runs = [_numbers(run) for run in (metrics, metrics.get("greedy")) if run]
+        table = Table("", "this run", *["without drafts"] * (len(runs) - 1), min_width=60)
+        for name in runs[0]:
+            table.add_row(name, *(f"{run[name]:,.5g}" if name in run else "" for run in runs))
+        console.print(table)
 
 
 def _numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     numbers = {prefix + name: value for name, value in metrics.items() if isinstance(value, (int, float))}
     return numbers if prefix else numbers | _numbers(metrics["seconds"], "seconds.")
+
+
+def speedup_text(metrics: Mapping[str, Any]) -> str:
+    """The speed-up of a checked run with its interval, as in ``1.31× (1.22–1.40)``."""
+    interval = metrics.get("speedup_interval")
+    between = f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else "too short to tell"
+    return f"{metrics['speedup']:.2f}× ({between})"
 
 
 def print_check(console: Console, report: CheckReport, check: str | None = "plain") -> None:
@@ -83,7 +85,12 @@ def print_check(console: Console, report: CheckReport, check: str | None = "plai
     if report.ties:
         console.print("  a tie: rounding alone decides between two tokens; docs/exactness.md says when", soft_wrap=True)
     for difference in [*report.true_differences, *report.ties][:_SHOWN_DIFFERENCES]:
-        console.print("  " + _describe(difference))
+        sample = f", sample {difference.sample}," if difference.sample else ""
+        console.print(
+            f"  {'tie' if difference.is_tie else 'DIFFERENCE'} in {difference.request_id}{sample} at new token "
+            f"{difference.position}: {difference.token} instead of {difference.greedy_token}, logits "
+            f"{difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
+        )
     hidden = len(report.differences) - _SHOWN_DIFFERENCES
     if hidden > 0:
         console.print(f"  … and {hidden} more in metrics.json")
@@ -99,22 +106,13 @@ def print_failures(console: Console, failed: Sequence[FailedPrompt]) -> None:
         console.print(f"  … and {len(failed) - _SHOWN_FAILURES} more")
 
 
-def _describe(difference: Difference) -> str:
-    kind = "tie" if difference.is_tie else "DIFFERENCE"
-    sample = f", sample {difference.sample}," if difference.sample else ""
-    return (
-        f"{kind} in {difference.request_id}{sample} at new token {difference.position}: {difference.token} instead of "
-        f"{difference.greedy_token}, logits {difference.margin:.3g} apart (tie up to {difference.tolerance:.3g})"
-    )
-
-
 def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> None:
     """The first texts, shortened, each after the end of its prompt; nothing of rows without text."""
     with_text = ((prompt, row.sample, row.text) for prompt, row in rows if row.text is not None)
     for prompt, number, text in islice(with_text, _SHOWN_TEXTS):
         sample = f", sample {number}" if number else ""
         console.print(Text(prompt.prompt_id + sample, style="bold"))
-        for label, words in (("prompt", _asked(prompt)), ("text", short_start(text))):
+        for label, words in (("prompt", _end_of(prompt)), ("text", short_start(text))):
             console.print(Padding(Text.assemble((f"{label}: ", "dim"), words), (0, 0, 0, 2), expand=False))
 
 
@@ -132,7 +130,7 @@ def harmless(text: str) -> str:
     return re.sub(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]+", "", text)
 
 
-def _asked(prompt: Prompt) -> str:
+def _end_of(prompt: Prompt) -> str:
     if prompt.token_ids is not None:
         return f"{len(prompt.token_ids)} token ids"
     return short_end(prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"]))
@@ -158,8 +156,8 @@ def _one_paragraph(text: str) -> str:
 def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:
     """Sentences on figures that say less than they seem to; `drafts` says whether the run had a drafter."""
     gain = _without_gain(metrics) if drafts else None
-    said = [gain, fallback_reason(), busy_remark(metrics, metrics.get("greedy", {}))]
-    return [sentence for sentence in said if sentence is not None]
+    sentences = [gain, fallback_reason(), busy_remark(metrics, metrics.get("greedy", {}))]
+    return [sentence for sentence in sentences if sentence is not None]
 
 
 def _without_gain(metrics: dict[str, Any]) -> str | None:
@@ -176,20 +174,3 @@ def _without_gain(metrics: dict[str, Any]) -> str | None:
             "drafts all the same"
         )
     return f"{why}: try another drafter (emssd-plugins lists them), other options of this one, or a smaller batch_size"
-
-
-def summary(rows: Iterable[Mapping[str, Any]]) -> list[RenderableType]:
-    """The tables of each experiment, each below its title, of rows as in ``rows.jsonl``."""
-    shown: list[tuple[str, PlainTable]] = []
-    for row in (parsed := [parse(value, where=f"row {number}") for number, value in enumerate(rows, 1)]):
-        if isinstance(row, Simulation):
-            title = f"{row.experiment}: expected padding ratio by p and batch size, τ at most {row.max_acceptance}"
-            shown.append((title, expected_ratio(row)))
-    measured = grouped((row for row in parsed if isinstance(row, Row)), lambda row: row.experiment)
-    for experiment, mine in measured.items():
-        timed = experiment == "step_time"
-        for grid in steps_of(mine) if timed else grids(mine):
-            shown.append((f"{experiment}: {grid.title}", step_table(grid) if timed else speed_table(grid)))
-            if experiment == "crossover":
-                shown.append(("Where speculation pays", crossings(grid)))
-    return [part for title, table in shown for part in (Text("\n" + title, style="bold"), table.console())]

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from emssd.attention import Kept, KVUsage, PackedInputs
 from emssd.attention.trees import Parents
-from emssd.model.run.runner import ModelOutput, ModelRunner
+from emssd.model import ModelOutput, ModelRunner
 
 __all__ = ["ChoiceRunner"]
 

@@ -1,4 +1,4 @@
-"""The models that can be served at all, their lengths and shards, as their config tells; `probe` tells the rest."""
+"""Refuses models by their config and their modules, and lengths beyond it; `emssd.model.hf.probe` finds the rest."""
 
 from __future__ import annotations
 
@@ -6,32 +6,13 @@ import sys
 from typing import Any, cast
 
 from emssd.errors import ConfigError, UnsupportedModelError
-from emssd.model.hf.devices import check_offloaded, is_spread
-from emssd.model.hf.mixing import keeps_states
+from emssd.model.hf.device_map import check_offloaded, is_spread
+from emssd.model.hf.recurrent_layers import keeps_states
 
-__all__ = [
-    "check_config",
-    "check_heads",
-    "check_whole",
-    "count_heads",
-    "length_limit",
-    "resolve_max_model_len",
-    "shards_of",
-]
+__all__ = ["check_config", "check_whole", "length_limit", "resolve_max_model_len"]
 
 _POSSIBLE = "decode it with its own generate, or take a type of docs/reference/models.md"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
-_OPT = {
-    "model.decoder.layers.*.self_attn.q_proj": "colwise",
-    "model.decoder.layers.*.self_attn.k_proj": "colwise",
-    "model.decoder.layers.*.self_attn.v_proj": "colwise",
-    "model.decoder.layers.*.self_attn.out_proj": "rowwise",
-    "model.decoder.layers.*.fc1": "colwise",
-    "model.decoder.layers.*.fc2": "rowwise",
-    "model.decoder.embed_tokens": "embedding_rowwise",
-    "lm_head": "colwise_gather_output",
-}
-"""For ``opt``, which Transformers has no plan for: by module, with ``*`` for a layer, one of its parallel styles."""
 
 
 def length_limit(config: Any) -> int | None:
@@ -41,7 +22,7 @@ def length_limit(config: Any) -> int | None:
 
 
 def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
-    """The longest sequence to allow; refused where the model computes positions otherwise in longer ones."""
+    """The longest sequence to allow. Raises UnsupportedModelError: longer ones have other positions."""
     text, limit = config.get_text_config(), length_limit(config)
     if max_model_len is None:
         if limit is None:
@@ -55,7 +36,7 @@ def resolve_max_model_len(config: Any, max_model_len: int | None) -> int:
 
 
 def check_config(config: Any, model_class: type | None) -> None:
-    """Refuse, before any weights are loaded, what the config shows cannot be served at any length."""
+    """Refuse a model that cannot be served at any length, by its config alone, before weights are loaded."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     name = config.model_type
@@ -118,13 +99,9 @@ def check_whole(model: Any) -> None:
 
 
 def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
-    """Refuse rotary frequencies that change with the longest sequence of the batch.
-
-    Those of type ``dynamic`` change only beyond ``max_position_embeddings``, where no sequence gets.
-    """
+    """Refuse rotary frequencies that change with the longest sequence of the batch, up to `max_model_len`."""
     rope = getattr(text, "rope_parameters", None) or {}
-    # Models whose layers differ have one set of parameters for each type of layer.
-    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+    for values in (rope, *(value for value in rope.values() if isinstance(value, dict))):  # or one for each layer type
         original = values.get("original_max_position_embeddings") or 0
         if values.get("rope_type") == "longrope" and max_model_len > original:
             raise _refused(
@@ -135,7 +112,7 @@ def _check_rotary(text: Any, name: str, max_model_len: int) -> None:
 
 
 def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
-    """Refuse layers that attend in chunks, where a sequence can be longer than one; within one they see everything."""
+    """Refuse layers that attend in chunks, if a sequence can be longer than one."""
     chunk = getattr(text, "attention_chunk_size", None) or 0
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()) and max_model_len > chunk:
         raise _refused(
@@ -143,49 +120,6 @@ def _check_chunks(text: Any, name: str, max_model_len: int) -> None:
             f"it has layers of type chunked_attention; model.max_model_len={chunk} or less works, where a sequence is "
             "one chunk",
         )
-
-
-def shards_of(config: Any, size: int) -> Any:
-    """The ``distributed_config`` for `from_pretrained` by which a model is sharded over `size` processes, those of the
-    process group. Raises UnsupportedModelError: it cannot be.
-    """
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    text, name = config.get_text_config(), config.model_type
-    if name != "opt" and not (config.base_model_tp_plan or text.base_model_tp_plan):
-        raise UnsupportedModelError(
-            f"{name} cannot be spread over {size} processes: Transformers has no tensor parallel plan for it. Leave "
-            f"model.tensor_parallel out, and run it on one device"
-        )
-    num_heads = text.num_attention_heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or num_heads
-    if num_heads % size or num_kv_heads % size:
-        possible = [n for n in range(2, num_kv_heads + 1) if num_heads % n == 0 and num_kv_heads % n == 0]
-        what = f"take {' or '.join(map(str, possible))} processes" if possible else "run it on one device"
-        raise UnsupportedModelError(
-            f"{name} cannot be spread over {size} processes: it has {num_heads} query heads and {num_kv_heads} key "
-            f"heads, and each process has to get equally many; {what}"
-        )
-    return DistributedConfig(tp_plan=dict(_OPT) if name == "opt" else "auto")
-
-
-def count_heads(model: Any, size: int) -> None:
-    """Let the attention of ``opt`` count the heads of this process, where it counts those of its config."""
-    if model.config.model_type == "opt":
-        for layer in model.model.decoder.layers:
-            layer.self_attn.num_heads //= size
-
-
-def check_heads(target: Any, size: int) -> None:
-    """Refuse a model whose attention, as it ran, has neither all heads in each process nor its part of them."""
-    text = target.model.config.get_text_config()
-    whole = text.num_attention_heads
-    for index, layer in enumerate(target.layers):
-        if layer.num_qo_heads not in (whole, whole // size):
-            raise UnsupportedModelError(
-                f"{type(target.model).__name__} cannot be spread over {size} processes: layer {index} runs "
-                f"{layer.num_qo_heads} of {whole} query heads in each"
-            )
 
 
 def _refused(name: str, reason: str) -> UnsupportedModelError:
