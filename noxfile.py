@@ -178,7 +178,7 @@ def lm_eval(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """Tests `emssd.integrations.ray`, and the job of the page on it, on a Ray of this machine."""
     _install_beside(session, "ray")
-    session.run("python", "-m", "pytest", "tests/integrations/test_engine_thread.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_ray.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -98,10 +98,10 @@ class PackedInputs:
         lengths = self.lengths
         longest = max(lengths[row] for row in rows)
         tokens, places = list[int](), list[int]()
-        for place, row in enumerate(rows):
+        for first, row in zip(range(0, longest * len(rows), longest), rows, strict=True):
             start, stop = self.qo_indptr[row], self.qo_indptr[row + 1]
             tokens += [*range(start, stop), *[stop - 1] * (longest - (stop - start))]
-            places += range(place * longest, place * longest + stop - start)
+            places += range(first, first + stop - start)
         return tokens, places
 
     def on(self, device: torch.device) -> StepInputs:

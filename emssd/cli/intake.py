@@ -91,27 +91,27 @@ def check_options(config: RunConfig) -> None:
 def sampling_of(
     config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
 ) -> SamplingParams | None:
-    """The sampling of the run, or of `prompt` in it; ``None`` is greedy. What a `prompt` itself asks for, and cannot
-    be, is a PromptError.
+    """The sampling of the run, or of `prompt` in it; ``None`` is greedy. Raises PromptError for an invalid option of
+    the prompt.
     """
     options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
-    given = {} if prompt is None or prompt.sampling is None else prompt.sampling
-    own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
+    of_prompt = {} if prompt is None or prompt.sampling is None else prompt.sampling
+    of_prompt = {name: value for name, value in of_prompt.items() if value is not None}  # as tables fill gaps
     try:
-        for name in own:
+        for name in of_prompt:
             if name not in options:
                 guess = did_you_mean(name, options) or "."
                 raise ConfigError(f"{name} is no option{guess} The options are {', '.join(options)}")
-        if isinstance(bias := own.get("logit_bias"), dict):
-            own["logit_bias"] = {
+        if isinstance(bias := of_prompt.get("logit_bias"), dict):
+            of_prompt["logit_bias"] = {
                 int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
                 for token, value in bias.items()
             }
-        params = SamplingParams(**options | own)
+        params = SamplingParams(**options | of_prompt)
         if vocab_size is not None:
             params.check_vocabulary(vocab_size)
     except ConfigError as error:
-        if own and prompt is not None:
+        if of_prompt and prompt is not None:
             raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
         raise ConfigError(f"sampling.{error}") from error
     return None if params.is_greedy and params.logprobs is None else params
@@ -127,8 +127,7 @@ def make_engine(
 ) -> Engine:
     """The engine of `config`, or plain decoding with the target of `baseline`.
 
-    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
-    may compile the model.
+    With `num_steps`, a function from the longest sequence to the most steps, ``model.compile=auto`` may compile.
     """
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
@@ -161,15 +160,14 @@ def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | Faile
 
 def num_samples(config: RunConfig, prompt: Prompt) -> int:
     """The number of rows of `prompt`; 1 if it asks for an invalid number, which `sampling_of` refuses."""
-    own = None if prompt.sampling is None else prompt.sampling.get("n")
-    number = config.sampling.n if own is None else own
+    number = (prompt.sampling or {}).get("n")
+    number = config.sampling.n if number is None else number
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
 def template_of(config: RunConfig) -> str | None:
     """The text of the file that `chat_template` names."""
-    option = "chat_template="
-    return None if config.chat_template is None else text_in(*content_of(config.chat_template, option))
+    return None if config.chat_template is None else text_in(*content_of(config.chat_template, "chat_template="))
 
 
 def to_requests(
@@ -188,7 +186,7 @@ def to_requests(
         require_template(engine.tokenizer, template)
     stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
     common = tuple(map(unescaped, config.stop))
-    stops(common)  # what cannot be is the run's own fault, and no prompt's
+    stops(common)  # an error of these is the run's, and no prompt's
     eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
     requests = []
     for prompt in prompts:
@@ -206,7 +204,7 @@ def to_requests(
                 raise
             failures.add(FailedPrompt(prompt.prompt_id, f"prompt {prompt.prompt_id}: {error}"))
         else:
-            requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
+            requests += [row for row in request.samples() if (prompt.prompt_id, row.sample) not in finished]
     return requests
 
 

@@ -157,9 +157,6 @@ class SharedTimer(StepTimer):
             return stats
         self._is_shared = True
         seconds = self._group.first([*stats.seconds.values(), *(stage.seconds for stage in stats.stages)])
-        stages = zip(stats.stages, seconds[len(PHASES) :], strict=True)
-        return dataclasses.replace(
-            stats,
-            seconds=dict(zip(PHASES, seconds, strict=False)),
-            stages=tuple(dataclasses.replace(stage, seconds=each) for stage, each in stages),
-        )
+        pairs = zip(stats.stages, seconds[len(PHASES) :], strict=True)
+        stages = tuple([dataclasses.replace(stage, seconds=number) for stage, number in pairs])
+        return dataclasses.replace(stats, seconds=dict(zip(PHASES, seconds, strict=False)), stages=stages)

@@ -83,6 +83,6 @@ def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:
     num_fed = plan.input_ids.numel()
     if plan.token_index is None and num_fed == len(values):
         return values
-    found = values.new_zeros(num_fed, *values.shape[1:])
-    found[slice(len(values)) if plan.token_index is None else plan.token_index] = values
-    return found
+    padded = values.new_zeros(num_fed, *values.shape[1:])
+    padded[slice(len(values)) if plan.token_index is None else plan.token_index] = values
+    return padded

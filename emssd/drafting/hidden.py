@@ -51,7 +51,7 @@ class HiddenStates:
         states = tuple([self.states[self.layers.index(layer)] for layer in layers])
         if self.places is not None:
             index = on_device(self.places, states[0].device) if states else None
-            states = tuple([each[index] for each in states])
+            states = tuple([layer[index] for layer in states])
         return replace(self, layers=tuple(layers), states=states, places=None)
 
 

@@ -90,12 +90,12 @@ def exit_on_error(program: str) -> Iterator[None]:
     try:
         yield
     except EmssdError as error:
-        said = re.sub(r"\S{300,}", lambda word: f"{word[0][:200]}…", str(error))  # nobody needs all of a long value
-        print(f"{program}: error: {said}", file=sys.stderr)
+        message = re.sub(r"\S{300,}", lambda word: f"{word[0][:200]}…", str(error))  # nobody needs all of a long value
+        print(f"{program}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """For a message on an unknown `name`: ``; did you mean 'llma'?``, or ``""`` where nothing is near."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

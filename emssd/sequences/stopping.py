@@ -98,13 +98,11 @@ class StopStrings:
             index -= 1
             window = self._bytes(tokens[index]) + window
         # Only a match that reaches into the last token is one that this token completes.
-        found = []
-        for string in self._encoded:
-            place = window.find(string, max(0, len(window) - len(last) - len(string) + 1))
-            found += [place] if place >= 0 else []
-        if not found:
+        before = len(window) - len(last)
+        matches = [window.find(string, max(0, before - len(string) + 1)) for string in self._encoded]
+        offset = min([match for match in matches if match >= 0], default=-1)
+        if offset < 0:
             return None
-        offset = min(found)
         while offset >= (size := len(self._bytes(tokens[index]))):
             offset -= size
             index += 1

@@ -131,7 +131,7 @@ def test_links_that_leave_the_docs_become_text_and_dead_ones_are_warned_of(
     ]
 
 
-@looped("name", ["padding", "tree"])
+@looped("name", ["padding", "tree", "house"])
 def test_a_picture_is_what_its_script_draws(name: str, module) -> None:
     assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == module(name).picture()
 

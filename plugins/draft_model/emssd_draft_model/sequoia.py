@@ -94,7 +94,7 @@ class SequoiaShape(Shape):
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         children = self._children(tree.num_nodes, tree.depth)
-        ranks = [(node, children.get(tree.way(node), ())) for node in frontier]
+        ranks = [(node, children.get(tree.path_ranks(node), ())) for node in frontier]
         return [(node, own) for node, own in ranks if own]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:

@@ -17,6 +17,7 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model import BorrowedTarget
 from emssd_heads.files import Checkpoint, cannot_load, read_checkpoint, reading_config
 from emssd_heads.formats import Format, expect, unwrapped
+from emssd_heads.head import Head
 from emssd_heads.target import TargetSizes
 
 __all__ = ["HeadFiles", "Loaded", "TargetWeights"]
@@ -37,11 +38,13 @@ class Loaded(Generic[Module]):
         head: with its weights.
         layers: the target's hidden states that it reads, see `emssd_heads.LAST_NORMED`.
         described: the conventions that were chosen, a line each.
+        prefix: a layer that hidden states go through before `head` reads them.
     """
 
     head: Module
     layers: tuple[int, ...]
     described: tuple[str, ...]
+    prefix: Head | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,27 +205,28 @@ class HeadFiles:
         return ids.to(self.target.device)
 
     def drafted_ids(self, num_tokens: int) -> torch.Tensor | None:
-        """``[num_tokens]`` the target's ids of those that a head drafts, from its ``d2t``, which holds what to add.
+        """``[num_tokens]`` the target's ids of the tokens that a head drafts, from the offsets in its ``d2t``.
 
-        ``None`` where there is no such tensor.
+        ``None`` for a head that drafts all of the target's tokens.
 
         Raises:
-            ConfigError: these are not different ids of the target, or its ``t2d`` has others.
+            ConfigError: the ids are missing, not different ones of the target, or not the ones in ``t2d``.
         """
         if "d2t" not in self.names:
+            if num_tokens != self.target.vocab_size:
+                raise self.cannot(f"it drafts {num_tokens} tokens of {self.target.vocab_size}, and no d2t says which")
             return None
         tensors = self.checkpoint.tensors
         offsets, draftable = tensors[self.names["d2t"]], tensors.get("t2d")
         if tuple(offsets.shape) != (num_tokens,):
             raise self.cannot(f"its d2t has {offsets.numel()} entries, and it drafts {num_tokens} tokens")
         ids = torch.arange(len(offsets)) + offsets.long()
-        found = self.target_ids("d2t", ids)
+        target_ids = self.target_ids("d2t", ids)
         if draftable is not None:
-            known = torch.zeros(self.target.vocab_size, dtype=torch.bool)
-            known[ids] = True
-            if not torch.equal(draftable.bool(), known):
+            drafted = torch.zeros(self.target.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+            if not torch.equal(draftable.bool(), drafted):
                 raise self.cannot("its d2t and t2d name different tokens")
-        return found
+        return target_ids
 
     def filled(self, make: Callable[[], Module], names: Mapping[str, str] | None = None) -> Module:
         """The module that `make` gives, with the weights of `names`, by default all; ready for inference.

@@ -161,7 +161,7 @@ class PublishedShape(Shape):
         self.num_nodes, self.depth, self.width = len(tree), max(map(len, tree)), 1 + max(map(max, tree))
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
-        return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.way(node)))]
+        return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.path_ranks(node)))]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         levels = [len(way) for way in self._ranks]

@@ -379,7 +379,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     ({"block_size": "many"}, {}, "a value of another type or size than expected"),
     (inner(mask_token_id=VOCAB), {}, f"the target has embeddings of {VOCAB} ids"),
     ({"vocab_size": 99}, {}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
-    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
+    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's is 32; it was trained for another target"),
     ({"num_target_layers": 5}, {}, "trained for a target of 5 layers, and this one has 4"),
     (inner(target_layer_ids=[0, 4]), {}, "the target has layers 0 to 3"),
     ({"block_size": 10**9}, {}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),

@@ -135,7 +135,7 @@ def test_layers_are_chosen_by_rule_and_a_guess_names_the_other_one(
     ids: Any, options: Any, layers: Any, other: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.clear()
-    assert aux_layers(ids, 3, 36, **options).layers == layers
+    assert aux_layers(ids, 3, 36, **options)[0] == layers
     assert [message.endswith(f"set {other}") for message in caplog.messages] == [True] * (other is not None)
 
 

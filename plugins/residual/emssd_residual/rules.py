@@ -36,11 +36,7 @@ class Verdict:
 
 
 def verify_traversal(
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    parents: Seq[int],
-    uniform: Callable[[], Uniform],
+    target: torch.Tensor, draft: Rows, token_ids: Seq[int], parents: Seq[int], uniform: Callable[[], Uniform]
 ) -> Verdict:
     """Traversal verification (Weng et al. 2025, arXiv 2505.12398): from the leaves up, the first accepted node wins.
 
@@ -68,11 +64,7 @@ def verify_traversal(
 
 
 def verify_deterministic(
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    parents: Seq[int],
-    uniform: Callable[[], Uniform],
+    target: torch.Tensor, draft: Rows, token_ids: Seq[int], parents: Seq[int], uniform: Callable[[], Uniform]
 ) -> Verdict:
     """Draw the target's own token after each node, and descend to the child that carries it, if there is one.
 

@@ -20,8 +20,9 @@ from emssd_residual import rule as module
 from emssd_residual.distributions import choose
 from emssd_residual.law import check_distribution
 from emssd_residual.rules import Verdict, verify_traversal
-from emssd_testing.conformance.policy_world import PolicyWorld, WatchedPolicy
 from emssd_testing.conformance.scripted import Decision, Life
+from emssd_testing.conformance.watch import WatchedPolicy
+from emssd_testing.conformance.worlds import PolicyWorld
 from emssd_testing.drafters import ScriptedBudget, TreeDrafter
 from emssd_testing.oracle import DenseBackend
 

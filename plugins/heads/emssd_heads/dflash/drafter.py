@@ -104,7 +104,7 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         follows = self._head.follows
         if follows is None and not self._variant.has_confidence:
             return super().choices(level, logits)
-        nodes, slots = list(nodes_of(level)), on_device(self._places_of(level), self._logits.device)
+        nodes, slots = list(nodes_of(level)), on_device(self._indices_of(level), self._logits.device)
         last = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
         before, read, logits = on_device(last, self._logits.device), self._hidden[slots], self._logits[slots]
         if follows is not None:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes, rotated
+from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Rotary, TargetSizes, Vocabulary, rotated
 from emssd_heads.dflash.refining import Markov, Refiner, Selector, Sizes
 from emssd_heads.dflash.variant import Variant
 
@@ -90,32 +90,24 @@ class _BlockLayer(HeadLayer):
         return hidden + finish(self.mlp(normed))
 
 
-class BlockHead(nn.Module):
+class BlockHead(Vocabulary):
     """A DFlash, DFlash2, DSpark or XPress drafter.
 
     Attributes:
-        embed_tokens, lm_head: its own embeddings and vocabulary projection; ``None`` for the target's.
         follows: corrects a slot's logits once the token before is chosen; ``None`` without.
         refines: corrects those of a whole block at once; ``None`` without.
-        target_ids: ``[draft_vocab_size]`` the target's ids of the tokens that it drafts; ``None``: it drafts them all.
     """
 
-    target_ids: torch.Tensor | None
-
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
-        super().__init__()
         config = variant.decoder
         size, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(size, target.vocab_size, names, variant.draft_vocab_size)
         self.variant = variant
         self.rotary = Rotary(config)
         self.fc = nn.Linear(len(variant.layers) * target.hidden_size, size, bias=False)
         self.hidden_norm = HeadNorm(size, eps)
         self.layers = nn.ModuleList(_BlockLayer(variant, index, names) for index in range(config.num_layers))
         self.norm = HeadNorm(size, eps)
-        own = {name: f"{name}.weight" in names for name in ("embed_tokens", "lm_head")}
-        self.embed_tokens = nn.Embedding(target.vocab_size, size) if own["embed_tokens"] else None
-        self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False) if own["lm_head"] else None
-        self.register_buffer("target_ids", None, persistent=False)
         if sizes := variant.sizes("markov_head."):
             self.markov_head = Markov(sizes)
         if sizes := variant.sizes("candidate_selector."):
@@ -133,10 +125,6 @@ class BlockHead(nn.Module):
     @property
     def refines(self) -> Refiner | None:
         return getattr(self, "refiner_head", None)
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of `logits`, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_heads.dflash.runner`."""
@@ -160,15 +148,7 @@ class BlockHead(nn.Module):
         return cast("torch.Tensor", self.hidden_norm(self.fc(hidden)))
 
     def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
-        """Embeddings ``[n, hidden_size]`` of ``token_ids [n]``, from the head's own table or the target's, scaled."""
-        embeds = embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
-        return embeds * self.variant.embedding_scale
-
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` of ``hidden [n, hidden_size]`` after the final norm."""
-        if self.lm_head is not None:
-            return cast("torch.Tensor", self.lm_head(hidden))
-        return project(hidden) if self.target_ids is None else project(hidden)[:, self.target_ids]
+        return super().embed(token_ids, embed) * self.variant.embedding_scale
 
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attend: BlockAttend

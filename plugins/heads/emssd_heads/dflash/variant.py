@@ -149,11 +149,8 @@ def _check(files: HeadFiles, variant: Variant, values: Mapping[str, Any]) -> Non
     target = files.target
     size, vocab_size, num_layers = (values.get(name) for name in ("hidden_size", "vocab_size", "num_target_layers"))
     read = ", ".join(str(layer - 1) for layer in variant.layers)
-    if vocab_size is not None and vocab_size != target.vocab_size:
-        why = f"its vocabulary has {vocab_size} tokens, and the target's has {target.vocab_size}"
-    elif size != target.hidden_size:
-        why = f"it has a hidden size of {size}, and the target's embeddings are of size {target.hidden_size}"
-    elif num_layers is not None and num_layers != target.num_layers:
+    files.check_sizes(size, vocab_size)
+    if num_layers is not None and num_layers != target.num_layers:
         why = f"it was trained for a target of {num_layers} layers, and this one has {target.num_layers}"
     elif not all(0 <= layer <= target.num_layers for layer in variant.layers):
         why = f"it reads the outputs of layers {read}, and the target has layers 0 to {target.num_layers - 1}"
@@ -165,8 +162,6 @@ def _check(files: HeadFiles, variant: Variant, values: Mapping[str, Any]) -> Non
         why = f"its block_size is {variant.block_size}; a block drafts 1 to 4096 tokens"
     elif values.get("use_swa") and not any(variant.decoder.windows):
         why = "its dflash_config has use_swa, and no layer_types say which layers have a sliding window"
-    elif variant.draft_vocab_size != target.vocab_size and "d2t" not in variant.shapes:
-        why = f"it drafts {variant.draft_vocab_size} tokens of {target.vocab_size}, and no d2t says which"
     elif variant.has_confidence and variant.confidence_reads_markov and not variant.sizes("markov_head."):
         why = "its confidence head reads a Markov head, and it has none"
     elif lacking := _lacking(variant, values.get("markov_head_type")):

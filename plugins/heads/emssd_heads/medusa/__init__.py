@@ -35,12 +35,11 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_heads.medusa.drafter import MedusaDrafter
     from emssd_heads.medusa.heads import load_medusa
 
-    shape_of(config, "emssd_heads.medusa", 1, top_k=config.num_nodes)  # before heads are loaded
     lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:
         keep_bytes(heads)
-    shape = shape_of(config, "emssd_heads.medusa", len(heads.heads), top_k=config.num_nodes)
+    shape = shape_of(config, "emssd_heads.medusa", len(heads), top_k=config.num_nodes)
     return MedusaDrafter(heads, shape, lent.target)
 
 

@@ -54,11 +54,10 @@ def load_mtp(path: str, lent: TargetWeights) -> Loaded[MtpHead]:
     with _running_code(files, lent):
         _ = head.specs  # the first pass
     layout = "Qwen3-Next" if names["eh_proj.weight"].startswith("mtp.") else "DeepSeek-V3 and GLM-4-MoE"
-    own = {name: "the target’s" if f"{name}.weight" not in names else "its own" for name in ("embed_tokens", "lm_head")}
     described = (
         f"layer for multi-token prediction in the layout of {layout}, read from {files.checkpoint.source.name}",
         "reads the target's last hidden state, behind its final norm",
-        f"embeddings {own['embed_tokens']}, vocabulary projection {own['lm_head']}",
+        head.described,
     )
     return Loaded(head, (LAST_NORMED,), described)
 

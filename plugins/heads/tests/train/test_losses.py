@@ -20,9 +20,10 @@ from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
 from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import MedusaHeads, load_medusa
+from emssd_heads.medusa.heads import load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
+from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
 from emssd_heads.training.eagle3 import UnrolledLoss, head_config, new_head, save_head
 from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
@@ -73,6 +74,19 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
 
     patch.setattr(drafter, "propose", noted)
     return drafts
+
+
+def watch_slots(patch: pytest.MonkeyPatch, drafter: Any) -> Drafted:
+    """See `watch`; of a drafter that computes all levels at once."""
+    levels, slots = list[torch.Tensor](), drafter.slots
+
+    def noted(self: Any, rows: Any) -> torch.Tensor:
+        logits: torch.Tensor = slots(self, rows)
+        levels[:] = logits.split([row.tree.depth for row in rows])
+        return logits
+
+    patch.setattr(drafter, "slots", noted)
+    return watch(patch, drafter, lambda lengths: [[*logits] for logits in levels[: len(lengths)]])
 
 
 def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
@@ -127,7 +141,7 @@ def random_weights(module: nn.Module) -> None:
             weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3 + ("norm" in name))
 
 
-def medusa_heads(model: TargetModel, folder: Path, **options: Any) -> MedusaHeads:
+def medusa_heads(model: TargetModel, folder: Path, **options: Any) -> ResidualHeads:
     """Random heads, saved as trained ones are."""
     chosen = MedusaOptions("m", "d", str(folder), depth=DEPTH, **options)
     size = chosen.draft_vocab_size
@@ -191,12 +205,7 @@ def test_medusa_heads_are_trained_on_what_they_draft_with(
     model = TargetModel(tiny_model(architecture))
     heads = medusa_heads(model, tmp_path / "heads", **options)
     with monkeypatch.context() as patch:
-        given = returned(patch, MedusaHeads, "forward")
-        drafts = watch(
-            patch,
-            MedusaDrafter,
-            lambda lengths: [[*given[-1][:length, row]] for row, length in enumerate(lengths)],
-        )
+        drafts = watch_slots(patch, MedusaDrafter)
         decode(model, MedusaConfig(path=str(tmp_path / "heads"), tree=TreeKind.chain))
     teacher = Teacher(model, (LAST_NORMED,))
     hold(drafts, MedusaLoss(heads, teacher), emssd_heads.training.medusa, teacher, heads.target_ids)
@@ -206,20 +215,10 @@ def test_medusa_heads_are_trained_on_what_they_draft_with(
 def test_a_pard_model_is_trained_on_what_it_drafts_with(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = TargetModel(tiny_model("llama"))
     draft, mask = with_mask(TargetModel(tiny_model(architecture, seed=1)))
-    spec, given = draft.kv_cache_spec(3), list[torch.Tensor]()
-    drafter = PardDrafter(
-        CausalLMRunner(draft, make_backend(spec, "ragged", Registry())), model.vocab_size, mask, DEPTH
-    )
+    runner = CausalLMRunner(draft, make_backend(draft.kv_cache_spec(3), "ragged", Registry()))
+    drafter = PardDrafter(runner, model.vocab_size, mask, DEPTH)
     with monkeypatch.context() as patch:
-        slots = PardDrafter.slots
-
-        def noted(self: PardDrafter, rows: Any) -> torch.Tensor:
-            logits = slots(self, rows)
-            given[:] = logits.split([row.tree.depth for row in rows])
-            return logits
-
-        patch.setattr(PardDrafter, "slots", noted)
-        drafts = watch(patch, PardDrafter, lambda lengths: [[*logits] for logits in given[: len(lengths)]])
+        drafts = watch_slots(patch, PardDrafter)
         decode(model, drafter)
     teacher = Teacher(model, ())
     hold(drafts, PardLoss(draft, teacher, mask, DEPTH), emssd_heads.training.pard, teacher)
@@ -237,8 +236,10 @@ def batch(model: TargetModel, prompts: list[list[int]]) -> dict[str, torch.Tenso
 def losses_of_perfect_heads(folder: Path, shift: int = 0, layer: int = LAST_NORMED) -> torch.Tensor:
     model = TargetModel(lagging_target())
     loaded = load_medusa(write_perfect_medusa(folder), TargetSizes(VOCAB, SIZE, 1, torch.float64))
-    loaded.head.heads = nn.ModuleList([*loaded.head.heads[shift:], *loaded.head.heads[:shift]])
-    assert len(loaded.head.heads) == NUM_HEADS
+    for name in ("layers", "projections"):
+        parts = [*getattr(loaded.head, name)]
+        setattr(loaded.head, name, nn.ModuleList([*parts[shift:], *parts[:shift]]))
+    assert len(loaded.head) == NUM_HEADS
     given = MedusaLoss(loaded.head, Teacher(model, (layer,)))(**batch(model, LONG_PROMPTS))
     return given["losses"]
 

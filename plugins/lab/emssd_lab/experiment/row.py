@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from emssd.cli.busy import BUSY_SHARE
 from emssd.cli.config import RunConfig, no_size
 from emssd.cli.jobs import SweptRun
 from emssd.cli.provenance import provenance
 from emssd.cli.setting import AROUND, changed_of_run, label_of
 from emssd.errors import ConfigError
-from emssd.metrics.busy import BUSY_SHARE
 from emssd_lab.costs import Costs
 from emssd_lab.simulate.appendix import appendix_points
 

@@ -125,7 +125,7 @@ def _values(config: type, options: Seq[str], owner: str) -> dict[str, Any]:
 
 def _try_build(spec: DrafterSpec, values: dict[str, Any], model: str | None) -> None:
     """Refuse a drafter that says that it is none for the targets of the check; how else it fails, its rules tell."""
-    from emssd_testing.conformance.probes import VOCAB_SIZE
+    from emssd_testing.conformance.scripted import VOCAB_SIZE
     from emssd_testing.conformance.setting import setting
     from emssd_testing.conformance.suite import made
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from typing import ClassVar
 
 import pytest
 
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.rules import BrokenRule, broken, renamed
-from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision
-from emssd_testing.conformance.suite import Suite
-from emssd_testing.conformance.watch import DrafterWorld, WatchedDrafter, shown
+from emssd_testing.conformance.rules import broken, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Decision, Life
+from emssd_testing.conformance.suite import ScriptedSuite
+from emssd_testing.conformance.watch import WatchedDrafter, shown
+from emssd_testing.conformance.worlds import DrafterWorld
 
-__all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
+__all__ = ["LEARNS", "Probes"]
 
-VOCAB_SIZE = 7
-"""Of the requests without a model."""
+_rule = pytest.mark.emssd_rule
 
 LEARNS = "it learns across requests, and its drafts are not compared"
 """Why some rules are not tested of some drafters."""
@@ -36,26 +35,27 @@ _LEARNING = (
 )
 
 
-class Probes(Suite):
+class Probes(ScriptedSuite):
     """Tests of single rules, for `DrafterConformance`."""
 
-    learns_across_requests: ClassVar[bool]
-    decides_at_random: ClassVar[bool]
+    learns_across_requests: ClassVar[bool] = False
     _not_compared = ""  # why drafts were left uncompared, if some were
 
     def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         """A new drafter without a past, or those that are given."""
         raise NotImplementedError("`DrafterConformance` makes it")
 
-    def _zero_budget(self) -> None:
-        """Budgets of 0 for all rows of a step, for some, and at first."""
+    @_rule("drafter.zero_budget")
+    def test_a_budget_of_zero(self) -> None:
+        """For all rows of a step, for some, and at first."""
         none, some = Decision(0, 0, 0, 1), Decision(4, 4, 1, 2)
         with renamed("drafter.zero_budget", unless=lambda: self._few_steps([some], [some])):
             self._few_steps([none], [none])
             self._few_steps([none, some], [some, none])
             self._few_steps([some], [none])
 
-    def _limits(self) -> None:
+    @_rule("drafter.limits")
+    def test_limits(self) -> None:
         """Prompts of one token, one token left, an EOS inside a draft, drafts that are not verified at all."""
         unseen, agreeable = Decision(9, 0, 0, 1), Decision(9, 9, 2, 1)
         never, all_ends, one_ends = frozenset[int](), frozenset(range(VOCAB_SIZE)), frozenset([1])
@@ -64,7 +64,7 @@ class Probes(Suite):
             for prompt in [(1,), (1, 2) * 6, tuple(range(VOCAB_SIZE)) * 2]
             for num_tokens, eos in [(1, never), (2, never), (12, never), (12, all_ends), (12, one_ends)]
         ]
-        with renamed("drafter.limits", unless=self._zero_budget):  # which rows meet at their ends as well
+        with renamed("drafter.limits", unless=self.test_a_budget_of_zero):  # which rows meet at their ends as well
             for request in requests:
                 for script in (unseen, agreeable):
                     self._world().live([Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
@@ -87,7 +87,7 @@ class Probes(Suite):
     def _release(self) -> None:
         """Unknown ids, the id of a request that ended, the same once more, and that id with another prompt."""
         first, second = Row(Request("a", (3, 1, 2, 3, 1), 6)), Row(Request("a", (1, 2, 1), 9))
-        with renamed("drafter.release", unless=self._limits):
+        with renamed("drafter.release", unless=self.test_limits):
             world = self._world()
             world.release(["never seen", "nor this"])
             while world.step([first], [AGREEABLE]):
@@ -106,48 +106,36 @@ class Probes(Suite):
             alone = self._world().live([life])
             _compare("drafter.isolation", life, together, alone, "beside others", "alone" + _LEARNING)
 
-    @contextmanager
-    def _explained(self, drawn: Seq[Life] = _ALIKE) -> Iterator[None]:
-        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
-        try:
-            yield
-        except BrokenRule as error:
-            if error.rule == "drafter.raises":
-                self._limits()
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        if rule == "raises":
+            self.test_limits()
+            self._release()
+        elif rule in ("isolation", "release", "preemption"):
+            self._deterministic(drawn or _ALIKE)
+            if rule != "isolation":
+                self._isolation(_ALIKE)
+                self._isolation(drawn)
+            if rule == "preemption":
                 self._release()
-            elif error.rule in ("drafter.isolation", "drafter.release", "drafter.preemption"):
-                self._deterministic(drawn)
-                if error.rule != "drafter.isolation":
-                    self._isolation(_ALIKE)
-                    self._isolation(drawn)
-                if error.rule == "drafter.preemption":
-                    self._release()
-            raise
 
     def _as_if_new(
-        self,
-        rule: str,
-        drawn: Seq[Life],
-        again: Life,
-        make_world: Callable[[], DrafterWorld],
-        tokens: list[int] | None = None,
+        self, rule: str, again: Life, make_world: Callable[[], DrafterWorld], tokens: list[int] | None = None
     ) -> None:
-        """A drafter with a past drafts for `again`, from `tokens` on, what a new one does; `drawn` was its past."""
+        """A drafter with a past drafts for `again`, from `tokens` on, what a new one does."""
 
         def steps(world: DrafterWorld) -> DrafterWorld:
             rows = [Row(again.request, tokens or [])]
             for _ in range(4):
-                rows = world.step(rows, [decision(row, again) for row in rows]) if rows else []
+                rows = world.step(rows, [again.decision(row) for row in rows]) if rows else []
             world.release([again.request.request_id])
             return world
 
-        with self._explained(drawn):
-            world = make_world()
-            new = steps(self._world())
-            with renamed(rule):  # the new one has just made these steps, so its past is the reason
-                past = steps(world)
-            if self._comparable():
-                _compare(rule, again, past, new, "after its release", _NEW)
+        world = make_world()
+        new = steps(self._world())
+        with renamed(rule):  # the new one has just made these steps, so its past is the reason
+            past = steps(world)
+        if self._comparable():
+            _compare(rule, again, past, new, "after its release", _NEW)
 
     def _comparable(self, has_past: bool = True) -> bool:
         """Whether drafts must be those of a new drafter; notes why if not."""

@@ -14,7 +14,7 @@ from emssd.errors import DraftError
 from emssd.errors.faults import described
 from emssd_testing.conformance.process import process_kept
 
-__all__ = ["RULES", "BrokenRule", "assertions", "broken", "broken_rule", "named", "renamed", "rules_of"]
+__all__ = ["RULES", "BrokenRule", "broken", "broken_rule", "named", "renamed", "rules_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,17 +148,6 @@ def named(rule: str, what: str) -> Iterator[None]:
     if changed:
         kind = rule.partition(".")[0]
         broken(f"{kind}.process", f"{what} left {' and '.join(changed)} changed for the whole process; set that back")
-
-
-@contextmanager
-def assertions(rule: str) -> Iterator[None]:
-    """An assertion that fails in the body breaks `rule`."""
-    try:
-        yield
-    except BrokenRule:
-        raise
-    except AssertionError as error:
-        raise BrokenRule(rule, str(error)) from error
 
 
 @contextmanager

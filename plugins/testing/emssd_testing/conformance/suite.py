@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
@@ -20,9 +22,10 @@ from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import Spec
 from emssd.hooks.registry import Registry
 from emssd.hooks.structured import structured
-from emssd_testing.conformance.rules import broken, named
+from emssd_testing.conformance.rules import BrokenRule, broken, named
+from emssd_testing.conformance.scripted import VOCAB_SIZE, Life, lives
 
-__all__ = ["Suite", "from_text", "made"]
+__all__ = ["ScriptedSuite", "Suite", "from_text", "made"]
 
 _T = TypeVar("_T")
 
@@ -77,13 +80,9 @@ class Suite:
     def test_config_survives_pickling(self) -> None:
         """Configs travel to other processes and into files of results."""
         config = self._config_or_skip()
-        roads: dict[str, Callable[[Any], Any]] = {
-            "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-            "copy.copy": copy.copy,
-            "copy.deepcopy": copy.deepcopy,
-        }
-        for name, road in roads.items():
-            self._survives(config, name, road, f"{self.kind}.pickle")
+        self._survives(config, "pickle", lambda value: pickle.loads(pickle.dumps(value)), f"{self.kind}.pickle")
+        self._survives(config, "copy.copy", copy.copy, f"{self.kind}.pickle")
+        self._survives(config, "copy.deepcopy", copy.deepcopy, f"{self.kind}.pickle")
 
     @pytest.mark.emssd_rule("options")
     def test_config_survives_the_command_line(self) -> None:
@@ -107,9 +106,9 @@ class Suite:
             broken(rule, f"a second build gave the same {type(one).__name__} again; make a new one")
         return one
 
-    def _survives(self, config: Any, name: str, road: Callable[[Any], Any], rule: str) -> None:
+    def _survives(self, config: Any, name: str, copied: Callable[[Any], Any], rule: str) -> None:
         with named(rule, f"{name} of {config!r}"):
-            back = road(config)
+            back = copied(config)
         if type(back) is not type(config) or dataclasses.asdict(back) != dataclasses.asdict(config):
             broken(rule, f"{name} makes {back!r} of {config!r}")
 
@@ -141,6 +140,39 @@ class Suite:
         It becomes a test of Hypothesis here: Hypothesis refuses an inherited test that runs under several classes.
         """
         self._settings(default)(given(st.data())(check))()
+
+
+class ScriptedSuite(Suite):
+    """Tests of plugins in an engine that follows scripts.
+
+    Attributes:
+        decides_at_random: the plugin draws at random on purpose. Then its outputs are not compared with another's.
+    """
+
+    decides_at_random: ClassVar[bool] = False
+
+    def _for_any(self, num_examples: int, check: Callable[[list[Life], st.DataObject], object], **kinds: int) -> None:
+        """Run `check` on any requests, as `lives` draws them; `kinds` are options of that."""
+
+        def examine(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE, **kinds), label="requests")
+            with self._explained(drawn):
+                check(drawn, data)
+
+        self._examples(num_examples, examine)
+
+    @contextmanager
+    def _explained(self, drawn: Seq[Life] = ()) -> Iterator[None]:
+        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
+        try:
+            yield
+        except BrokenRule as error:
+            self._test_simpler_rules(error.rule.partition(".")[2], drawn)
+            raise
+
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        """Test the rules that may be the reason for a broken one."""
+        raise NotImplementedError
 
 
 @cache

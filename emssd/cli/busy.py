@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 __all__ = ["BUSY_SHARE", "OtherProcesses", "busy_remark", "cpu_times"]
@@ -45,13 +44,12 @@ def cpu_times(*, siblings: bool = False) -> CPUTimes:
         cores = [core for number, core in enumerate(cores) if number in usable] or cores
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
     # What guests take is counted as their host's processes, too.
-    every = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
+    total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
     used = 0.0
     for process in psutil.Process(os.getppid()).children() if siblings else [psutil.Process()]:
         with suppress(psutil.NoSuchProcess):
-            own = process.cpu_times()
-            used += own.user + own.system + getattr(own, "children_user", 0.0) + getattr(own, "children_system", 0.0)
-    return CPUTimes(time.perf_counter(), len(cores), every - idle, idle, used)
+            used += sum(value for name, value in process.cpu_times()._asdict().items() if name != "iowait")
+    return CPUTimes(time.perf_counter(), len(cores), total - idle, idle, used)
 
 
 def busy_remark(*runs: Mapping[str, Any]) -> str | None:
@@ -63,7 +61,7 @@ def busy_remark(*runs: Mapping[str, Any]) -> str | None:
 
 
 class OtherProcesses:
-    """The cores that other processes take while the body of a ``with`` statement runs.
+    """The cores that other processes use while the body of a ``with`` statement runs.
 
     Attributes:
         share: of all cores, 0 to 1; ``None`` where it was too short to tell, or the system does not count.
@@ -77,9 +75,7 @@ class OtherProcesses:
         self._start = self._read()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         start, end = self._start, self._read()
         seconds = (end.clock - start.clock) * end.cores
         busy, idle = end.busy - start.busy, end.idle - start.idle
