@@ -96,12 +96,12 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Shapes]] = {
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    found = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
+    shapes = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
-        found |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
-        found |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
-    return found
+        shapes |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+    return shapes
 
 
 @cache
@@ -132,12 +132,12 @@ def dense_mixed(w: Weights, part: str, x: torch.Tensor) -> tuple[torch.Tensor, C
 
 def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
     """`before` holds the token before the first slot's own, and the first slot's where that is no draft."""
-    r = {name.removeprefix("refiner_head."): each for name, each in w.items() if "refiner_head." in name}
+    r = {name.removeprefix("refiner_head."): weight for name, weight in w.items() if "refiner_head." in name}
     logits = base
     for _ in range(passes):
-        known = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
+        tokens = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
         rows = list[torch.Tensor]()
-        for slot, token in enumerate(known):
+        for slot, token in enumerate(tokens):
             read = [r["down_h.weight"] @ hidden[slot], r["down_g.weight"] @ hidden.mean(0)]
             rows.append(r["in_proj.weight"] @ torch.cat([*read, r["token_embed.weight"][token]]))
         mixed = [
@@ -173,7 +173,7 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
 
 def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
     """The greedy draft after `tokens`, and how sure the drafter is of each token."""
-    w = {name: each.double() for name, each in weights.items()}
+    w = {name: weight.double() for name, weight in weights.items()}
     model, inner = target().model, config["dflash_config"]
     states = model(torch.tensor([[*tokens[:-1]]]), use_cache=False, output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
@@ -184,10 +184,10 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     base = h @ w.get("lm_head.weight", model.lm_head.weight).T
     from_anchor = inner.get("sample_from_anchor", "DSpark" in config["architectures"][0])
     if "refiner_head.mix_l" in w:
-        known = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
-        base = dense_refined(w, h, base, known, inner["num_jacobi_passes"])
-    h, base = (each[0 if from_anchor else 1 :] for each in (h, base))
-    found, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
+        first = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
+        base = dense_refined(w, h, base, first, inner["num_jacobi_passes"])
+    h, base = (slots[0 if from_anchor else 1 :] for slots in (h, base))
+    drafted, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
     for slot, logits in zip(h, base, strict=True):
         if "markov_head.markov_w1.weight" in w:
             low = added = w["markov_head.markov_w1.weight"][before]
@@ -199,9 +199,9 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
                 added = joint[6:].tanh()
             logits = logits + w["markov_head.markov_w2.weight"] @ added
         if "candidate_selector.predecessor_codebook" in w:
-            part = {name.removeprefix("candidate_selector."): each for name, each in w.items()}
-            known = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
-            scores = logits + part["successor_codebook"] @ known
+            part = {name.removeprefix("candidate_selector."): weight for name, weight in w.items()}
+            code = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
+            scores = logits + part["successor_codebook"] @ code
             best = logits.topk(inner["selector_top_k"]).indices
             logits = torch.full_like(logits, -torch.inf).scatter(0, best, scores[best])
         before = int(logits.argmax())
@@ -209,8 +209,8 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
         if (proj := w.get("confidence_head.proj.weight")) is not None:
             read = slot if proj.shape[1] == SIZE else torch.cat([slot, low])
             sure = float(torch.sigmoid(proj[0] @ read + w["confidence_head.proj.bias"][0]))
-        found.append((before, sure))
-    return found
+        drafted.append((before, sure))
+    return drafted
 
 
 @pytest.mark.parametrize(
@@ -270,14 +270,14 @@ def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Pat
     whole = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
     engine = Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget="fixed", options=whole)
     engine.generate(PROMPTS, 6, ignore_eos=True)
-    found = {token for _, chain in drafts for token in chain}
-    assert found
-    assert found <= set(drafted.tolist())
+    tokens = {token for _, chain in drafts for token in chain}
+    assert tokens
+    assert tokens <= set(drafted.tolist())
 
 
 def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
     tables = {"embed_tokens.weight": target().model.get_input_embeddings(), "lm_head.weight": target().model.lm_head}
-    copies = {name: each.weight.detach().clone() for name, each in tables.items()}
+    copies = {name: table.weight.detach().clone() for name, table in tables.items()}
     head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
     assert head.embed_tokens is head.lm_head is None
 
@@ -287,13 +287,13 @@ def load(path: str, **options: Any) -> DFlashDrafter:
 
 
 def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:
-    own = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
+    unnamed = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
     weights = random_weights(shapes_of(CONFIG))
-    one_layer = {name: each for name, each in weights.items() if not name.startswith("layers.1.")}
+    one_layer = {name: weight for name, weight in weights.items() if not name.startswith("layers.1.")}
     one_layer["fc.weight"] = one_layer["fc.weight"][:, :SIZE].contiguous()
-    path = write_head(tmp_path / "one", own | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
+    path = write_head(tmp_path / "one", unnamed | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
     assert load(path).hidden_layers == (3,)  # after layer 4 // 2
-    path = write_head(tmp_path / "two", own | {"mask_token_id": 3, "block_size": 4}, weights)
+    path = write_head(tmp_path / "two", unnamed | {"mask_token_id": 3, "block_size": 4}, weights)
     with pytest.raises(ConfigError, match="outputs of layers 1, 1, and needs different ones"):  # as there are but four
         load(path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -88,7 +89,7 @@ def dense_logits(w: Weights, out: torch.Tensor, **flags: Any) -> torch.Tensor:
 
 def renamed(weights: Weights, *pairs: tuple[str, str]) -> Weights:
     for old, new in pairs:
-        weights = {name.replace(old, new, 1) if name.startswith(old) else name: each for name, each in weights.items()}
+        weights = {re.sub(f"^{re.escape(old)}", new, name): weight for name, weight in weights.items()}
     return weights
 
 
@@ -135,7 +136,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config, names, file = LAYOUTS[layout]
-    weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in head_weights().items()}
+    weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in head_weights().items()}
     loaded = load(write_head(tmp_path, config, renamed(weights, *names), file))
     states, embeds = numbers(11, 3 * H), numbers(11, H, seed=2)
     features = states @ weights["fc.weight"].double().T
@@ -195,12 +196,12 @@ def test_norms_before_fc(tmp_path: Path) -> None:
     one = random_weights({"input_norm.weight": (3 * H,)})
     head = load(write_head(tmp_path / "one", CONFIG | {"norm_before_fc": True}, weights | one)).head
     assert_same(head.features(states), dense_rms(states, one["input_norm.weight"].double(), eps) @ fc.T)
-    each = random_weights({f"fc_norm.{place}.weight": (H,) for place in range(3)})
+    named = random_weights({f"fc_norm.{i}.weight": (H,) for i in range(3)})
     chunks = [
-        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), each.values(), strict=True)
+        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), named.values(), strict=True)
     ]
-    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), each.values(), strict=True))
-    for folder, norms, flags in (("new", each, {"fc_norm": True}), ("old", old, {})):
+    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), named.values(), strict=True))
+    for folder, norms, flags in (("new", named, {"fc_norm": True}), ("old", old, {})):
         head = load(write_head(tmp_path / folder, CONFIG | {"eagle_config": flags}, weights | norms)).head
         assert_same(head.features(states), torch.cat(chunks, -1) @ fc.T)
 
@@ -231,11 +232,11 @@ def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
     normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
     assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), (normed @ table.T)[:, DRAFTED])
     assert_same(head.embed(torch.tensor([7, 3]), lambda ids: table[ids]), table[[7, 3]])
-    own = weights | random_weights({"embed_tokens.weight": (V, H)})
-    del own["d2t"]
+    tied = weights | random_weights({"embed_tokens.weight": (V, H)})
+    del tied["d2t"]
     whole = CONFIG | {"draft_vocab_size": None, "tie_word_embeddings": True}
-    head = load(write_head(tmp_path / "b", whole, own)).head
-    table = own["embed_tokens.weight"].double()
+    head = load(write_head(tmp_path / "b", whole, tied)).head
+    table = tied["embed_tokens.weight"].double()
     assert_same(head.embed(torch.tensor([7, 3]), pytest.fail), table[[7, 3]])
     assert_same(head.logits(numbers(3, H), pytest.fail), normed @ table.T)
     assert head.to_target(torch.tensor([5, 6])).tolist() == [5, 6]
@@ -267,7 +268,7 @@ def test_later_layers_may_call_their_norm_as_the_first(tmp_path: Path) -> None:
     config = CONFIG | {"num_hidden_layers": 2}
     weights = head_weights(config)
     other = renamed(weights, ("layers.1.input_layernorm", "layers.1.hidden_norm"))
-    heads = [load(write_head(tmp_path / name, config, each)).head for name, each in (("a", weights), ("b", other))]
+    heads = [load(write_head(tmp_path / name, config, stored)).head for name, stored in (("a", weights), ("b", other))]
     for one, two in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert torch.equal(one, two)
 
