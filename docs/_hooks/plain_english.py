@@ -29,6 +29,7 @@ CLEAN = (
     "emssd",
     "examples",
     "noxfile.py",
+    "plugins/lab/tests",
     "tests/benchmarks",
     "tests/cli",
     "tests/demo",
@@ -36,7 +37,6 @@ CLEAN = (
     "tests/gpu",
     "tests/packaging",
     "tests/parallel",
-    "tests/report",
     "tests/train",
     *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/emssd_*")),
 )

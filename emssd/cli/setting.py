@@ -1,4 +1,4 @@
-"""What a run was asked to do, in words: plugins with their options, and every option that is not its default."""
+"""The options of a run in words: plugins with their options, and every option that is not its default."""
 
 from __future__ import annotations
 
