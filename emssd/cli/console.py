@@ -12,9 +12,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from emssd.cli.busy import busy_remark
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.decoding.check import CheckReport
-from emssd.metrics.busy import busy_remark
 from emssd.native import fallback_reason
 from emssd.sequences import Generation
 

@@ -1,4 +1,4 @@
-"""The options of a run in words: plugins with their options, and every option that is not its default."""
+"""The words for a run: its plugins with their options, and every option that is not its default."""
 
 from __future__ import annotations
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from emssd.cli.busy import CPUTimes, OtherProcesses
 from emssd.cli.console import remarks, short_end, short_start
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.metrics.busy import CPUTimes, OtherProcesses
 from tests.support.tiers import looped
 
 from .conftest import RESUME

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 import torch
 
+from emssd.cli.busy import BUSY_SHARE
 from emssd.cli.config import RunConfig, no_size
 from emssd.cli.jobs import SweptRun
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.provenance import provenance
 from emssd.cli.setting import AROUND, changed_of_run, label_of
 from emssd.errors import ConfigError
-from emssd.metrics.busy import BUSY_SHARE
 from emssd_lab.costs import Costs
 from emssd_lab.report.rows import parse
 from emssd_lab.simulate.appendix import appendix_points

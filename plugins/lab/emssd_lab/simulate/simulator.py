@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from emssd_testing.choice_runner import ChoiceRunner
+
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import Parents, depths
 from emssd.decoding.engine import Engine
@@ -17,7 +19,6 @@ from emssd.decoding.warmup import warm_up as warm_up_engine
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
-from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Row
 from emssd_lab.simulate.curves import Roofline
 from emssd_lab.simulate.recording import StepLog
