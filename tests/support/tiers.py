@@ -60,7 +60,7 @@ def looped(
 
         decorated: Any = update_wrapper(run, test)
         del decorated.__wrapped__  # pytest would take its parameters for fixtures
-        others = [each for name, each in signature(test).parameters.items() if name not in names]
+        others = [parameter for name, parameter in signature(test).parameters.items() if name not in names]
         if at_a_time is not None:
             others.append(Parameter("chosen", Parameter.KEYWORD_ONLY))
         decorated.__signature__ = Signature(others)
