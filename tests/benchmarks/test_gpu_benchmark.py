@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ import torch
 import transformers
 
 from emssd.metrics.stats import PHASES
-from emssd.model import ModelOptions, TargetModel
-
-CPU = torch.device("cpu")
 
 
 def options(**chosen: Any) -> argparse.Namespace:
@@ -27,14 +23,6 @@ def options(**chosen: Any) -> argparse.Namespace:
 
 def names(load: Any, **chosen: Any) -> list[str]:
     return [name for name, _ in load("gpu").pieces(None, "opt-6.7b", options(**chosen))]
-
-
-def tiny(load: Any) -> TargetModel:
-    models = load("gpu_models")
-    return TargetModel(
-        models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64),
-        ModelOptions(max_model_len=64, compile=False),
-    )
 
 
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
@@ -78,33 +66,6 @@ def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypat
     assert ended.value.code == load("gpu_parts").DEVICE_FAILED
     assert saved == [["a"]]
     assert "an illegal memory access was encountered" in results["pieces"]["a"]["failed"]
-
-
-@pytest.mark.benchmark
-def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, models = load("gpu"), []
-    make = gpu.model_of_shape
-
-    def watched(*arguments: Any) -> Any:
-        assert all(model() is None for model in models), "the last model is still in memory"
-        model = make(*arguments)
-        models.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(gpu, "model_of_shape", watched)
-    command = "gpu.py --device cpu --shape tiny tiny --quick --only step decode --batch 2 --repeats 1"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "4"])
-    monkeypatch.setattr(gpu, "load", lambda path: {"machine": {}, "pieces": _Forgetful()})
-    monkeypatch.setattr(gpu, "STEPS", [(2, 2)])
-    gpu.main()
-    assert len(models) == 2
-
-
-class _Forgetful(dict[str, Any]):
-    """Results in which nothing is ever known, so that the second model is measured as the first."""
-
-    def items(self) -> Any:
-        return {}.items()
 
 
 def test_results_survive_an_interruption_and_those_of_another_card_are_put_aside(
@@ -181,36 +142,3 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     assert "compiled while timed" in columns["run"][3]
     assert columns["tokens/s"][5] == "no"
     assert "drafts for nothing" in table.caption
-
-
-@pytest.mark.dry_run  # it compiles three times; the table of a GPU session says as well what was compiled while timed
-def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, decode, made = tiny(load), load("gpu_hf").hf_decode, []
-
-    begin = transformers.StaticCache.__init__
-
-    def counted(self: Any, *given: Any, **options: Any) -> None:
-        made.append(type(self))
-        begin(self, *given, **options)
-
-    monkeypatch.setattr(transformers.StaticCache, "__init__", counted)
-    for batch in (2, 3, 4):  # code for any batch size would be compiled for the second, and serve the third
-        found = decode(target, "static", batch, 16, 4, compile_anywhere=True)
-        assert found["compiled"] == 1
-        assert found["compiled_while_timed"] == 0
-        assert found["equal_rows"] == batch
-    assert len(made) == 3, "one cache is held for all calls"
-    assert decode(target, "dynamic", 2, 16, 4)["compiled"] == 0
-
-
-@pytest.mark.dry_run  # each compiles twice
-@pytest.mark.parametrize("model_type", ["opt", "llama", "qwen3"])
-def test_a_plain_loop_has_the_right_tokens(load: Any, model_type: str) -> None:
-    models, small = load("gpu_models"), {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    grouped = models._grouped(model_type, 2, 96, 512) | small | {"head_dim": 16}
-    shape = models.SHAPES["tiny"] if model_type == "opt" else grouped
-    target = TargetModel(
-        models.model_of_shape(shape, torch.float32, CPU, 64), ModelOptions(max_model_len=64, compile=False)
-    )
-    for tokens in (1, 3):
-        assert load("gpu_loop").loop_decode(target, tokens, 3, 16, 8)["equal_rows"] == 3
