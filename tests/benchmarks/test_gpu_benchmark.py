@@ -28,11 +28,11 @@ def names(load: Any, **chosen: Any) -> list[str]:
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
     kinds = load("gpu").KINDS
     for quick in (True, False):
-        found = names(load, quick=quick, only=kinds)
-        assert len(found) == len(set(found))
+        results = names(load, quick=quick, only=kinds)
+        assert len(results) == len(set(results))
         alone = [names(load, quick=quick, only=[kind]) for kind in kinds]
         assert all(alone)
-        assert sorted(itertools.chain(*alone)) == sorted(found)
+        assert sorted(itertools.chain(*alone)) == sorted(results)
 
 
 def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,13 +92,13 @@ def test_the_host_and_products_are_measured(load: Any, monkeypatch: pytest.Monke
     command = f"gpu.py --device cpu --shape tiny --quick --only host products --batch 1 --repeats 2 --out {out}"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "8"])
     gpu.main()
-    found = json.loads(out.read_text())["pieces"]
-    host = found.pop("host tiny flashinfer batch=1 context=24")
+    results = json.loads(out.read_text())["pieces"]
+    host = results.pop("host tiny flashinfer batch=1 context=24")
     assert host["phases"].keys() == {*PHASES}
     assert {"step", "_schedule", "plan", "_verify"} <= {name for *_, name in host["one_step"]}
     assert {calls for name, calls, _ in host["functions"] if name.endswith(" _attend")} == {2}, "one for each layer"
-    assert len(found) == 10
-    assert all(row["by_tokens"].keys() == {"1", "2"} for row in found.values())
+    assert len(results) == 10
+    assert all(row["by_tokens"].keys() == {"1", "2"} for row in results.values())
 
 
 @pytest.mark.parametrize("shape", ["opt-6.7b", "llama-3-8b", "qwen3-8b"])
@@ -114,11 +114,11 @@ def test_products_are_those_of_the_model(load: Any, shape: str) -> None:
 
 def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
     second = 1e6
-    found = load("gpu_profile").timeline(
+    results = load("gpu_profile").timeline(
         [("b", 5 * second, 7 * second), ("a", 1 * second, 3 * second), ("a", 2 * second, 4 * second)], steps=2
     )
-    assert (found["busy_seconds"], found["idle_seconds"], found["launches"]) == (2.5, 0.5, 1.5)
-    assert found["kernels"] == [
+    assert (results["busy_seconds"], results["idle_seconds"], results["launches"]) == (2.5, 0.5, 1.5)
+    assert results["kernels"] == [
         {"name": "a", "per_step": 1.0, "seconds": 2.0},
         {"name": "b", "per_step": 0.5, "seconds": 1.0},
     ]
