@@ -57,7 +57,7 @@ class CompiledForward(ProvenProgram):
         """Copy the weights as they are now. Returns whether this still is the program of the model."""
         self._target = target
         try:
-            return self._why_wrong(self._module, self._found, self.expected()) is None
+            return self._why_wrong(self._module, self._files, self.expected()) is None
         finally:
             del self._target
 
@@ -115,5 +115,5 @@ class CompiledForward(ProvenProgram):
     def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
         """The same program with linear weights that `round_to` makes of the model's."""
         other = copy.copy(self)
-        other._program = Program(self._found, self._module, round_to)
+        other._program = Program(self._files, self._module, round_to)
         return other

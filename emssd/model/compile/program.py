@@ -27,15 +27,15 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Program:
     """A compiled program of a module. It reads the module's tensors, which must stay what and where they are.
 
-    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `found` files are
-    no such program.
+    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `files` are no
+    such program.
 
     Attributes:
         other_products: names of PyTorch's operators in it that add up products, other than linear layers.
     """
 
     def __init__(
-        self, found: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
+        self, files: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
     ) -> None:
         kernels = load_kernels()
         self._attend: Attend | None = None
@@ -46,7 +46,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        products = json.loads((found.folder / LINEARS).read_bytes())
+        products = json.loads((files.folder / LINEARS).read_bytes())
         self.other_products: list[str] = products["others"]
         for linear in products["linears"]:
             biases = [tensors[name].detach() for name in linear["biases"]]
@@ -65,8 +65,8 @@ class Program:
             bias = torch.cat(biases) if biases else None
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
-        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
-        constants = torch.load(found.folder / CONSTANTS, weights_only=True)
+        names = kernels.open_program(self._handle, str(files.folder / PROGRAM))
+        constants = torch.load(files.folder / CONSTANTS, weights_only=True)
         constants |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [constants[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)

@@ -17,14 +17,7 @@ from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Attend, Visible, implementation
 from emssd.model.hf.recurrent_states import Feed, StateCache
 
-__all__ = [
-    "PROBE_TOLERANCE",
-    "ProbeRows",
-    "layer_devices",
-    "look_at_layers",
-    "probe_layers",
-    "running",
-]
+__all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "look_at_layers", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -105,41 +98,33 @@ def look_at_layers(
         target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
 
 
-class _OneRow:
-    """The KV of one row, and its attention."""
-
-    def __init__(self) -> None:
-        self.num_cached = 0
-        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def attend(
-        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        old = self._cache.get(layer, (key[:0], value[:0]))
-        key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
-        self._cache[layer] = key, value
-        indices = torch.arange(len(key), device=query.device)
-        bias = StepMask(indices[None, self.num_cached :], indices).additive(seen.sliding_window, query)
-        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
-
-
 def _probe_states(target: HookedModel) -> None:
     """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
 
     Two sequences that can be packed prove nothing about tokens that follow a state.
     """
     tokens = [(7 * index + 2) % target.vocab_size for index in range(13)]
-    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
+    states, cache, logits = StateCache(), dict[int, tuple[torch.Tensor, torch.Tensor]](), list[torch.Tensor]()
+    start = 0
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        old = cache.get(layer, (key[:0], value[:0]))
+        key, value = (torch.cat([past[:start], new]) for past, new in zip(old, (key, value), strict=True))
+        cache[layer] = key, value
+        indices = torch.arange(len(key), device=query.device)
+        bias = StepMask(indices[None, start:], indices).additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
+
     with running(target):
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
-            new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
+            new = tokens[start : start + size] + tokens[:num_drafts]
             ids, indices = torch.tensor([new], device=target.device), torch.arange(len(new), device=target.device)
-            feed = Feed(tuple(range(len(new))), row.num_cached + len(new), num_drafts)
-            with states.pass_of({"": feed}):
-                positions = indices[None] + row.num_cached
-                logits.append(target.run(ids, positions, row.attend, indices)[0, :size])
-            row.num_cached += size
-            states.commit(Kept(("",), (row.num_cached,)))
+            with states.pass_of({"": Feed(tuple(range(len(new))), start + len(new), num_drafts)}):
+                logits.append(target.run(ids, indices[None] + start, attend, indices)[0, :size])
+            start += size
+            states.commit(Kept(("",), (start,)))
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = target.call(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
     _compare(target, torch.cat(logits), alone)

@@ -54,11 +54,7 @@ class ModelRunner(ABC):
     dtype: torch.dtype
 
     def begin(self) -> None:
-        """A run begins: no row holds KV, and nothing is used that a changed model computed before.
-
-        Raises:
-            UnsupportedModelError: the model cannot be served as it is now.
-        """
+        """A run begins: no row holds KV. Raises UnsupportedModelError: the model cannot be served as it is now."""
 
     @abstractmethod
     def run(self, packed: PackedInputs) -> ModelOutput:
@@ -85,10 +81,9 @@ class ModelRunner(ABC):
         return None
 
     def take_hidden(self, indices: Seq[int]) -> None:
-        """Give these hidden states in each `ModelOutput`; see `Drafter.hidden_layers`. Called before the first step.
+        """Give these hidden states, see `Drafter.hidden_layers`, in each `ModelOutput`. Called before the first step.
 
-        Raises:
-            UnsupportedModelError: it has none, or not these.
+        Raises UnsupportedModelError: it has none, or not these.
         """
         if indices:
             raise UnsupportedModelError(f"a {type(self).__name__} has no hidden states to give to drafters")

@@ -28,7 +28,7 @@ from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch
 from tests.support import right_drafters
-from tests.support.heads import Weights, numbers, random_weights, refusal, write_head
+from tests.support.heads import Weights, changed, numbers, random_weights, refusal, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
@@ -188,19 +188,17 @@ def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
 @looped(
     "config, change, words",
     [
-        ({}, lambda w: w.pop("3.0.linear.weight"), "layers.3.0.linear.weight is missing"),
-        ({}, lambda w: w.pop("2.1.weight"), "projections.2.weight is missing"),
-        ({}, lambda w: [w.pop(f"{h}.1.weight") for h in range(HEADS)], "none of its weights is the vocabulary proj"),
-        ({}, lambda w: w.update(extra=torch.ones(1)), "extra is without a place in such a head"),
-        ({}, lambda w: w.update({"0.1.weight": torch.ones(V + 1, H)}), "0.1.weight (41x16 in place of 40x16) is of"),
-        ({}, lambda w: w.update({"0.0.linear.weight": torch.ones(8, 8)}), "(8x8 in place of 16x16)"),
-        ({"original_lm_head": True}, None, "its heads share one vocabulary projection"),
+        ({}, {"3.0.linear.weight": None}, "layers.3.0.linear.weight is missing"),
+        ({}, {"2.1.weight": None}, "projections.2.weight is missing"),
+        ({}, {f"{h}.1.weight": None for h in range(HEADS)}, "none of its weights is the vocabulary proj"),
+        ({}, {"extra": torch.ones(1)}, "extra is without a place in such a head"),
+        ({}, {"0.1.weight": torch.ones(V + 1, H)}, "0.1.weight (41x16 in place of 40x16) is of"),
+        ({}, {"0.0.linear.weight": torch.ones(8, 8)}, "(8x8 in place of 16x16)"),
+        ({"original_lm_head": True}, {}, "its heads share one vocabulary projection"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
+    weights = changed(head_weights(), change)
     assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "medusa_lm_head.pt")))
 
 

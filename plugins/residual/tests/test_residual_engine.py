@@ -216,9 +216,7 @@ class ByToken(ScriptedBudget):
     """Drops all from the first token 1 on."""
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        rows = [
-            draft.token_ids[start:stop].tolist() for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)
-        ]
+        rows = map(draft.tokens, range(draft.num_rows))
         return [row.index(1) if 1 in row else len(row) for row in rows]
 
 

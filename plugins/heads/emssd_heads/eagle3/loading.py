@@ -21,13 +21,14 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
     """Load a head; `layer_ids` says what the numbers of layers in its config mean."""
     files = HeadFiles.read(path, target, Format.eagle3, Format.peagle, new_name=_new_name)
     names = files.names
-    if tied := _tied_head(files):
-        names["lm_head.weight"] = tied
+    if files.config.get("tie_word_embeddings") and "d2t" not in names and "embed_tokens.weight" in names:
+        names.setdefault("lm_head.weight", names["embed_tokens.weight"])
     with files.reading_config():
         variant = variant_of(files, layer_ids)
-    unused = ("d2t", "t2d") if variant.num_features else ("d2t", "t2d", "fc.weight", "fc.bias")
-    placed = {new: name for new, name in names.items() if new not in unused}
-    head = files.filled(lambda: Eagle3Head(variant, names, target), placed)
+    if not variant.num_features:
+        for name in ("fc.weight", "fc.bias"):
+            names.pop(name, None)
+    head = files.filled(lambda: Eagle3Head(variant, names, target))
     head.target_ids = files.drafted_ids(variant.draft_vocab_size)
     return Loaded(head, variant.layers, _described(files, variant, head))
 
@@ -40,12 +41,6 @@ def _new_name(name: str) -> str:
     if later := _LATER_NORM.match(name):
         return f"{later[1]}input_layernorm.weight"
     return _OLD_NORMS.get(name, name)
-
-
-def _tied_head(files: HeadFiles) -> str | None:
-    """The embeddings, if they are the head's own and its vocabulary projection too."""
-    is_tied = files.config.get("tie_word_embeddings") and "lm_head.weight" not in files.names
-    return files.names.get("embed_tokens.weight") if is_tied and "d2t" not in files.names else None
 
 
 def _described(files: HeadFiles, variant: Variant, head: Eagle3Head) -> tuple[str, ...]:

@@ -10,8 +10,7 @@ from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import TargetWeights, TreeOptions, keep_bytes, shape_of
+from emssd_heads import Format, TargetWeights, TreeOptions, keep_bytes, offered, shape_of
 
 __all__ = ["HydraConfig"]
 
@@ -43,7 +42,4 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     return HydraDrafter(loaded, shape_of(config, "emssd_heads.hydra", len(loaded.head), top_k=config.top_k), lent)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",))]
+emssd_drafters = offered("hydra", HydraConfig, _build, Format.hydra)

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
+from emssd_heads import Format, HeadTreeOptions, TargetWeights, keep_bytes, offered, shape_of
 
 __all__ = ["MedusaConfig"]
 
@@ -43,7 +42,4 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     return MedusaDrafter(heads, shape, lent.target)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("medusa", MedusaConfig, _build, reads=("medusa",))]
+emssd_drafters = offered("medusa", MedusaConfig, _build, Format.medusa)

@@ -16,8 +16,8 @@ from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
-from emssd.model.hf.interface import PassAttention, implementation
 from emssd_heads import Attend, PairedHead
+from emssd_heads.target import attending
 
 __all__ = ["MtpHead"]
 
@@ -83,7 +83,7 @@ class MtpHead(PairedHead):
         embeds, features = inputs.chunk(2, dim=-1)
         fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1))
         (rotary,) = self._rotary
-        with implementation(PassAttention(attend)):
+        with attending(attend):
             hidden = self.block(
                 fused,
                 attention_mask=None,

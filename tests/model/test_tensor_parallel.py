@@ -24,7 +24,7 @@ from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
 from emssd.model import ModelOptions, load_model
 from emssd.model.hf.sharding import shards_of
-from tests.parallel.cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
+from tests.model.parallel_cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.skipif(
@@ -48,50 +48,49 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(checkpoints: Path) -> dict[str, Any]:
+def results(checkpoints: Path) -> dict[str, Any]:
     """The results of two processes."""
-    run = subprocess.run(
-        [*TORCHRUN, "-m", "tests.parallel.worker", str(checkpoints)], timeout=SECONDS, capture_output=True, text=True
-    )
+    command = [*TORCHRUN, "-m", "tests.model.parallel_cases", str(checkpoints)]
+    run = subprocess.run(command, timeout=SECONDS, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-5000:]
-    result: dict[str, Any] = json.loads((checkpoints / "found.json").read_text())
-    return result
+    decoded_by_two: dict[str, Any] = json.loads((checkpoints / "found.json").read_text())
+    return decoded_by_two
 
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("model", MODELS)
-def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, found: dict[str, Any]) -> None:
+def test_two_processes_give_the_tokens_of_one(model: str, checkpoints: Path, results: dict[str, Any]) -> None:
     loaded = load_model(ModelOptions(str(checkpoints / f"{model}-0"), compile=False))
     alone = {name: decoded(loaded, "none", "ragged", params) for name, params in SAMPLING.items()}
     expected = {f"{model} {name} {backend} {how}": alone[how] for name, backend, how in cases(model)}
-    assert {name: tokens for name, tokens in found["tokens"].items() if name.startswith(f"{model} ")} == expected
+    assert {name: tokens for name, tokens in results["tokens"].items() if name.startswith(f"{model} ")} == expected
 
 
 @pytest.mark.torchrun
 @pytest.mark.parametrize("name", ["eagle3", "eagle"])
-def test_a_trained_head_drafts_as_well_for_a_spread_target(name: str, checkpoints: Path, found: dict[str, Any]) -> None:
+def test_a_head_drafts_as_well_for_a_spread_target(name: str, checkpoints: Path, results: dict[str, Any]) -> None:
     alone = headed(load_model(ModelOptions(str(checkpoints / "perfect"), compile=False)), name, checkpoints)
-    assert found["headed"][name] == alone
+    assert results["headed"][name] == alone
     assert max(alone["accepted"]) > 3, "the head is perfect"
 
 
 @pytest.mark.torchrun
-def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path, found: dict[str, Any]) -> None:
+def test_rows_that_lose_their_kv_begin_again_in_every_process(checkpoints: Path, results: dict[str, Any]) -> None:
     alone, num_preempted = preempted(load_model(ModelOptions(str(checkpoints / "llama-0"), compile=False)), "1MiB")
-    tokens, num_preempted_spread = found["preempted"]
+    tokens, num_preempted_spread = results["preempted"]
     assert (tokens, num_preempted) == (alone, 0)
     assert num_preempted_spread > 0, "there was room for all rows"
 
 
 @pytest.mark.torchrun
-def test_each_process_holds_its_heads_and_refuses_what_needs_all(found: dict[str, Any]) -> None:
-    said = found["said"]
-    assert found["heads"]["opt"] == [2, 2], "each of its layers has four heads"
-    assert found["heads"]["granitemoe_swa"] == [1, 1], "each of its layers has two of keys and values"
-    assert "there is no such folder" in said["missing"]
-    assert said["unreadable"] == "process 1 cannot do what process 0 can: there is no such folder here"
-    assert "no drafter rounds the weights of the target" in said["borrowed"]
-    assert "Engine.from_pretrained(path, tensor_parallel=True)" in said["shard"]
+def test_each_process_holds_its_heads_and_refuses_what_needs_all(results: dict[str, Any]) -> None:
+    messages = results["messages"]
+    assert results["heads"]["opt"] == [2, 2], "each of its layers has four heads"
+    assert results["heads"]["granitemoe_swa"] == [1, 1], "each of its layers has two of keys and values"
+    assert "there is no such folder" in messages["missing"]
+    assert messages["unreadable"] == "process 1 cannot do what process 0 can: there is no such folder here"
+    assert "no drafter rounds the weights of the target" in messages["borrowed"]
+    assert "Engine.from_pretrained(path, tensor_parallel=True)" in messages["shard"]
 
 
 @pytest.mark.torchrun
@@ -166,7 +165,7 @@ def _process_of(parent: int, rank: int) -> int:
 
 
 @looped(
-    ("architecture", "options", "size", "said"),
+    ("architecture", "options", "size", "message"),
     [
         ("gpt2", {}, 2, "Transformers has no tensor parallel plan for it. Leave model.tensor_parallel out"),
         ("llama", {}, 4, "it has 4 query heads and 2 key heads, and each process has to get equally many; take 2 proc"),
@@ -174,27 +173,24 @@ def _process_of(parent: int, rank: int) -> int:
         ("llama", {"num_key_value_heads": 1}, 2, "run it on one device"),
     ],
 )
-def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, Any], size: int, said: str) -> None:
+def test_what_cannot_be_spread_is_refused(architecture: str, options: dict[str, Any], size: int, message: str) -> None:
     with pytest.raises(UnsupportedModelError) as caught:
         shards_of(tiny_model(architecture, **options).config, size)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @looped(
-    ("options", "said"),
+    ("options", "message"),
     [
-        (
-            {"compile": True},
-            "model.compile=true is for a whole model in one process",
-        ),
+        ({"compile": True}, "model.compile=true is for a whole model in one process"),
         ({"device": "cuda:1"}, "every process takes its own"),
         ({}, "torchrun --nproc-per-node 2 -m emssd"),
     ],
 )
-def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model(ModelOptions("demo", **{"tensor_parallel": True} | options))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_job_may_go_on_with_other_processes() -> None:

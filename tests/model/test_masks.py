@@ -12,8 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
-from emssd_padded import PaddedConfig
-from emssd_ragged import Kernels, RaggedConfig
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
@@ -25,6 +23,7 @@ from emssd.errors import CompileError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile.compiled import CompiledForward
 from emssd.model.hf.masks import window_of
+from tests.support.backends import CONFIGS
 from tests.support.tiers import looped
 
 PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]
@@ -38,16 +37,12 @@ FULL = ["full_attention", "full_attention"]
 random_model = partial(tiny_model, max_model_len=64)
 
 
-@torch.inference_mode()
 def alone(model: Any, prompt: list[int], count: int) -> list[int]:
-    """`count` tokens after `prompt`, by whole passes of the model itself."""
-    row = list(prompt)
-    before = model.config._attn_implementation, model.config._experts_implementation
-    model.config._attn_implementation = model.config._experts_implementation = "eager"
-    for _ in range(count):
-        row.append(int(model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax()))
-    model.config._attn_implementation, model.config._experts_implementation = before
-    return row[len(prompt) :]
+    """`greedy_reference` with experts that compute in float64."""
+    before, model.config._experts_implementation = model.config._experts_implementation, "eager"
+    row = greedy_reference(model, prompt, count)
+    model.config._experts_implementation = before
+    return row
 
 
 def assert_exact(model: PreTrainedModel, **options: Any) -> Engine:
@@ -76,7 +71,7 @@ class TestWindows:
     @pytest.mark.costly("compiles a model")
     def test_a_window_that_only_the_mask_knows_is_honoured_by_the_compiled_model(self) -> None:
         model = random_model("phimoe", sliding_window=7, num_local_experts=2, num_hidden_layers=1).float()
-        plain, compiled = (Engine.from_model(model, compile=each) for each in (False, True))
+        plain, compiled = (Engine.from_model(model, compile=compiled) for compiled in (False, True))
         assert compiled.target.compiled is not None
         assert [layer.sliding_window for layer in compiled.target.layers] == [7]
         ours, theirs = (engine.generate(PROMPTS, 12, ignore_eos=True) for engine in (compiled, plain))
@@ -131,12 +126,8 @@ class TestTheRuleOfAMask:
         causal, image = masking_utils.causal_mask_function, masking_utils.blockwise_overlay(torch.tensor([[-1, 0]]))
         padding = masking_utils.and_masks(causal, masking_utils.padding_mask_function(torch.ones(1, 2)))
         other = functools.partial(causal)  # whatever it holds
-        for visible in (
-            masking_utils.or_masks(causal, image),
-            padding,
-            other,
-            masking_utils.bidirectional_mask_function,
-        ):
+        both_ways = masking_utils.bidirectional_mask_function
+        for visible in (masking_utils.or_masks(causal, image), padding, other, both_ways):
             with pytest.raises(UnsupportedModelError, match="neither causal nor a sliding window"):
                 window_of(visible, 64, "It")
 
@@ -223,21 +214,10 @@ def gpt_oss(vocab_size: int = 13) -> PreTrainedModel:
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.sinks.normal_(1.0, 2.0)
-    model.eval()
-    return cast("PreTrainedModel", model)
+    return cast("PreTrainedModel", model.eval())
 
 
-SINK_BACKENDS = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(RaggedConfig(kernels=Kernels.fused), id="fused"),
-        pytest.param(RaggedConfig(kernels=Kernels.torch), id="torch"),
-        pytest.param(PaddedConfig(), id="padded"),
-    ],
-)
-
-
-@SINK_BACKENDS
+@pytest.mark.parametrize("backend", [CONFIGS[name] for name in ("fused", "torch", "padded")], ids=str)
 def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backend: Any) -> None:
     model, runs = gpt_oss(), list[list[list[int]]]()
     engine = Engine.from_model(model, drafter=LLMA, backend=backend, batch_size=3, budget="fixed")

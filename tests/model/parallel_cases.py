@@ -1,20 +1,31 @@
-"""Cases for the processes of a tensor parallel run, and for one process alone: the same code decodes them."""
+"""Cases for the processes of a tensor parallel run, and for one process alone: the same code decodes them.
+
+As a program that torchrun starts, all processes decode every case, and process 0 writes the results.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from emssd_testing import tiny_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from emssd.decoding.engine import Engine
+from emssd import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.model import TargetModel
+from emssd.errors import ConfigError, EmssdError
+from emssd.model import ModelOptions, TargetModel, load_model
+from emssd.model.load import loading
+from emssd.model.run.parallel import join
 from emssd.sampling import SamplingParams
+from tests.support.backends import CONFIGS
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle, write_perfect_eagle3
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -132,22 +143,61 @@ def headed(loaded: tuple[TargetModel, Any], name: str, folder: Path) -> dict[str
     return {"tokens": [[*row.token_ids] for row in rows], "accepted": [row.num_accepted for row in rows]}
 
 
-def backends() -> dict[str, Any]:
-    """Backends by name: ragged in C++ and torch, padded with one padding and two."""
-    from emssd_padded import PaddedConfig
-    from emssd_ragged import Kernels, RaggedConfig
-
-    return {
-        "fused": RaggedConfig(kernels=Kernels.fused),
-        "torch": RaggedConfig(kernels=Kernels.torch),
-        "padded": PaddedConfig(),
-        "unpad_kv": PaddedConfig(pad_kv=False),
-    }
-
-
 def cases(model: str) -> list[tuple[str, str, str]]:
     """Drafter, backend and sampling of what is decoded with a model."""
     if model != "llama":
         return [("suffix", "fused", "sampled"), ("draft_model", "fused", "greedy"), ("tree", "padded", "sampled")]
     every = [(name, "fused", sampling) for name in DRAFTERS for sampling in SAMPLING]
     return [*every, *(("tree", backend, "greedy") for backend in ("torch", "padded", "unpad_kv"))]
+
+
+UNREADABLE = "opt-1"  # by the other processes than the first
+
+
+def without(name: str, load: Callable[..., Any]) -> Callable[..., Any]:
+    """`load`, on a machine whose disk has no folder `name`."""
+
+    def other(options: ModelOptions, *more: Any, **keywords: Any) -> Any:
+        if Path(options.path).name == name:
+            raise ConfigError("there is no such folder here")
+        return load(options, *more, **keywords)
+
+    return other
+
+
+def refused(act: Callable[[], Any]) -> str:
+    """The sentence that refuses this."""
+    with pytest.raises(EmssdError) as caught:
+        act()
+    return str(caught.value)
+
+
+def main(folder: Path) -> None:
+    """Decode every case."""
+    messages, tokens_of, heads = dict[str, str](), dict[str, list[list[int]]](), dict[str, list[int]]()
+    missing, unreadable = (ModelOptions(str(folder / name), tensor_parallel=True) for name in ("nowhere", UNREADABLE))
+    messages["missing"] = refused(lambda: load_model(missing))
+    with pytest.MonkeyPatch.context() as patch:
+        if join().rank:
+            patch.setattr(loading, "load_checkpoint", without(UNREADABLE, loading.load_checkpoint))
+        messages["unreadable"] = refused(lambda: load_model(unreadable))
+    for model in MODELS:
+        loaded = load_model(ModelOptions(str(folder / f"{model}-0"), tensor_parallel=True))
+        heads[model] = [layer.num_kv_heads for layer in loaded[0].layers]
+        for name, backend, sampling in cases(model):
+            made = drafter(name, str(folder / model))
+            budget = "adaptive" if name == "adaptive" else "fixed"
+            tokens = decoded(loaded, made, CONFIGS[backend], SAMPLING[sampling], budget)
+            tokens_of[f"{model} {name} {backend} {sampling}"] = tokens
+    again = preempted(load_model(ModelOptions(str(folder / "llama-0"), tensor_parallel=True)), "60KiB")
+    perfect = load_model(ModelOptions(str(folder / "perfect"), tensor_parallel=True))
+    with_heads = {name: headed(perfect, name, folder) for name in ("eagle3", "eagle")}
+    messages["borrowed"] = refused(lambda: decoded(loaded, "self", "ragged", None))
+    messages["shard"] = refused(lambda: Engine.from_model(loaded[0].model))
+    if join().rank == 0:
+        results = {"tokens": tokens_of, "headed": with_heads, "preempted": again, "messages": messages, "heads": heads}
+        (folder / "found.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

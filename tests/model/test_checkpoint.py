@@ -67,9 +67,8 @@ def cut(name: str, folder: Path, share: float) -> None:
     (folder / name).write_bytes(content[: int(len(content) * share)])
 
 
-def remove(*names: str, folder: Path) -> None:
-    for name in names:
-        (folder / name).unlink()
+def remove(name: str, folder: Path) -> None:
+    (folder / name).unlink()
 
 
 class Malice:
@@ -89,8 +88,8 @@ CONFIG, GENERATION = partial(change, "config.json"), partial(change, "generation
 TOKENIZER = partial(change, "tokenizer_config.json")
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "weights cut off": (partial(cut, WEIGHTS, share=0.5), r"/model\.safetensors is damaged or not complete \(.*again"),
-    "no weights": (lambda folder: remove(WEIGHTS, folder=folder), r"no file named model\.safetensors.*\. Give a local"),
-    "weights a folder": (lambda folder: (remove(WEIGHTS, folder=folder), (folder / WEIGHTS).mkdir()), "is no file"),
+    "no weights": (partial(remove, WEIGHTS), r"no file named model\.safetensors.*\. Give a local"),
+    "weights a folder": (lambda folder: (remove(WEIGHTS, folder), (folder / WEIGHTS).mkdir()), "is no file"),
     "pickle": (pickle_weights, r"/pytorch_model\.bin is damaged, or holds Python objects .* any code"),
     "index": (partial(write, INDEX, "{", without=WEIGHTS), rf"/{INDEX} is not valid JSON"),
     "index of no map": (partial(write, INDEX, '{"weight_map": [1]}', without=WEIGHTS), rf"/{INDEX} has no weight_map"),
@@ -102,10 +101,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(CONFIG, num_hidden_layers=3),
         r"weights are not those .*: model\.layers\.2\.input_layernorm\.weight, .* and 6 more are missing",
     ),
-    "more layers than tensors": (
-        partial(CONFIG, num_hidden_layers=10**9),
-        r"says 1000000000 layers, .* have \d+ bytes",
-    ),
+    "layers without tensors": (partial(CONFIG, num_hidden_layers=10**9), r"says 1000000000 layers, .* have \d+ byte"),
     "a tied head of another shape": (
         lambda folder: (
             CONFIG(folder, tie_word_embeddings=True),
@@ -115,8 +111,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "an adapter": (
         lambda folder: (
-            remove("config.json", WEIGHTS, folder=folder),
-            write("adapter_config.json", '{"base_model_name_or_path": "org/base"}', folder),
+            remove(WEIGHTS, folder),
+            write("adapter_config.json", '{"base_model_name_or_path": "org/base"}', folder, without="config.json"),
         ),
         r"it holds an adapter of PEFT for org/base; .*merge_and_unload\(\)\.save_pretrained\(FOLDER\)",
     ),
@@ -132,15 +128,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(change_weights, change=lambda weights: weights.update({"model.layers.1.bias": torch.ones(3)})),
         r": model\.layers\.1\.bias have no place",
     ),
-    "no config": (lambda folder: remove("config.json", folder=folder), r"there is no config\.json in it"),
+    "no config": (partial(remove, "config.json"), r"there is no config\.json in it"),
     "config no JSON": (partial(write, "config.json", "{"), r"/config\.json is not valid JSON \(.*again"),
     "config no text": (partial(write, "config.json", b"\xff\xfe\x00"), r"/config\.json is not valid JSON"),
     "config a list": (partial(write, "config.json", "[]"), r"/config\.json holds no JSON object"),
     "config too deep": (partial(write, "config.json", "[" * 9**5), r"/config\.json is not valid JSON"),
-    "a text for a number": (
-        partial(CONFIG, num_hidden_layers="two"),
-        r"config\.json .*'num_hidden_layers' expected int",
-    ),
+    "text for a number": (partial(CONFIG, num_hidden_layers="two"), r"config\.json .*'num_hidden_layers' expected int"),
     "no heads": (partial(CONFIG, num_attention_heads=0), r"config\.json is none .*ZeroDivisionError"),
     "unknown activation": (partial(CONFIG, hidden_act="swish9"), r"make the model of its config\.json.*'swish9'"),
     "unknown model type": (partial(CONFIG, model_type="novel"), "config.json is none .*model type `novel`"),
@@ -148,22 +141,13 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}),
         "a package that is not installed: .*GPTQ",
     ),
-    "generation config no JSON": (
-        partial(write, "generation_config.json", "{"),
-        r"/generation_config\.json is not valid",
-    ),
+    "generation no JSON": (partial(write, "generation_config.json", "{"), r"/generation_config\.json is not valid"),
     "EOS in a list in a list": (partial(GENERATION, eos_token_id=[[1]]), r"eos_token_id is \[\[1\]\]; it must be"),
     "EOS a text": (partial(GENERATION, eos_token_id="w2"), r"eos_token_id is 'w2'; it must be"),
     "tokenizer no JSON": (partial(write, "tokenizer.json", "{"), r"/tokenizer\.json is not valid JSON"),
     "tokenizer of nothing": (partial(write, "tokenizer.json", "{}"), "its tokenizer is none that Transformers"),
-    "no vocabulary": (
-        lambda folder: remove("tokenizer.json", folder=folder),
-        "its tokenizer is missing: .*/model; save",
-    ),
-    "tokenizer config a list": (
-        partial(write, "tokenizer_config.json", "[]"),
-        r"/tokenizer_config\.json holds no JSON",
-    ),
+    "no vocabulary": (partial(remove, "tokenizer.json"), "its tokenizer is missing: .*/model; save"),
+    "tokenizer config list": (partial(write, "tokenizer_config.json", "[]"), r"/tokenizer_config\.json holds no JSON"),
     "tokenizer of class 3": (partial(TOKENIZER, tokenizer_class=3), "its tokenizer is none .*AttributeError"),
     "special tokens": (partial(write, "special_tokens_map.json", "{"), r"/special_tokens_map\.json is not valid JSON"),
 }
@@ -173,15 +157,15 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 def test_a_broken_checkpoint_is_told_in_one_line_with_what_is_broken(
     what: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    breaks, told = BROKEN[what]
-    breaks(folder)
-    with pytest.raises(ConfigError, match=told) as refusal:
+    break_it, message = BROKEN[what]
+    break_it(folder)
+    with pytest.raises(ConfigError, match=message) as refusal:
         Engine.from_pretrained(str(folder), **OPTIONS)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 600
-    said = capfd.readouterr()
-    assert "LOAD REPORT" not in said.err  # a table about what the sentence says
-    assert "code of the checkpoint ran" not in said.out
+    printed = capfd.readouterr()
+    assert "LOAD REPORT" not in printed.err  # a table about what the sentence says
+    assert "code of the checkpoint ran" not in printed.out
 
 
 def test_the_same_checkpoint_unbroken_is_served(untouched: Path) -> None:
@@ -225,9 +209,8 @@ def test_experts_that_cannot_be_put_together_are_named(
     folder = save_checkpoint(tmp_path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     change_weights(folder, lambda weights: weights.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
-    with pytest.raises(
-        ConfigError, match=r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
-    ):
+    missing = r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
+    with pytest.raises(ConfigError, match=missing):
         load_model(ModelOptions(str(folder), device="cpu"))
 
 
@@ -235,9 +218,8 @@ def test_experts_that_cannot_be_put_together_are_named(
 def test_a_missing_tokenizer_is_no_empty_one(architecture: str, tmp_path: Path) -> None:
     """Of some types Transformers makes one that knows its special tokens alone, and every prompt would be empty."""
     tiny_model(architecture).save_pretrained(tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"its tokenizer is missing: .* is in {tmp_path}; .*tokenizer\.save_pretrained"
-    ):
+    missing = rf"its tokenizer is missing: .* is in {tmp_path}; .*tokenizer\.save_pretrained"
+    with pytest.raises(ConfigError, match=missing):
         load_model(ModelOptions(str(tmp_path)))
 
 
@@ -278,12 +260,11 @@ def test_code_of_the_checkpoint_is_not_run_unless_it_is_trusted(
         options |= {"path": str(untouched), "drafter": DraftModelConfig(str(with_code))}
         with pytest.raises(ConfigError, match="needs code that comes with"):
             Engine.from_model(tiny_model(vocab_size=13), drafter=options["drafter"])
-    with pytest.raises(
-        ConfigError, match=r"needs code that comes with .*model\.trust_remote_code=true .*runs that code"
-    ):
+    untrusted = r"needs code that comes with .*model\.trust_remote_code=true .*runs that code"
+    with pytest.raises(ConfigError, match=untrusted):
         Engine.from_pretrained(**options)
     assert "code of the checkpoint ran" not in capfd.readouterr().out
     engine = Engine.from_pretrained(**options, trust_remote_code=True)
     assert "code of the checkpoint ran" in capfd.readouterr().out
     expected = Engine.from_pretrained(str(untouched), **OPTIONS).generate(["w4", "w5 w6"], 5)
-    assert [each.token_ids for each in engine.generate(["w4", "w5 w6"], 5)] == [each.token_ids for each in expected]
+    assert [row.token_ids for row in engine.generate(["w4", "w5 w6"], 5)] == [row.token_ids for row in expected]

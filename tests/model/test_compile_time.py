@@ -12,17 +12,22 @@ from emssd.cli.terminal import plain_console
 from emssd.model.compile import compile_time
 from emssd.model.compile.compile_time import Compiling
 
+LINES = ("compiling Model …\n", "compiling Model: 0:00:20, about 0:01:00 left\n", "compiling Model took 0:01:40\n")
 
-def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, bars: bool = True) -> str:
-    """What is shown of four layers, on a machine that is half as fast as alone: 20 seconds of tracing, and 60 of 80."""
+
+@pytest.mark.parametrize(("terminal", "bars"), [(False, True), (True, False), (True, True)])
+def test_a_bar_or_lines_say_how_long_compiling_takes(
+    terminal: bool, bars: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four layers, on a machine that is half as fast as alone: 20 seconds of tracing, and 60 of 80."""
     now = [100.0]
-    monkeypatch.setattr(compile_time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(compile_time, "process_time", lambda: now[0] / 2)
+    for name, value in {"monotonic": lambda: now[0], "process_time": lambda: now[0] / 2}.items():
+        monkeypatch.setattr(compile_time, name, value)
     monkeypatch.setattr(compile_time, "_FIXED", 10.0)
     monkeypatch.setattr(compile_time, "_PER_TRACED", 2.0)
     for name in ("handlers", "propagate", "level"):
         monkeypatch.setattr(logger := logging.getLogger("emssd"), name, getattr(logger, name))
-    console = plain_console(file=io.StringIO(), force_terminal=terminal, width=120)
+    console = plain_console(file=(file := io.StringIO()), force_terminal=terminal, width=120)
     show_messages(console, bars=bars)
     with Compiling("Model", 4) as work:
         seen = [(work.share, work.clock)]
@@ -37,21 +42,9 @@ def shown(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, bars: bool = True)
         (0.5, "0:00:40, about 0:00:40 left"),
         (0.99, "0:01:40, about 0:00:01 left"),
     ]
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text
-
-
-@pytest.mark.parametrize(("terminal", "bars"), [(False, True), (True, False)])
-def test_lines_say_how_long_compiling_takes(terminal: bool, bars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shown(monkeypatch, terminal=terminal, bars=bars).splitlines() == [
-        "compiling Model …",
-        "compiling Model: 0:00:20, about 0:01:00 left",
-        "compiling Model took 0:01:40",
-    ]
-
-
-def test_a_bar_moves_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = shown(monkeypatch, terminal=True)
-    assert "about 0:01:00 left" in text
-    assert "compiling Model:" not in text
-    assert text.endswith("compiling Model took 0:01:40\n")
+    if not (terminal and bars):
+        assert file.getvalue() == "".join(LINES)
+    else:
+        assert "about 0:01:00 left" in file.getvalue()
+        assert "compiling Model:" not in file.getvalue()
+        assert file.getvalue().endswith(LINES[-1])

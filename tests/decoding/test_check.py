@@ -10,7 +10,7 @@ import torch
 from emssd_testing.models import tiny_model
 
 from emssd import Engine, Generation
-from emssd.decoding.check import TIE_TOLERANCE, CheckReport, compare
+from emssd.decoding.check import TIE_TOLERANCE, compare
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
 
@@ -21,10 +21,6 @@ NEW_TOKENS = 8
 @pytest.fixture
 def engine() -> Engine:
     return Engine.from_model(tiny_model("llama", max_model_len=64), drafter="none")
-
-
-def judge(engine: Engine, ours: list[Generation], greedy: list[Generation]) -> CheckReport:
-    return compare(ours, greedy, engine.runner)
 
 
 def rows(params: SamplingParams) -> dict[str, Row]:
@@ -58,7 +54,7 @@ def another_than(*tokens: int) -> int:
 
 def test_equal_rows_are_exact(engine: Engine) -> None:
     greedy = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
-    report = judge(engine, list(greedy), greedy)
+    report = compare(list(greedy), greedy, engine.runner)
     assert report.num_exact == 3
     assert report.differences == ()
     assert report.ties == report.true_differences == []
@@ -69,7 +65,7 @@ def test_a_planted_difference_is_a_true_difference_with_its_margin(engine: Engin
     greedy = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
     right = greedy[1].token_ids[position]
     wrong = another_than(right)
-    report = judge(engine, [greedy[0], with_token(greedy[1], position, wrong), greedy[2]], greedy)
+    report = compare([greedy[0], with_token(greedy[1], position, wrong), greedy[2]], greedy, engine.runner)
     (difference,) = report.true_differences
     assert report.num_exact == 2
     assert report.ties == []
@@ -84,7 +80,7 @@ def test_only_the_first_difference_of_a_row_counts(engine: Engine) -> None:
     greedy = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
     wrong = with_token(greedy[0], 2, another_than(greedy[0].token_ids[2]))
     wrong = with_token(wrong, 5, another_than(greedy[0].token_ids[5]))
-    (difference,) = judge(engine, [wrong, *greedy[1:]], greedy).differences
+    (difference,) = compare([wrong, *greedy[1:]], greedy, engine.runner).differences
     assert difference.position == 2
 
 
@@ -97,7 +93,7 @@ def test_a_planted_tie_is_a_tie_up_to_the_tolerance(engine: Engine, by: float, i
     chosen = greedy[0].token_ids[0]
     assert chosen in {before, twin}
     other = twin if chosen == before else before
-    report = judge(engine, [with_token(greedy[0], 0, other), *greedy[1:]], greedy)
+    report = compare([with_token(greedy[0], 0, other), *greedy[1:]], greedy, engine.runner)
     (difference,) = report.differences
     assert (len(report.ties), len(report.true_differences)) == ((1, 0) if is_tie else (0, 1))
     logits = logits_after(engine, PROMPTS[0])
@@ -111,7 +107,7 @@ def test_two_equal_tokens_that_are_both_far_from_the_best_are_no_tie(engine: Eng
     tie_rows_of_the_output_layer(engine, low, twin, 0.0)
     greedy = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
     ours, theirs = with_token(greedy[0], 0, low), with_token(greedy[0], 0, twin)
-    (difference,) = judge(engine, [ours], [theirs]).true_differences
+    (difference,) = compare([ours], [theirs], engine.runner).true_differences
     assert difference.margin == pytest.approx(float(logits.max() - logits.min()), rel=1e-6)
 
 
@@ -120,7 +116,7 @@ def test_a_row_that_ended_early_is_a_true_difference(engine: Engine, shorter: st
     full = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
     short = [replace(full[0], token_ids=full[0].token_ids[:5]), *full[1:]]
     ours, greedy = (short, full) if shorter == "ours" else (full, short)
-    (difference,) = judge(engine, ours, greedy).true_differences
+    (difference,) = compare(ours, greedy, engine.runner).true_differences
     assert difference.position == 5
     assert (difference.token is None, difference.greedy_token is None) == (shorter == "ours", shorter == "greedy")
     assert difference.margin == float("inf")
@@ -129,14 +125,14 @@ def test_a_row_that_ended_early_is_a_true_difference(engine: Engine, shorter: st
 def test_lists_of_unequal_length_are_refused(engine: Engine) -> None:
     greedy = engine.generate(PROMPTS, NEW_TOKENS)
     with pytest.raises(ValueError, match="longer than"):
-        judge(engine, greedy[:2], greedy)
+        compare(greedy[:2], greedy, engine.runner)
 
 
 def test_the_backend_is_idle_again_after_a_comparison(engine: Engine) -> None:
     greedy = engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True)
     wrong = with_token(greedy[0], 4, another_than(greedy[0].token_ids[4]))
     for _ in range(2):
-        judge(engine, [wrong, *greedy[1:]], greedy)
+        compare([wrong, *greedy[1:]], greedy, engine.runner)
         assert engine.runner.usage.held == 0
     assert engine.generate(PROMPTS, NEW_TOKENS, ignore_eos=True) == greedy
 

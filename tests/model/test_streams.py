@@ -45,12 +45,10 @@ def target(name: str) -> TargetModel:
 @torch.inference_mode()
 def states_of(name: str) -> dict[int, torch.Tensor]:
     """All hidden states of the tokens, taken beside the model's own call."""
-    there = target(name)
-    there.prepare_hidden([0])
-    assert there.streams is not None
-    into = dict.fromkeys([*range(len(there.streams.layers) + 1), -1], IDS)
-    with there.streams.taken(into):
-        there.model(IDS[None], use_cache=False)
+    streams = target(name).prepare_hidden([0])
+    into = dict.fromkeys([*range(len(streams.layers) + 1), -1], IDS)
+    with streams.taken(into):
+        target(name).model(IDS[None], use_cache=False)
     return {index: states[0] for index, states in into.items()}
 
 
@@ -64,8 +62,8 @@ def test_hidden_states_are_those_of_transformers(name: str) -> None:
         assert torch.equal(states[index], right[0]), index
     assert torch.equal(states[-1], theirs[-1][0])
     assert states[0].dtype is target(name).dtype
-    for one, other in zip([*range(last)], [*range(1, last + 1)], strict=True):  # each index is another stream
-        assert float((states[one] - states[other]).abs().max()) > 0.1
+    for index in range(last):  # each index is another stream
+        assert float((states[index] - states[index + 1]).abs().max()) > 0.1
 
 
 @looped("name", MODELS)
@@ -111,7 +109,7 @@ class Skips(GPT2LMHeadModel):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.transformer.h[1].register_forward_pre_hook(lambda module, given: (given[0] * 2, *given[1:]))
+        self.transformer.h[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
 
 
 @pytest.mark.parametrize(
@@ -122,25 +120,22 @@ class Skips(GPT2LMHeadModel):
     ],
 )
 def test_a_model_whose_streams_are_not_found_is_refused_in_words(kind: str, model: Any, reason: str) -> None:
-    there = TargetModel(model(tiny_model(kind).config).double().eval())
+    target = TargetModel(model(tiny_model(kind).config).double().eval())
     with pytest.raises(UnsupportedModelError, match=f"^{model.__name__} gives drafters no hidden states: {reason}$"):
-        there.prepare_hidden([1])
+        target.prepare_hidden([1])
 
 
 def test_a_stream_that_the_model_writes_to_later_is_copied_in_time() -> None:
     class InPlace(LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.model.norm.register_forward_pre_hook(lambda module, given: (given[0].add_(1.0),))
+            self.model.norm.register_forward_pre_hook(lambda module, args: (args[0].add_(1.0),))
 
     model = InPlace(tiny_model("llama").config).double().eval()
-    there = TargetModel(model)
-    there.prepare_hidden([2])
-    assert there.streams is not None
-    seen: list[torch.Tensor] = []
-    hook = model.model.layers[1].register_forward_hook(lambda module, given, out: seen.append(out.clone()))
+    streams, seen = TargetModel(model).prepare_hidden([2]), list[torch.Tensor]()
+    hook = model.model.layers[1].register_forward_hook(lambda module, args, out: seen.append(out.clone()))
     into = {2: IDS}
-    with torch.inference_mode(), there.streams.taken(into):
+    with torch.inference_mode(), streams.taken(into):
         model(IDS[None], use_cache=False)
     hook.remove()
     assert torch.equal(into[2], seen[0])

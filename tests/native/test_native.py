@@ -19,14 +19,7 @@ from emssd_testing.oracle import greedy_reference
 from emssd.decoding.engine import Engine
 from emssd.errors import PluginError
 from emssd.model import ModelOptions, TargetModel
-from emssd.native import (
-    NativeError,
-    build,
-    fallback_reason,
-    free_module,
-    load_kernels,
-    why_unavailable,
-)
+from emssd.native import NativeError, build, fallback_reason, free_module, load_kernels, why_unavailable
 from tests.support.tiers import looped
 
 NO_COMPILER = r"there is no C\+\+ compiler on PATH \(tried \$CXX, c\+\+, g\+\+, clang\+\+\)"
@@ -39,8 +32,12 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if sys.platform != "linux":
         pytest.skip("the C++ kernels are for Linux")
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))
+    another_process(monkeypatch)
     return tmp_path / "cache"
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))
 
 
 @pytest.fixture
@@ -87,7 +84,7 @@ class TestWithoutACompiler:
 
     @pytest.mark.filterwarnings("error::RuntimeWarning")
     @pytest.mark.parametrize("config", [RaggedConfig(kernels=Kernels.torch), RaggedConfig(page_size=4)], ids=str)
-    def test_who_does_not_ask_for_them_hears_nothing(self, config: RaggedConfig) -> None:
+    def test_options_that_need_none_give_no_warning(self, config: RaggedConfig) -> None:
         Engine.from_model(tiny_model("llama", vocab_size=11), drafter="none", backend=config)
 
     def test_who_insists_on_them_is_refused(self) -> None:
@@ -140,10 +137,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return contents
 
 
-def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_load", cache(build._load.__wrapped__))
-
-
 def test_what_is_built_is_kept_and_loaded_the_next_time(
     cache_folder: Path, builds: Callable[[], list[str]], loaded: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,12 +159,12 @@ def test_another_source_builds_its_own_part_and_the_library(
 
     def rebuilt(changed: str) -> list[str]:
         (sources / changed).open("a").write("// changed")
-        known = len(builds())
+        start = len(builds())
         another_process(monkeypatch)
         assert why_unavailable() is None
-        *parts, library = builds()[known:]
+        *parts, library = builds()[start:]
         assert "-shared" in library
-        return sorted(each for part in parts for each in part.split() if each.endswith(".cpp"))
+        return sorted(word for part in parts for word in part.split() if word.endswith(".cpp"))
 
     assert why_unavailable() is None
     assert rebuilt("choice.cpp") == [f"{sources}/choice.cpp"]
@@ -187,9 +180,9 @@ def test_a_library_that_does_not_load_is_built_again(
     another_process(monkeypatch)
 
     def load(path: str) -> None:
-        if (found := Path(path).read_text()) == "output 1\n":
+        if (content := Path(path).read_text()) == "output 1\n":
             raise OSError("libgomp.so.1: cannot open shared object file")
-        loaded.append(found)
+        loaded.append(content)
 
     monkeypatch.setattr("torch.ops.load_library", load)
     assert why_unavailable() is None
@@ -226,18 +219,19 @@ def test_another_source_pytorch_or_processor_has_a_library_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = [build.kernels_key()]
-    assert build.kernels_key() == keys[0]
-    with monkeypatch.context() as patch:
-        patch.setattr(build, "_processor", lambda: "flags: none")
-        keys.append(build.kernels_key())
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "__version__", "99.0")
-        keys.append(build.kernels_key())
-    monkeypatch.setattr(build, "_SOURCES", shutil.copytree(build._SOURCES, tmp_path / "cpp"))
-    assert build.kernels_key() == keys[0]
-    (tmp_path / "cpp" / "vectors.h").write_text("// other")
-    keys.append(build.kernels_key())
-    assert len(set(keys)) == 4
+    sources = shutil.copytree(build._SOURCES, tmp_path / "cpp")
+    for owner, name, value in (
+        (build, "_SOURCES", sources),
+        (build, "_processor", lambda: "flags: none"),
+        (torch, "__version__", "99.0"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            keys.append(build.kernels_key())
+    assert keys[1] == keys[0] == build.kernels_key()
+    (sources / "vectors.h").write_text("// other")
+    monkeypatch.setattr(build, "_SOURCES", sources)
+    assert len({*keys, build.kernels_key()}) == 4
 
 
 SIZES = [(32, 48), (33, 17), (576, 64), (5, 1), (1090, 33)]

@@ -45,43 +45,45 @@ def rollouts(model: Any) -> list[Generation]:
     )
     params = SamplingParams(temperature=1.0, seed=3, logprobs=0)
     requests = [Request(str(row), ids, 9, sampling=params) for row, ids in enumerate(ROLLED_OUT)]
-    done = {each.request_id: each for each in engine.run(requests)}
+    done = {row.request_id: row for row in engine.run(requests)}
     return [done[str(row)] for row in range(3)]
 
 
 def padded(done: list[Generation], left: bool) -> dict[str, torch.Tensor]:
-    rows = [(*each.prompt_ids, *each.token_ids) for each in done]
+    rows = [(*row.prompt_ids, *row.token_ids) for row in done]
     width = max(map(len, rows)) + 2
     ids, mask = torch.zeros(3, width, dtype=torch.long), torch.zeros(3, width, dtype=torch.long)
     for row, tokens in enumerate(rows):
-        place = slice(width - len(tokens), width) if left else slice(len(tokens))
-        ids[row, place], mask[row, place] = torch.tensor(tokens), 1
+        columns = slice(width - len(tokens), width) if left else slice(len(tokens))
+        ids[row, columns], mask[row, columns] = torch.tensor(tokens), 1
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def shares(logits: torch.Tensor, each: Generation) -> list[float]:
+def logprobs(logits: torch.Tensor, row: Generation) -> list[float]:
     """Log-probabilities of a row's new tokens from its logits ``[n, vocab]``."""
-    start = len(each.prompt_ids) - 1
-    found = logits.detach()[start : start + len(each.token_ids)].double().log_softmax(-1)
-    return [float(found[place, token]) for place, token in enumerate(each.token_ids)]
+    start = len(row.prompt_ids) - 1
+    scores = logits.detach()[start : start + len(row.token_ids)].double().log_softmax(-1)
+    return scores.gather(1, torch.tensor(row.token_ids)[:, None])[:, 0].tolist()
+
+
+def of_a_batch(logits: torch.Tensor, batch: dict[str, torch.Tensor], done: list[Generation]) -> list[list[float]]:
+    """The same of all rows of a padded batch."""
+    return [logprobs(logits[i][batch["attention_mask"][i] == 1], row) for i, row in enumerate(done)]
 
 
 @pytest.mark.parametrize(("architecture", "dtype"), only([*product(TRAINED, DTYPES)], ci=CHOSEN_TRAINED))
 def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: str, dtype: torch.dtype) -> None:
     model = make_model(architecture, dtype)
     done = rollouts(model)
-    expected = [[token.logprob for token in each.logprobs or ()] for each in done]
-    rows = [torch.tensor([*each.prompt_ids, *each.token_ids]) for each in done]
+    expected = [[token.logprob for token in row.logprobs or ()] for row in done]
+    rows = [torch.tensor([*row.prompt_ids, *row.token_ids]) for row in done]
     with batch_invariant(model):
         for left in (True, False):
             batch = padded(done, left)
-            logits = model(**batch).logits
-            found = [shares(logits[row][batch["attention_mask"][row] == 1], each) for row, each in enumerate(done)]
-            assert found == expected
+            assert of_a_batch(model(**batch).logits, batch, done) == expected
         positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
         packed = model(input_ids=torch.cat(rows)[None], position_ids=positions).logits[0]
-    found = [shares(part, each) for part, each in zip(packed.split([*map(len, rows)]), done, strict=True)]
-    assert found == expected
+    assert [*map(logprobs, packed.split([*map(len, rows)]), done)] == expected
     assert "forward" not in vars(model)
 
 
@@ -94,10 +96,9 @@ def test_adapters_are_trained_with_the_bits_of_the_rollout() -> None:
         batch = padded(done, True)
         logits = model(**batch).logits
         logits.sum().backward()
-    found = [shares(logits[row][batch["attention_mask"][row] == 1], each) for row, each in enumerate(done)]
-    assert found == [[token.logprob for token in each.logprobs or ()] for each in done]
-    grown = {name for name, each in model.named_parameters() if each.grad is not None}
-    assert grown == {name for name, each in model.named_parameters() if "lora_" in name}
+    assert of_a_batch(logits, batch, done) == [[token.logprob for token in row.logprobs or ()] for row in done]
+    trained = {name for name, weight in model.named_parameters() if weight.grad is not None}
+    assert trained == {name for name, weight in model.named_parameters() if "lora_" in name}
 
 
 @pytest.mark.parametrize(
@@ -119,13 +120,12 @@ def test_gradients_are_those_of_the_model(architecture: str, checkpointing: bool
         model.zero_grad()
         output = model(**batch)
         (output.loss + output.logits[mask == 1].pow(2).mean()).backward()  # no label follows the last token
-        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        return [weight.grad.clone() for weight in model.parameters() if weight.grad is not None]
 
     plain = gradients()
     with batch_invariant(model):
-        found = gradients()
-    assert len(found) == len(plain)
-    for one, other in zip(found, plain, strict=True):
+        ours = gradients()
+    for one, other in zip(ours, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # norms and softmax are float32 in some
     assert model.training
 
@@ -171,7 +171,7 @@ def decoded(served: TargetModel, drafter: Drafter, batch_size: int, **options: A
     """By request, tokens and log-probabilities."""
     engine = engine_of(served, drafter, ragged_backend(), batch_size, trees=True, **options)
     assert engine.runner.batch_invariance == "yes"
-    return {each.request_id: (each.token_ids, each.logprobs) for each in engine.run(requests())}
+    return {row.request_id: (row.token_ids, row.logprobs) for row in engine.run(requests())}
 
 
 @cache
@@ -200,16 +200,14 @@ def test_tokens_and_log_probabilities_are_those_of_a_row_alone(
     expected = alone(architecture, dtype)
     texts = {name: tokens for name, (tokens, _) in expected.items()}
     options = {"max_step_tokens": tokens_a_step, "max_tokens": max_tokens, "prefix_caching": True}
-    found = decoded(target(architecture, dtype), drafted(kind, texts), batch_size, **options)
-    assert found == expected
+    assert decoded(target(architecture, dtype), drafted(kind, texts), batch_size, **options) == expected
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
-    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), ModelOptions(batch_invariant=asked, compile=False))
-    assert runner_of(served, ragged_backend()).batch_invariance == (
-        "yes" if asked else "no: model.batch_invariant=false"
-    )
+@pytest.mark.parametrize("requested", [False, True])
+def test_without_the_option_passes_are_pytorchs_own(requested: bool) -> None:
+    served = TargetModel(tiny_model("llama", vocab_size=VOCAB), ModelOptions(batch_invariant=requested, compile=False))
+    answer = "yes" if requested else "no: model.batch_invariant=false"
+    assert runner_of(served, ragged_backend()).batch_invariance == answer
     modes = set[int]()
 
     def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -217,7 +215,7 @@ def test_without_the_option_passes_are_pytorchs_own(asked: bool) -> None:
         return torch.zeros_like(qkv[0])
 
     served.run(torch.ones(1, 3, dtype=torch.long), torch.arange(3)[None], attend)
-    assert modes == {int(asked)}
+    assert modes == {int(requested)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -262,8 +260,7 @@ UNKNOWN: dict[str, Any] = {  # by the operator that is named
 @looped("name", UNKNOWN)
 def test_an_operator_that_is_not_known_to_keep_bits_is_named(name: str) -> None:
     model = tiny_model("llama", vocab_size=VOCAB)
-    own = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda hidden: own(hidden) + UNKNOWN[name](hidden)
-    assert f"it calls {name}" in str(
-        TargetModel(model, ModelOptions(batch_invariant=True, compile=False)).why_not_invariant
-    )
+    forward = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda hidden: forward(hidden) + UNKNOWN[name](hidden)
+    target = TargetModel(model, ModelOptions(batch_invariant=True, compile=False))
+    assert f"it calls {name}" in str(target.why_not_invariant)

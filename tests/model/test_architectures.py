@@ -111,22 +111,14 @@ def test_trees_of_every_shape_equal_generate_of_hugging_face(architecture: str, 
         assert 0 < engine.report.num_accepted < engine.report.num_drafted
 
 
-@looped(
-    ("architecture", "windows"),
-    [("mistral", (7, 7)), ("gemma2", (7, None)), ("qwen2", (None, None)), ("llama", (None, None))],
-)
-def test_the_probe_learns_each_layers_window(architecture: str, windows: tuple[int | None, ...]) -> None:
-    layers = TargetModel(model_of(architecture, "float64")).layers
-    assert tuple(layer.sliding_window for layer in layers) == windows
-
-
-def test_the_probe_learns_grouped_heads_scale_and_soft_cap() -> None:
-    llama, gemma2 = (TargetModel(model_of(name, "float64")).layers[0] for name in ("llama", "gemma2"))
-    assert (llama.num_qo_heads, llama.num_kv_heads, llama.key_dim) == (4, 2, 8)
-    assert llama.softcap is None
-    assert gemma2.softcap == 5.0
-    assert gemma2.scale == pytest.approx(8**-0.5)
-    assert TargetModel(model_of("opt", "float64")).layers[0].scale == 1.0
+def test_the_probe_learns_windows_grouped_heads_scale_and_soft_cap() -> None:
+    windows = {"mistral": [7, 7], "gemma2": [7, None]} | {name: [None, None] for name in ("qwen2", "llama", "opt")}
+    layers = {name: TargetModel(model_of(name, "float64")).layers for name in windows}
+    assert {name: [layer.sliding_window for layer in layers[name]] for name in windows} == windows
+    llama, gemma2 = layers["llama"][0], layers["gemma2"][0]
+    assert (llama.num_qo_heads, llama.num_kv_heads, llama.key_dim, llama.softcap) == (4, 2, 8, None)
+    assert (gemma2.softcap, gemma2.scale) == (5.0, pytest.approx(8**-0.5))
+    assert layers["opt"][0].scale == 1.0
 
 
 def test_a_window_shorter_than_the_probe_is_served() -> None:

@@ -42,10 +42,10 @@ def hooked(architecture: str) -> Any:
 def test_the_layers_of_a_cache_are_parted_by_device() -> None:
     parts = parts_of(SPEC)
     assert {device: layers for device, (layers, _) in parts.items()} == {META: (0, 2), CPU: (1,)}
-    for device, (layers, own) in parts.items():
+    for device, (layers, part) in parts.items():
         expected = tuple(SPEC.layers[layer] for layer in layers)
-        assert own == replace(SPEC, layers=expected, device=device, devices=(), prefix_caching=False)
-    assert sum(own.bytes_per_token() for _, own in parts.values()) == SPEC.bytes_per_token()
+        assert part == replace(SPEC, layers=expected, device=device, devices=(), prefix_caching=False)
+    assert sum(part.bytes_per_token() for _, part in parts.values()) == SPEC.bytes_per_token()
 
 
 def test_the_device_with_the_least_room_for_its_layers_limits_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,9 +64,9 @@ def test_kv_and_the_tensors_of_a_step_lie_on_the_device_of_the_layer(name: str) 
     plan = backend.plan(pack_nodes(["a"], torch.tensor([3, 1, 4]), [3], [3]))
     plan.attention[META].attention.watch.trusts = True  # else it would look at results, and there are none
     assert {*plan.attention} == {META, CPU}
-    for device, own in plan.attention.items():
-        assert {each.device for each in tensors(own)} == {device}
-    assert {each.device for each in tensors(replace(plan, attention=None))} == {CPU}
+    for device, part in plan.attention.items():
+        assert {tensor.device for tensor in tensors(part)} == {device}
+    assert {tensor.device for tensor in tensors(replace(plan, attention=None))} == {CPU}
     for layer, (spec, device) in enumerate(zip(SPEC.layers, SPEC.devices, strict=True)):
         query = torch.zeros(3, 4, spec.key_dim, dtype=torch.float64, device=device)
         key = query[:, : spec.num_kv_heads]
@@ -79,8 +79,8 @@ def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, list | tuple):
-        return [tensor for each in value for tensor in tensors(each)]
-    names = [name for each in type(value).__mro__ for name in getattr(each, "__dataclass_fields__", ())]
+        return [tensor for item in value for tensor in tensors(item)]
+    names = [name for base in type(value).__mro__ for name in getattr(base, "__dataclass_fields__", ())]
     return [tensor for name in dict.fromkeys(names) for tensor in tensors(getattr(value, name))]
 
 
@@ -126,12 +126,12 @@ def test_a_loaded_model_decodes_as_ever(device_map: Any, tmp_path: Path) -> None
     plain = Engine.from_pretrained("demo", drafter="none", device="cpu")
     engine = Engine.from_pretrained("demo", drafter="none", device_map=device_map, compile="auto")
     assert engine.target.compiled is None
-    rows = [each.generate([[5, 6, 7, 5, 6]], 8)[0].token_ids for each in (plain, engine)]
-    assert rows[0] == rows[1]
+    ours, expected = (one.generate([[5, 6, 7, 5, 6]], 8)[0].token_ids for one in (engine, plain))
+    assert ours == expected
 
 
 @looped(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"device_map": "split"}, "choose auto, balanced, balanced_low_0, sequential, or give a device for each"),
         ({"device_map": {}}, "it must be a word or a map from modules to devices"),
@@ -148,10 +148,10 @@ def test_a_loaded_model_decodes_as_ever(device_map: Any, tmp_path: Path) -> None
         ({"device_map": "auto", "architecture": {"model_type": "opt"}}, "leave it or model.architecture out"),
     ],
 )
-def test_maps_that_cannot_be_are_refused(options: dict[str, Any], said: str) -> None:
+def test_maps_that_cannot_be_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_model(ModelOptions("demo", **options))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_without_accelerate_one_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ WEIGHTS = random_weights(SHAPES)
 
 
 def without(*names: str) -> dict[str, torch.Tensor]:
-    return {name: each for name, each in WEIGHTS.items() if not any(part in name for part in names)}
+    return {name: weight for name, weight in WEIGHTS.items() if not any(part in name for part in names)}
 
 
 def container(kind: str, **layers: Any) -> dict[str, Any]:
@@ -45,13 +45,12 @@ def test_a_whole_checkpoint_is_described_in_five_lines(tmp_path: Path, capsys: p
     config = container("dflash") | {"block_size": 4, "mask_token_id": 3, "aux_hidden_state_layer_ids": [1, 2, 3]}
     config["speculators_config"] = {"verifier": {"name_or_path": "a/target"}}
     path = write_head(tmp_path / "head", config, WEIGHTS)
-    given = make_parser().parse_args(["inspect", path])
-    assert print_inspected(given.path) == 0
+    assert print_inspected(make_parser().parse_args(["inspect", path]).path) == 0
     what, drafts, trained, weights, missing = capsys.readouterr().out.splitlines()
     assert what == ("what it is: a DFlash drafter, which drafts blocks, dflash in a container of speculators 0.9.0")
     assert drafts == f"drafts with: drafter=dflash drafter.path={path}"
     assert trained == "trained for: a/target, hidden size 8, vocabulary 17"
-    numbers = sum(each.numel() for each in WEIGHTS.values())
+    numbers = sum(weight.numel() for weight in WEIGHTS.values())
     assert weights == f"weights: {len(WEIGHTS)} tensors, {numbers:,} numbers, float32; read from model.safetensors"
     assert missing == "missing: nothing that can be told without the target"
 
@@ -121,7 +120,7 @@ def test_a_file_and_a_path_that_is_not_there(tmp_path: Path) -> None:
     assert "there is no such folder or file" in inspect(str(tmp_path / "none"))[0][0]
 
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "baichuan_to_llama.py"
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "baichuan_to_llama.py"
 
 
 @pytest.mark.parametrize(("vocab_size", "suffix"), [(64000, "safetensors"), (125696, "bin")], ids=["1", "2"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,6 @@ import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_llma import LLMAConfig, Search
-from emssd_padded import PaddedConfig
-from emssd_ragged import Kernels, RaggedConfig
 from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
@@ -38,7 +37,8 @@ from emssd.model.compile import tracing
 from emssd.model.compile.int8 import scales_of
 from emssd.model.compile.program import declare_operators
 from emssd.native import cache_dir
-from tests.models.test_checkpoint import save_checkpoint
+from tests.model.test_checkpoint import save_checkpoint
+from tests.support.backends import CONFIGS
 from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states
 
@@ -57,12 +57,7 @@ PROMPTS = (
     (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
     (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
 )
-BACKENDS: dict[str, Any] = {
-    "fused": RaggedConfig(kernels=Kernels.fused),
-    "torch": RaggedConfig(kernels=Kernels.torch),
-    "padded": PaddedConfig(),
-    "unpad_inputs": PaddedConfig(pad_inputs=False),
-}
+BACKENDS = {name: CONFIGS[name] for name in ("fused", "torch", "padded", "unpad_inputs")}
 LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -140,13 +135,6 @@ def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
         got, right = both(target, num_rows, num_tokens, keep)
         assert_close(got, right)
         assert float(right.std()) > 0.3  # else closeness would say little
-
-
-@EVERY_MODEL
-def test_it_is_the_program_that_runs_a_step(name: str, targets: dict[str, TargetModel], monkeypatch: Any) -> None:
-    monkeypatch.setattr(targets[name], "run", lambda *arguments: pytest.fail("the model itself runs"))
-    engine = engine_of(targets[name], "none", BACKENDS["fused"])
-    assert len(engine.generate(PROMPTS, 2)) == len(PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -329,28 +317,20 @@ class LooksAtItsTokens(LlamaForCausalLM):
         return super().forward(input_ids=input_ids, **options)
 
 
-def untraceable() -> PreTrainedModel:
-    return LooksAtItsTokens(tiny_model("llama").config).eval()
-
-
-def assert_runs_as_it_is(model: PreTrainedModel, reason: str) -> None:
-    plain = model.config._attn_implementation
-    with pytest.warns(RuntimeWarning, match=f"the model runs without model.compile: {reason}") as caught:
-        engine = Engine.from_model(model, drafter=LLMA, backend="ragged", batch_size=4, compile=True)
-    (message,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
-    assert "\n" not in message
-    assert engine.target.compiled is None
-    assert model.config._attn_implementation == plain
-    expected = Engine.from_model(model, drafter="none", backend="ragged", batch_size=4)
-    for done, right in zip(engine.generate(PROMPTS, 9), expected.generate(PROMPTS, 9), strict=True):
-        assert done.token_ids == right.token_ids
-
-
 def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
-    assert_runs_as_it_is(untraceable(), r"LooksAtItsTokens cannot be compiled: \w+: .+")
+    model = LooksAtItsTokens(tiny_model("llama").config).eval()
+    plain = model.config._attn_implementation
+    with pytest.warns(RuntimeWarning, match="the model runs without model.compile: LooksAt.* cannot be") as caught:
+        engine = Engine.from_model(model, drafter=LLMA, backend="ragged", batch_size=4, compile=True)
+    (message,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert re.fullmatch(r".*: LooksAtItsTokens cannot be compiled: \w+: .+", message)  # in one line
+    assert engine.target.compiled is None
+    assert model.config._attn_implementation == plain
+    expected = Engine.from_model(model, drafter="none", backend="ragged", batch_size=4).generate(PROMPTS, 9)
+    assert [row.token_ids for row in engine.generate(PROMPTS, 9)] == [row.token_ids for row in expected]
     assert not (tmp_path / "models").exists()
 
 
@@ -407,12 +387,12 @@ def test_a_program_that_is_compiled_late_gives_the_hidden_states_that_were_asked
 
 def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     model = make("opt-float32")
-    model.register_forward_hook(lambda *given: None)
+    model.register_forward_hook(lambda *arguments: None)
     target = TargetModel(model, ModelOptions(compile="auto"))
     target.compile_if_it_pays(10**9)
     assert target.compiled is None
     assert "hook" in target.why_compiled
-    assert not [each for each in recwarn if each.category is RuntimeWarning]
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
     with pytest.raises(ConfigError, match="must be true, false or auto"):
         TargetModel(make("opt-float32"), ModelOptions(compile="maybe"))  # type: ignore[arg-type]
 

@@ -75,15 +75,6 @@ def layer(model: Any) -> Any:
     return model.model.decoder.layers[0]
 
 
-def double(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
-    return 2 * output
-
-
-def twice(module: nn.Module) -> Change:
-    forward = module.forward
-    return lambda x: 2 * forward(x)
-
-
 @pytest.mark.filterwarnings("error")
 def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_ownership` tests other changes."""
@@ -97,10 +88,13 @@ def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypa
 
 
 CHANGES: dict[str, tuple[Change, str]] = {
-    "a hook": (lambda model: layer(model).fc1.register_forward_hook(double), "has a forward hook on .*fc1"),
+    "a hook": (
+        lambda model: layer(model).fc1.register_forward_hook(lambda *args: 2 * args[-1]),
+        "has a forward hook on .*fc1",
+    ),
     "an activation": (lambda model: setattr(layer(model), "activation_fn", nn.Tanh().eval()), "asked to compile"),
     "a forward of its own": (
-        lambda model: setattr(layer(model).fc1, "forward", twice(layer(model).fc1)),
+        lambda model: setattr(layer(model).fc1, "forward", lambda x: 2 * nn.Linear.forward(layer(model).fc1, x)),
         "has its forward replaced on .*fc1",
     ),
 }
@@ -156,7 +150,7 @@ def truncate(folder: Path) -> None:
 
 def swap_linears(folder: Path) -> None:
     products = json.loads((folder / tracing.LINEARS).read_text())
-    (joined,) = [each for each in products["linears"] if len(each["weights"]) == 3]
+    (joined,) = [linear for linear in products["linears"] if len(linear["weights"]) == 3]
     joined["weights"].reverse()
     (folder / tracing.LINEARS).write_text(json.dumps(products))
 
@@ -169,7 +163,7 @@ def other_linears(folder: Path) -> None:
 
 class Hostile:
     def __reduce__(self) -> Any:
-        return pytest.fail, ("what lies in the cache was run",)
+        return pytest.fail, ("the content of the cache was run",)
 
 
 def pickle_constants(folder: Path) -> None:

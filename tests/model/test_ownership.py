@@ -11,6 +11,7 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from emssd_testing.models import tiny_model
@@ -52,18 +53,6 @@ def step_of_an_optimizer(model: Any) -> None:
     model.zero_grad()
 
 
-def write_by_numpy(model: Any) -> None:
-    weight(model).detach().numpy()[:] *= -1
-
-
-def clamp(*given: Any) -> Any:
-    return given[-1].clamp(-0.1, 0.1)
-
-
-def double(*given: Any) -> Any:
-    return -3 * given[-1]
-
-
 class Twice(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -77,12 +66,12 @@ class Twice(nn.Module):
 CHANGES: dict[str, Callable[[Any], object]] = {
     "an optimizer that is fused": step_of_an_optimizer,
     "a write to data": lambda model: weight(model).data.mul_(-1),
-    "a write by NumPy": write_by_numpy,
+    "a write by NumPy": lambda model: np.negative(weight(model).detach().numpy(), out=weight(model).detach().numpy()),
     "copy_": lambda model: weight(model).detach().copy_(torch.randn(weight(model).shape)),
     "load_state_dict": lambda model: model.load_state_dict(llama(seed=1).state_dict()),
     "another tensor": lambda model: setattr(mlp(model).down_proj, "weight", nn.Parameter(-weight(model).data)),
-    "a clamp of large values": lambda model: mlp(model).register_forward_hook(clamp),
-    "a hook": lambda model: mlp(model).register_forward_hook(double),
+    "a clamp of large values": lambda model: mlp(model).register_forward_hook(lambda *args: args[-1].clamp(-0.1, 0.1)),
+    "a hook": lambda model: mlp(model).register_forward_hook(lambda *args: -3 * args[-1]),
     "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
     "a module": lambda model: setattr(model.model.layers[0], "mlp", Twice(mlp(model)).eval()),
     "a forward of its own": lambda model: setattr(mlp(model), "forward", Twice(copy.copy(mlp(model))).forward),
@@ -95,7 +84,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    return [list(each.token_ids) for each in engine.generate([PROMPT, PROMPT[:20]], NEW_TOKENS, ignore_eos=True)]
+    return [[*row.token_ids] for row in engine.generate([PROMPT, PROMPT[:20]], NEW_TOKENS, ignore_eos=True)]
 
 
 def right(model: PreTrainedModel) -> list[list[int]]:
@@ -185,7 +174,7 @@ def test_adapters_that_are_added_set_disabled_and_merged_are_noticed() -> None:
         lambda: model.set_adapter("one"),
         lambda: model.disable_adapters(),
         lambda: model.enable_adapters(),
-        lambda: [each.merge() for each in model.modules() if isinstance(each, peft.tuners.tuners_utils.BaseTunerLayer)],
+        lambda: [part.merge() for part in model.modules() if isinstance(part, peft.tuners.tuners_utils.BaseTunerLayer)],
     ):
         change()
         seen.append(tokens(engine))
@@ -221,12 +210,9 @@ def test_a_model_in_training_mode_is_refused_until_it_is_in_evaluation_mode() ->
         tokens(engine)
 
 
-def resize(model: Any) -> None:
-    model.resize_token_embeddings(17)
-    model.eval()
-
-
-@pytest.mark.parametrize("change", [lambda model: model.float(), resize])
+@pytest.mark.parametrize(
+    "change", [lambda model: model.float(), lambda model: (model.resize_token_embeddings(17), model.eval())]
+)
 def test_another_model_altogether_is_refused(change: Callable[[Any], object]) -> None:
     model = llama()
     engine = Engine.from_model(model)
@@ -241,23 +227,22 @@ def in_a_pass(target: TargetModel, act: Callable[[], object]) -> torch.Tensor:
     """Logits of a pass of `target`; `act` is called within its first layer."""
     rows = ProbeRows(target)
 
-    def attend(layer: int, seen: LayerSpec, *given: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         if layer == 0:
             act()
-        return rows.attend(layer, seen, *given)
+        return rows.attend(layer, seen, *qkv)
 
     with torch.inference_mode():
         return target.run(rows.tokens[None], rows.positions[None], attend)
 
 
 def thread(act: Callable[[], object]) -> Thread:
-    made = Thread(target=act, daemon=True)
-    made.start()
-    return made
+    (started := Thread(target=act, daemon=True)).start()
+    return started
 
 
 def test_the_users_own_calls_in_another_thread_are_right_during_a_pass() -> None:
-    model, found = llama(), []
+    model, outputs = llama(), list[torch.Tensor]()
     target, ids = TargetModel(model), torch.tensor([PROMPT])
     with torch.no_grad():
         expected = model(ids).logits
@@ -266,12 +251,12 @@ def test_the_users_own_calls_in_another_thread_are_right_during_a_pass() -> None
 
         def call() -> None:
             with torch.no_grad():
-                found.append(model(ids).logits)
+                outputs.append(model(ids).logits)
 
         with streams.taken(hidden):
             in_a_pass(target, lambda: thread(call).join())
         assert hidden[1].shape[1] == ProbeRows(target).num_tokens
-    assert torch.equal(found[0], expected)
+    assert torch.equal(outputs[0], expected)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -279,21 +264,21 @@ def test_passes_of_two_engines_in_two_threads_follow_one_another() -> None:
     model = llama()
     one, other = TargetModel(model), TargetModel(model)
     alone = in_a_pass(one, lambda: None)
-    inside, first_is_done, found = Event(), Event(), []
+    inside, first_is_done, outputs = Event(), Event(), list[torch.Tensor]()
 
     def second() -> None:
-        found.append(in_a_pass(other, lambda: inside.set() or first_is_done.wait(5)))
+        outputs.append(in_a_pass(other, lambda: inside.set() or first_is_done.wait(5)))
 
     def first() -> None:
         threads.append(thread(second))
         inside.wait(0.2)
 
     threads: list[Thread] = []
-    found.append(in_a_pass(one, first))
+    outputs.append(in_a_pass(one, first))
     first_is_done.set()
     threads[0].join()
-    assert all(torch.equal(each, alone) for each in found)
-    assert len(found) == 2
+    assert len(outputs) == 2
+    assert all(torch.equal(logits, alone) for logits in outputs)
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -324,7 +309,7 @@ def test_no_drafter_writes_to_what_a_request_asks_for() -> None:
     expected = Engine.from_model(model, drafter="none").generate([PROMPT], NEW_TOKENS, sampling=sampling)
     with pytest.warns(match="TypeError"):
         done = Engine.from_model(model, drafter=Meddler()).generate([PROMPT], NEW_TOKENS, sampling=sampling)
-    assert [each.token_ids for each in done] == [each.token_ids for each in expected]
+    assert [row.token_ids for row in done] == [row.token_ids for row in expected]
     assert dict(sampling.logit_bias) == {3: 1.0}
     for again in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling), copy.copy(sampling)):
         assert again == sampling

@@ -42,20 +42,18 @@ class Layers:
         self.rates = -self.numbers(-3, self.keys, self.values).exp()
 
     def numbers(self, seed: int, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed % 1000), dtype=torch.float64).to(
-            self.dtype
-        )
+        return drawn(seed, shape).to(self.dtype)
 
     def fed(self, tokens: Text) -> tuple[Convolution, Recurrence, Recurrence, Recurrence]:
-        def each(kind: int, *shape: int) -> torch.Tensor:
+        def of(kind: int, *shape: int) -> torch.Tensor:
             return torch.stack([self.numbers(10 * token + kind, *shape) for token in tokens])
 
         heads, keys, values = self.heads, self.keys, self.values
-        query, key, value = each(0, heads, keys), each(1, heads, keys), each(2, heads, values)
-        by_head, by_key = -each(3, heads, 1, 1).exp(), -each(4, heads, keys, 1).exp()
-        by_value, beta = each(5, heads, 1, values).exp(), each(6, heads).sigmoid()
+        query, key, value = of(0, heads, keys), of(1, heads, keys), of(2, heads, values)
+        by_head, by_key = -of(3, heads, 1, 1).exp(), -of(4, heads, keys, 1).exp()
+        by_value, beta = of(5, heads, 1, values).exp(), of(6, heads).sigmoid()
         return (
-            Convolution(each(7, self.channels), self.weight, self.bias),
+            Convolution(of(7, self.channels), self.weight, self.bias),
             Recurrence(query, key, value, by_head),
             Recurrence(query, key, value, by_key, beta),
             Recurrence(query, key, value, by_value, rates=self.rates),
@@ -66,25 +64,25 @@ class Layers:
         mixer: Mixer | None = _MIXER.get()
         assert mixer is not None
         first, *rest = self.fed(tokens)
-        return torch.cat([mixer.convolve(first), *(mixer.recur(each).flatten(1) for each in rest)], 1)
+        return torch.cat([mixer.convolve(first), *(mixer.recur(inputs).flatten(1) for inputs in rest)], 1)
 
     def expected(self, text: Text) -> torch.Tensor:
         """The same of the last token of a text, written out."""
         first, *rest = self.fed(text)
         out = self.bias.clone()
-        for place, values in enumerate(first.values.flip(0)[:4]):
-            out += values * self.weight[:, 3 - place]
-        found = [out]
-        for each in rest:
+        for back, values in enumerate(first.values.flip(0)[:4]):
+            out += values * self.weight[:, 3 - back]
+        outputs = [out]
+        for inputs in rest:
             state = torch.zeros(self.heads, self.keys, self.values, dtype=self.dtype)
             for at in range(len(text)):
-                state *= (each.decay[at] * (1 if each.rates is None else each.rates)).exp()
-                value = each.value[at]
-                if each.beta is not None:
-                    value = (value - torch.einsum("hk,hkv->hv", each.key[at], state)) * each.beta[at][:, None]
-                state += torch.einsum("hk,hv->hkv", each.key[at], value)
-            found.append(torch.einsum("hk,hkv->hv", each.query[-1], state).flatten())
-        return torch.cat(found)
+                state *= (inputs.decay[at] * (1 if inputs.rates is None else inputs.rates)).exp()
+                value = inputs.value[at]
+                if inputs.beta is not None:
+                    value = (value - torch.einsum("hk,hkv->hv", inputs.key[at], state)) * inputs.beta[at][:, None]
+                state += torch.einsum("hk,hv->hkv", inputs.key[at], value)
+            outputs.append(torch.einsum("hk,hkv->hv", inputs.query[-1], state).flatten())
+        return torch.cat(outputs)
 
 
 class History:
@@ -93,6 +91,7 @@ class History:
     def __init__(self, seed: int, dtype: torch.dtype) -> None:
         self.random, self.layers, self.cache = random.Random(seed), Layers(dtype), StateCache(max_rows=1)
         self.texts: dict[str, Text] = {}  # committed, with their last token, which was not fed yet
+        self.num_fed: dict[str, int] = {}
         self.seen: list[tuple[Text, torch.Tensor]] = []  # texts that ended in some pass, and what it gave there
 
     def step(self) -> None:
@@ -100,17 +99,17 @@ class History:
         nodes: dict[str, list[Text]] = {}
         for name in rng.sample("abc", rng.randint(1, 3)):
             text = self.texts.setdefault(name, [rng.randrange(9) for _ in range(rng.randint(1, 6))])
-            known = self.num_fed.get(name, 0)
+            start = self.num_fed.get(name, 0)
             tree = self.tree()
-            new = text[known:] + [rng.randrange(9) for _ in tree]
-            ways = [text[: at + 1] for at in range(known, len(text))]
+            new = text[start:] + [rng.randrange(9) for _ in tree]
+            paths = [text[: at + 1] for at in range(start, len(text))]
             for node, parent in enumerate(tree):
-                before = text if parent < 0 else ways[len(text) - known + parent]
-                ways.append([*before, new[len(text) - known + node]])
+                before = text if parent < 0 else paths[len(text) - start + parent]
+                paths.append([*before, new[len(text) - start + node]])
             places = range(len(fed), len(fed) + len(new))
             chain = all(parent == node - 1 for node, parent in enumerate(tree))
-            feeds[name] = Feed(tuple(places), known + len(new), len(tree), () if chain else tuple(tree))
-            fed, nodes[name] = fed + new, ways
+            feeds[name] = Feed(tuple(places), start + len(new), len(tree), () if chain else tuple(tree))
+            fed, nodes[name] = fed + new, paths
         out = self.run(feeds, fed)
         for name, feed in feeds.items():
             self.seen += zip(nodes[name], out[list(feed.places)], strict=True)
@@ -127,15 +126,15 @@ class History:
         with self.cache.pass_of(feeds):
             return self.layers.mixed(fed)
 
-    def commit(self, name: str, feed: Feed, ways: list[Text]) -> None:
-        """Some way from the text to a node is right, and the token after it."""
+    def commit(self, name: str, feed: Feed, paths: list[Text]) -> None:
+        """Some path from the text to a node is right, and the token after it."""
         rng, text, num_nodes = self.random, self.texts[name], feed.num_drafts
         first = feed.kv_len - num_nodes
         node, path = rng.randint(-1, num_nodes - 1), list[int]()
         while node >= 0:
             path.insert(0, node)
             node = feed.parent(first + node) - first
-        self.texts[name] = [*(text if not path else ways[len(ways) - num_nodes + path[-1]]), rng.randrange(9)]
+        self.texts[name] = [*(text if not path else paths[len(paths) - num_nodes + path[-1]]), rng.randrange(9)]
         moved = () if path == [*range(len(path))] else tuple(first + node for node in path)
         self.cache.commit(Kept((name,), (first + len(path),), (moved,)))
         self.num_fed[name] = first + len(path)
@@ -146,10 +145,6 @@ class History:
     def tree(self) -> list[int]:
         rng, size = self.random, self.random.choice((0, 0, 1, 4, 6))
         return [*range(-1, size - 1)] if rng.random() < 0.4 else [rng.randint(-1, node - 1) for node in range(size)]
-
-    @property
-    def num_fed(self) -> dict[str, int]:
-        return self.__dict__.setdefault("_num_fed", {})
 
 
 @pytest.fixture
@@ -195,12 +190,9 @@ def test_tokens_are_those_of_the_forward_pass(architecture: str) -> None:
     texts_of(architecture).try_every_draft()
 
 
-def test_rows_that_are_preempted_begin_again() -> None:
-    texts_of("qwen3_5_text").try_preemption("44KiB")
-
-
-def test_states_count_as_memory() -> None:
+def test_rows_that_are_preempted_begin_again_and_states_count_as_memory() -> None:
     texts = texts_of("qwen3_5_text")
+    texts.try_preemption("44KiB")
     with pytest.raises(ConfigError, match=r"states of 3 rows, which take .* MiB, and KV"):
         texts.engine("none", kv_memory="20KiB")
     engine = texts.decoded(texts.engine("none"))
