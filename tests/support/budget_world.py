@@ -6,6 +6,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Self
 
+from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
@@ -86,8 +87,13 @@ class World:
 
     def warm(self) -> Self:
         """Show steps of every size, as `emssd.decoding.warmup` does: from steps of one size no curve can be learnt."""
-        for limit in (0, 2, 5):
-            self.run(8, limit)
+        return self.run_with(8, 0).run_with(8, 2).run_with(8, 5)
+
+    def run_with(self, num_steps: int, num_tokens: int) -> Self:
+        """Steps in which each row is held to so many tokens, as in a warm-up."""
+        policy, self.policy = self.policy, HeldBudget(self.policy, num_tokens)
+        self.run(num_steps, num_tokens)
+        self.policy = policy
         return self
 
     def run(self, num_steps: int, limit: int) -> list[list[int]]:

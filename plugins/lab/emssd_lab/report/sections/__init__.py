@@ -20,6 +20,7 @@ _WRITERS: dict[str, Callable[[Section, list[Any]], None]] = {  # the others comp
     "step_time": steps.step_time,
     "appendix": acceptance.appendix,
     "crossover": methods.crossover,
+    "never_slower": methods.never_slower,
     "drafters": drafts.drafters,
     "trees": drafts.drafters,
 }
