@@ -6,14 +6,13 @@ import gc
 import logging
 import os
 import resource
+import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -85,7 +84,7 @@ class _Limit:
 
 
 def _slowness() -> float:
-    """The time of a loop on this machine now ÷ that on a quiet one, which counts to 500,000 in 0.025 s of CPU.
+    """The CPU time that this machine takes now ÷ that of a quiet one: of a loop, and of a process that imports torch.
 
     At least `_UNSTEADY`: the same suite has taken 870 and 1,460 s of CPU, as page faults and shared caches vary, which
     no loop sees.
@@ -93,7 +92,9 @@ def _slowness() -> float:
     begun, number = _cpu_seconds(), 0
     while number < 500_000:
         number += 1 + number % 1
-    return max(_UNSTEADY, (_cpu_seconds() - begun) / 0.025)
+    counted = _cpu_seconds()
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    return max(_UNSTEADY, (counted - begun) / 0.025, (_cpu_seconds() - counted) / 1.4)
 
 
 @contextmanager
@@ -157,36 +158,6 @@ def _process_state() -> dict[str, object]:
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
     return settings | {name: value for name, value in os.environ.items() if not name.startswith(_FREE)}
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
-
-    @wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        tracer = sys.gettrace()
-        sys.settrace(None)
-        try:
-            return function(*args, **options)
-        finally:
-            sys.settrace(tracer)
-
-    return run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Do not trace slow code that calls nothing of ours: Hydra composes options, and Matplotlib draws."""
-    if not pytestconfig.getoption("cov_source", None):  # then they need not be here
-        yield
-        return
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from matplotlib.figure import Figure
-
-    with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
-            patched.setattr(owner, name, untraced(getattr(owner, name)))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,8 +5,8 @@
 
 Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
 at once, and no more than the batch size run together. The repeats of all engines and modes of one batch size are
-interleaved. Tokens are counted up to and including EOS. Beside each speed stands in how many rows the tokens equal
-those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
+interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
+Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
 
 `--device cuda` compares on a GPU: both ways of Hugging Face, emssd with `backend=flashinfer`, and vLLM where `--python
@@ -21,18 +21,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from peers.comparison import Comparison, references_of
-from peers.figures import figures, speed_table, step_table
-from peers.protocol import MODES, Request
-from peers.provenance import provenance
+from peers.figures import figures, speed_table
+from peers.protocol import COPIED, DRAFTED, MATCHED, MODES, Request
 from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
+from emssd.cli.provenance import provenance
 from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.errors import EmssdError, PromptError
 
+PATHS = ("model", "draft_model", "data", "python", "openvino_export", "gguf", "references", "logs", "out")
 TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Question: {question}\nAnswer:"}
 DEFAULT_PEERS = ["emssd", "hf", "hf_generate_batch", "vllm", "openvino"]
 
@@ -86,6 +88,21 @@ def kept_references(
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"asked": asked, "prompts": request.prompts, "found": found}) + "\n")
     return found
+
+
+def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Program, options and machine, without the paths of this machine."""
+    machine = provenance(torch.device(arguments.device), getattr(torch, arguments.dtype))
+    return {
+        "script": "benchmarks/cpu_peers.py",
+        **{name: machine[name] for name in ("commit", "date")},
+        **{name: machine["hardware"][name] for name in ("processor", "device", "cores")},
+        "python": machine["versions"]["python"],
+        "models": {"target": Path(arguments.model).name, "draft": Path(arguments.draft_model).name},
+        "data": Path(arguments.data).name,
+        "options": {name: value for name, value in vars(arguments).items() if name not in PATHS},
+        "speculation": {"matched": MATCHED, "copied": COPIED, "drafted": DRAFTED},
+    }
 
 
 def pairs_of(given: list[str]) -> dict[str, str]:
@@ -157,7 +174,7 @@ def main() -> None:
         references = kept_references(arguments.references, arguments.reference_peer, request, setting, logs, console)
     except PeerError as error:
         raise SystemExit(f"cpu_peers.py: error: no reference outputs: {error}; logs are in {logs}") from None
-    results: dict[str, Any] = {"run": provenance(arguments), "cells": []}
+    results: dict[str, Any] = {"run": run_of(arguments), "cells": []}
     with Progress(console=console, transient=True) as progress:
         compared = Comparison(request, setting, logs, progress)
         for batch in arguments.batch_sizes:
@@ -174,7 +191,7 @@ def main() -> None:
     print(
         f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {arguments.prompts} prompts"
     )
-    print(f"\n{speed_table(results['cells'])}\n\n{step_table(results['cells'])}".rstrip())
+    print(f"\n{speed_table(results['cells'])}")
     if compared.failed:
         raise SystemExit(f"{len(compared.failed)} cells failed; the engines' own output is in {logs}")
 

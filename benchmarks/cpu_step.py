@@ -4,17 +4,13 @@
 
 The model has random weights, so that nothing need be downloaded; the time of a step does not depend on them. The floor
 is the larger of two times: all weights and the KV read once at the bandwidth that a sum over a large tensor reaches,
-and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. Its
-weights are those of the model, also for ``int8``, whose own floor is up to four times lower.
-
-`--profile` also says where the time of one step at the first batch size goes, for the first engine: milliseconds by
-kernel, and of what is around them. It adds up to the time of the step, of which the profiler itself takes some.
+and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. It
+counts the weights of the model as they are, also for ``int8``, which could be up to four times faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -31,7 +27,6 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile.int8 import round_weights
-from emssd.model.compile.program import LINEARS
 from emssd.sequences import Request
 
 ENGINES = {
@@ -168,44 +163,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     return {"shape": options.shape, "dtype": options.dtype, "context": context, "rows": rows}
 
 
-def profiled(target: TargetModel, batch_size: int, context: int, num_steps: int = 10) -> list[dict[str, Any]]:
-    """The time of a greedy step by its parts, with their calls and milliseconds, the slowest first."""
-    assert target.compiled is not None
-    linears = json.loads((target.compiled.folder / LINEARS).read_text())["linears"]
-    names = [", ".join(dict.fromkeys(each.split(".")[-2] for each in linear["weights"])) for linear in linears]
-    prompts = torch.randint(4, target.vocab_size, (batch_size, context)).tolist()
-    options = EngineOptions(batch_size=batch_size, prefix_caching=False)
-    engine = Engine.assemble(target, None, drafter="none", backend="ragged", options=options)
-    for i, prompt in enumerate(prompts):
-        engine.add(Request(str(i), tuple(prompt), 3 * num_steps, frozenset()))
-    for _ in range(num_steps):
-        engine.step()
-    before = dict(engine.report.seconds)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        start = time.perf_counter()
-        for _ in range(num_steps):
-            engine.step()
-        seconds = time.perf_counter() - start
-    after = engine.report.seconds
-    phases = {name: after[name] - before.get(name, 0.0) for name in after}
-    events = sorted(profile.events() or (), key=lambda event: event.time_range.start)
-    calls = [event for event in events if event.name == "emssd_native::linear"]
-    assert len(calls) == num_steps * len(names), "each linear layer once a step"
-    parts: dict[str, list[float]] = {}
-    for place, event in enumerate(calls):
-        parts.setdefault(f"linear: {names[place % len(names)]}", []).append(event.cpu_time_total / 1e6)
-    attended = [event.cpu_time_total / 1e6 for event in events if event.name == "emssd_native::attend_layer"]
-    parts["attention"] = attended
-    inside = sum(map(sum, parts.values()))
-    parts["other operations of the model"] = [phases.pop("forward") - inside]
-    parts["planning, choosing and keeping tokens"] = [seconds - inside - parts["other operations of the model"][0]]
-    rows = [
-        {"part": name, "calls": len(each) / num_steps if len(each) > 1 else None, "ms": sum(each) / num_steps * 1e3}
-        for name, each in parts.items()
-    ]
-    return sorted(rows, key=lambda row: -row["ms"])
-
-
 def main() -> None:
     parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--shape", choices=list(SHAPES), default="opt-125m")
@@ -215,7 +172,6 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=48, help="tokens generated")
     parser.add_argument("--context", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--profile", action="store_true", help="say where the time of a step goes")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     dtype = getattr(torch, options.dtype)
@@ -226,17 +182,6 @@ def main() -> None:
         ("batch", "engine", "ms per step", "floor", "× floor"),
         [[row["batch_size"], row["engine"], *(f"{row[name]:.2f}" for name in figures)] for row in result["rows"]],
     )
-    if options.profile:
-        model = random_model(options.shape, dtype)
-        if options.engines[0] == "int8":
-            round_weights(model)
-        parts = profiled(TargetModel(model, ModelOptions(compile=True)), options.batch_sizes[0], options.context)
-        result["profile"] = parts
-        show(
-            f"one step of {options.batch_sizes[0]} rows: {sum(part['ms'] for part in parts):.1f} ms",
-            ("part", "calls", "ms"),
-            [[part["part"], part["calls"] or "", f"{part['ms']:.2f}"] for part in parts],
-        )
     save(options.out, result, dtype=dtype)
 
 

@@ -75,7 +75,7 @@ def host_timeline(target: TargetModel, batch: int, context: int, repeats: int) -
 
 def _one_step(engine: Engine) -> list[tuple[float, float, str]]:
     """Begin and length in microseconds of the engine's parts, CUDA's calls and spans of a busy device in a step."""
-    parts = [(engine, name) for name in ("step", "_schedule", "_verify", "_advance", "_stats", "_conclude")]
+    parts = [(engine, name) for name in ("step", "_schedule", "_verify", "_advance", "_conclude")]
     parts += [(engine.drafting, "propose"), (engine.runner, "run"), (engine.runner.backend, "plan")]
     for owner, name in parts:
         setattr(owner, name, torch.profiler.record_function(name)(getattr(owner, name)))

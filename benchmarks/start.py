@@ -9,22 +9,15 @@ untimed steps that precede a run's own (`emssd.decoding.warmup`) count as its fi
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from itertools import pairwise
-from pathlib import Path
 
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
+from common import make_parser, save, show
 
 PARTS = ("Python, Hydra", "PyTorch", "options, plugins", "Transformers", "model and engine", "first step")
 PROGRAM = """
@@ -76,30 +69,18 @@ def seconds_of_parts(arguments: list[str]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--out", type=Path)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("arguments", nargs="*", help="of python -m emssd")
     options = parser.parse_args()
     seconds_of_parts(options.arguments)  # fills the caches
-    found = [seconds_of_parts(options.arguments) for _ in range(options.repeats)]
-    parts = {name: statistics.median(each) for name, each in zip(PARTS, zip(*found, strict=True), strict=True)}
-    totals = [sum(each) for each in found]
-    table = Table("part", "seconds", title=f"from the start to the first token, median of {options.repeats}")
-    for name, seconds in parts.items():
-        table.add_row(name, f"{seconds:.2f}")
-    table.add_section()
-    table.add_row("in all", f"{statistics.median(totals):.2f} ({min(totals):.2f} - {max(totals):.2f})")
-    Console().print(table)
-    if options.out:
-        machine = {"cores": os.cpu_count(), "capability": torch.backends.cpu.get_cpu_capability()}
-        versions = {
-            "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
-        }  # fmt: skip
-        rows = {"parts": parts, "in_all": statistics.median(totals), "all_runs": totals}
-        command = " ".join(["python benchmarks/start.py", *sys.argv[1:]])
-        result = rows | {"machine": machine, "versions": versions, "command": command}
-        options.out.write_text(json.dumps(result, indent=1) + "\n")
+    turns = [seconds_of_parts(options.arguments) for _ in range(options.repeats)]
+    totals = [sum(turn) for turn in turns]
+    lines = [
+        (part, f"{statistics.median(column):.2f}") for part, column in zip(PARTS, zip(*turns, strict=True), strict=True)
+    ]
+    lines.append(("in all", f"{statistics.median(totals):.2f} ({min(totals):.2f} - {max(totals):.2f})"))
+    show(f"from the start to the first token, median of {options.repeats}", ("part", "seconds"), lines)
+    save(options.out, [dict(zip(PARTS, turn, strict=True)) for turn in turns])
 
 
 if __name__ == "__main__":

@@ -3,6 +3,10 @@
 The data is a local JSONL file of questions and answers as in GSM8K; a completion is rewarded for the answer's last
 number, and for its end. The trainer learns from the first way that is emssd's. Drafts must change no text: that is
 checked. Transformers draws other noise.
+
+With `--bits`, it trains with and without `emssd.integrations.batch_invariant` instead. After each rollout, the model
+computes the completions again in one padded batch, and its log-softmax in float64 is compared with the rollout's
+log-probabilities. TRL's own log-softmax, in the dtype of the logits, gives the importance ratios.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,12 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     parser.add_argument("--repeats", type=int, default=1, help="trainings, each with a seed of its own")
+    parser.add_argument("--bits", action="store_true", help="compare log-probabilities at temperature 1, and no speed")
     return parser
 
 
 def last_number(text: str) -> str | None:
-    found = re.findall(r"-?\d+", text.replace(",", ""))
-    return found[-1] if found else None
+    numbers = re.findall(r"-?\d+", text.replace(",", ""))
+    return numbers[-1] if numbers else None
 
 
 def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
@@ -74,7 +80,7 @@ class InTurn:
     def __call__(self, prompts: list[Any], trainer: Any) -> Any:
         import torch
 
-        state, found, names = torch.get_rng_state(), dict[str, Any](), list(self.ways)
+        state, ours, names = torch.get_rng_state(), dict[str, Any](), list(self.ways)
         first = self.number % len(names)  # none has the same place in all rollouts
         self.number += 1
         for name in [*names[first:], *names[:first]]:
@@ -83,11 +89,11 @@ class InTurn:
             texts = by_transformers(prompts, trainer) if rollouts is None else rollouts(prompts, trainer)
             seconds, steps, computed = self.clock() - start, max(map(len, texts["completion_ids"])), 0
             if rollouts is not None:
-                found[name], steps, computed = texts, rollouts.report.num_steps, rollouts.report.num_tokens
+                ours[name], steps, computed = texts, rollouts.report.num_steps, rollouts.report.num_tokens
             self.rows[name].append((seconds, sum(map(len, texts["completion_ids"])), steps, computed))
-        own = list(found.values())
-        self.same &= all(each["completion_ids"] == own[0]["completion_ids"] for each in own)
-        return own[0]
+        first_texts, *others = ours.values()
+        self.same &= all(texts["completion_ids"] == first_texts["completion_ids"] for texts in others)
+        return first_texts
 
 
 def by_transformers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -102,39 +108,35 @@ def by_transformers(prompts: list[Any], trainer: Any) -> dict[str, Any]:
     return {"completion_ids": [[token for token in row if token != tokenizer.pad_token_id] for row in ids.tolist()]}
 
 
-def train(rollouts: InTurn, seed: int, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """One training. Returns its losses and rewards."""
+def train(
+    rollouts: Any,
+    seed: int,
+    arguments: argparse.Namespace,
+    trainer_class: Any = None,
+    within: Callable[[Any], AbstractContextManager[Any]] = nullcontext,
+) -> dict[str, list[float]]:
+    """One training, `within` a context of its model. Returns its losses and rewards."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     lines = arguments.data.read_text(encoding="utf-8").splitlines()[: arguments.questions]
     records = [json.loads(line) for line in lines]
-    data = [{"prompt": arguments.template.format(**each), "answer": each["answer"]} for each in records]
+    data = [{"prompt": arguments.template.format(**record), "answer": record["answer"]} for record in records]
     model: Any = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=arguments.dtype)
     if arguments.lora:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=8, lora_dropout=0.0))
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, within(model):
         config = GRPOConfig(
-            output_dir=folder,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
+            output_dir=folder, report_to=[], use_cpu=True, bf16=False, gradient_checkpointing=False,
             per_device_train_batch_size=arguments.questions_per_step * arguments.generations,
-            num_generations=arguments.generations,
-            num_train_epochs=arguments.epochs,
-            max_completion_length=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            learning_rate=arguments.learning_rate,
-            logging_steps=1,
-            save_strategy="no",
-            disable_tqdm=True,
-            seed=seed,
-        )
-        trainer = GRPOTrainer(
+            num_generations=arguments.generations, num_train_epochs=arguments.epochs,
+            max_completion_length=arguments.max_new_tokens, temperature=arguments.temperature,
+            learning_rate=arguments.learning_rate, logging_steps=1, save_strategy="no", disable_tqdm=True, seed=seed,
+        )  # fmt: skip
+        trainer = (trainer_class or GRPOTrainer)(
             model=model,
             reward_funcs=reward,
             args=config,
@@ -143,8 +145,63 @@ def train(rollouts: InTurn, seed: int, arguments: argparse.Namespace) -> dict[st
             rollout_func=rollouts,
         )
         trainer.train()
-    logged = [each for each in trainer.state.log_history if "loss" in each]
-    return {"losses": [each["loss"] for each in logged], "rewards": [each["reward"] for each in logged]}
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {"losses": [entry["loss"] for entry in logged], "rewards": [entry["reward"] for entry in logged]}
+
+
+def differences(model: Any, texts: dict[str, Any]) -> list[float]:
+    """The distance of each token's log-probability from `model`'s now."""
+    import torch
+
+    rows = [[*prompt, *tokens] for prompt, tokens in zip(texts["prompt_ids"], texts["completion_ids"], strict=True)]
+    width = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
+    logits = model(input_ids=ids, attention_mask=mask).logits.detach().double().log_softmax(-1)
+    return [
+        abs(float(logits[row, len(prompt) - 1 + place, token]) - logprob)
+        for row, (prompt, tokens, logprobs) in enumerate(
+            zip(texts["prompt_ids"], texts["completion_ids"], texts["logprobs"], strict=True)
+        )
+        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+    ]
+
+
+def compared_bits(arguments: argparse.Namespace, invariant: bool) -> dict[str, Any]:
+    """One training: how far log-probabilities are from the rollouts', and importance ratios from 1."""
+    import torch
+    from trl import GRPOTrainer
+
+    from emssd.integrations.batch_invariant import batch_invariant
+    from emssd.integrations.trl import Rollouts
+
+    by_step, ratios = list[list[float]](), list[float]()
+
+    class Compared(Rollouts):
+        def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
+            texts = super().__call__(prompts, trainer)
+            by_step.append(differences(trainer.model, texts))
+            return texts
+
+    class Trainer(GRPOTrainer):  # type: ignore[misc]  # TRL may be absent where types are checked
+        def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> Any:
+            self.last, *more = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+            return self.last, *more
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+            loss = super()._compute_loss(model, inputs)
+            ratio = torch.exp(self.last.detach().double() - inputs["sampling_per_token_logps"].double())
+            ratios.append(float((ratio - 1)[inputs["completion_mask"].bool()].abs().max()))
+            return loss
+
+    arguments.temperature = 1.0  # others change the rollout's log-probabilities
+    within = batch_invariant if invariant else nullcontext
+    train(Compared(batch_invariant=invariant), arguments.seed, arguments, Trainer, within)
+    distances = [distance for step in by_step for distance in step]
+    assert torch.isfinite(torch.tensor(distances)).all()
+    return {"steps": len(by_step), "tokens": len(distances), "differ": sum(distance > 0 for distance in distances),
+            "mean difference": sum(distances) / len(distances), "largest": max(distances), "in step 1": max(by_step[0]),
+            "TRL's ratios, from 1": max(ratios)}  # fmt: skip
 
 
 def ways_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +220,7 @@ def ways_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "`generate` of Transformers": None,
     }
     words = arguments.only or [""]
-    return {name: each for name, each in ways.items() if any(word in name for word in words)}
+    return {name: rollouts for name, rollouts in ways.items() if any(word in name for word in words)}
 
 
 def speeds(rows: list[tuple[float, int, int, int]], epochs: int) -> list[float]:
@@ -177,6 +234,12 @@ def main(argv: list[str] | None = None) -> list[dict[str, Any]]:
     arguments = make_parser().parse_args(argv)
     warnings.filterwarnings("ignore", module="trl")
     runs = list[dict[str, Any]]()
+    if arguments.bits:
+        runs = [compared_bits(arguments, invariant) for invariant in (False, True)]
+        print(f"| forward pass | {' | '.join(runs[0])} |\n|---|{'---|' * len(runs[0])}")
+        for name, run in zip(("the model's own", "`batch_invariant`"), runs, strict=True):
+            print(f"| {name} | {' | '.join(f'{figure:.3g}' for figure in run.values())} |")
+        return runs
     for seed in range(arguments.seed, arguments.seed + arguments.repeats):
         rollouts = InTurn(ways_of(arguments), time.process_time if arguments.cpu_time else time.perf_counter)
         learned = train(rollouts, seed, arguments)
@@ -197,7 +260,7 @@ def show(runs: list[dict[str, Any]], epochs: int) -> None:
         by_epoch = zip(*(speeds(run["rows"][name], epochs) for run in runs), strict=True)
         ratios = [total(run["rows"][name]) / total(run["rows"][names[0]]) for run in runs]
         steps, computed = (statistics.median(sum(row[k] for row in run["rows"][name]) for run in runs) for k in (2, 3))
-        line = " | ".join(f"{statistics.median(each):.0f}" for each in by_epoch)
+        line = " | ".join(f"{statistics.median(rates):.0f}" for rates in by_epoch)
         ratio = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} – {max(ratios):.2f})"
         print(f"| {name} | {line} | {steps:.0f} | {computed:.0f} | {ratio} |")
     print(f"texts are {'the same' if all(run['same'] for run in runs) else 'NOT the same'} with and without drafts")

@@ -57,29 +57,3 @@ def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
         assert equal.pop("sampled") < 8
         assert set(equal.values()) == {8}, "in float32 all are equal"
         assert row["cells"]["suffix"]["tau"] > row["cells"]["plain"]["tau"] == 1
-
-
-@pytest.mark.benchmark
-def test_the_plot_of_the_demo_is_measured_and_drawn(tmp_path: Path) -> None:
-    given = ["--out", str(tmp_path / "plot.svg"), "--drafters", "suffix,llma", "--batch-sizes", "2,4", "--repeats", "2"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "demo_plot.py"), *given, "data.limit=2", "max_new_tokens=4"]
-    subprocess.run(command, check=True, timeout=300, capture_output=True)
-    measured = json.loads((tmp_path / "plot.json").read_text())
-    runs = [(run["repeat"], run["batch_size"], run["drafter"]) for run in measured["runs"]]
-    assert runs == [
-        (repeat, size, drafter) for repeat in (1, 2) for size in (2, 4) for drafter in ("none", "suffix", "llma")
-    ], "repeats are not the outermost loop"
-    assert "data.limit=2" in measured["provenance"]["command"]
-    plot = (tmp_path / "plot.svg").read_text()
-    assert [plot.count(f">{name}<") for name in ("suffix", "llma", "none")] == [1, 1, 0]
-
-
-@pytest.mark.benchmark
-def test_launches_are_counted_and_a_llama_layer_has_at_most_sixteen(tmp_path: Path) -> None:
-    out = tmp_path / "launches.json"
-    subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "launches.py"), "--out", str(out)], check=True, timeout=300
-    )
-    rows = {row["model"]: row for row in json.loads(out.read_text())["rows"]}
-    assert rows["Llama-3-8B"]["before"] == 43
-    assert rows["Llama-3-8B"]["queries, keys, values joined"] <= 16

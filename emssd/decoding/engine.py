@@ -1,102 +1,39 @@
-"""The decode loop: `Engine.step` is one step of lossless batched speculative decoding, on one screen."""
+"""`Engine`: the ways into the decode loop, from prompts to generations."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, closing, nullcontext, suppress
-from operator import attrgetter
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from emssd.attention import Kept, PackedInputs
 from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding.assembly import make_parts, parts_of_model, parts_of_path
-from emssd.decoding.choosing import states_in
-from emssd.decoding.logprobs import add_logprobs
+from emssd.decoding.assembly import OF_A_LOADED_MODEL, find_plugins, make_parts, options_of
+from emssd.decoding.loop import DecodeLoop
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
-from emssd.decoding.outcome import StepTimer, outcome_of, step_stats
-from emssd.decoding.packing import pack
-from emssd.decoding.prefixes import Prefixes
-from emssd.decoding.scheduler import ContinuousScheduler, Prefill, Schedule, Scheduler
-from emssd.decoding.verify import SharedNoise, best_tokens, verify
-from emssd.drafting import BudgetPolicy, Draft, Drafter, Outcome, StepStats
-from emssd.drafting.budget import FixedBudget
-from emssd.drafting.checked import CheckedDrafter
-from emssd.drafting.rule import VerificationRule, Verified
-from emssd.drafting.stages import DraftStages
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
 from emssd.hooks.registry import Registry, verification_rule
 from emssd.metrics.stats import RunReport
-from emssd.model import CausalLMRunner, ModelOutput, ModelRunner, TargetModel, load_model
+from emssd.model import CausalLMRunner, TargetModel, load_model
 from emssd.model.load.loading import LoadModel
 from emssd.sampling import SamplingParams
-from emssd.sampling.matching import Grammars
 from emssd.sequences import Generation, Request, Row, StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "RunReport"]
 
 
-class Engine:
+class Engine(DecodeLoop):
     """Lossless speculative decoding of a batch: whatever drafts, the tokens are those of the target alone.
 
-    Args:
-        runner: the target with its KV cache.
-        drafter: the drafter, or several in turn, each for the rows for which the earlier ones found no draft.
-        tokenizer: a Hugging Face tokenizer; without one, prompts are token ids and generations have no text.
-        batch_size: rows decoded together.
-        eos_token_ids: what ends a sequence.
-        scheduler: who runs when; continuous batches of `batch_size` by default.
-        budget: how much each row drafts; as much as the drafter wants by default.
-        drafter_name, budget_name: how errors call the drafter and the budget policy.
-        on_drafter_error: ``"disable"`` goes on without a drafter that fails, with a warning; ``"fail"`` raises.
-        make_timer: makes what times a step.
-        force_tokens: draft the tokens to which a grammar leaves no choice, in front of the drafters.
+    `from_pretrained` and `from_model` make one. `generate` and `stream` decode prompts, `run` decodes requests, and
+    who drives the loop calls `add` and `step`.
     """
-
-    def __init__(
-        self,
-        runner: ModelRunner,
-        drafter: Drafter | Seq[Drafter],
-        *,
-        tokenizer: Any = None,
-        batch_size: int = 8,
-        eos_token_ids: Iterable[int] = (),
-        scheduler: Scheduler | None = None,
-        budget: BudgetPolicy | None = None,
-        drafter_name: str | None = None,
-        budget_name: str | None = None,
-        on_drafter_error: str = "disable",
-        make_timer: Callable[[], StepTimer] = StepTimer,
-        force_tokens: bool = True,
-    ) -> None:
-        self.runner = runner
-        drafters = [drafter] if isinstance(drafter, Drafter) else drafter
-        checked = [
-            each
-            if isinstance(each, CheckedDrafter)
-            else CheckedDrafter(each, drafter_name, runner.vocab_size, on_error=on_drafter_error)
-            for each in drafters
-        ]
-        self.drafting = DraftStages(checked, budget or FixedBudget(), budget_name)
-        runner.take_hidden(self.drafting.hidden_layers)
-        self.tokenizer = tokenizer
-        self.eos_token_ids = frozenset(eos_token_ids)
-        # Adopted tokens have no hidden states, so nothing is shared if a drafter wants some.
-        self.prefixes = Prefixes(None if self.drafting.hidden_layers else runner)
-        self.scheduler = scheduler or ContinuousScheduler(batch_size)
-        self.batch_size = self.scheduler.batch_size
-        self.report = RunReport()
-        self.rule: VerificationRule = SharedNoise()
-        self.grammars, self.force_tokens = Grammars(tokenizer, runner.vocab_size), force_tokens
-        self._make_timer = make_timer
-        self._finished: list[Row] = []  # to be returned by `step`
-        self._in_run = self._has_grammars = False
 
     @classmethod
     def from_pretrained(
@@ -121,7 +58,9 @@ class Engine:
                 enough. With ``tensor_parallel=True``, each process that torchrun started must make the same calls, with
                 the same prompts; each gets the same tokens.
         """
-        return cls(**parts_of_path({"path": path} | options, drafter, backend, budget))
+        (model, chosen), registry = options_of({"path": path} | options), Registry()
+        find_plugins(registry, drafter, backend, budget)
+        return cls(**make_parts(*load_model(model), drafter, backend, budget, chosen, registry))
 
     @classmethod
     def from_model(
@@ -146,7 +85,13 @@ class Engine:
             options: fields of `EngineOptions`; and of `ModelOptions` ``max_model_len``, ``compile``, which is false by
                 default, ``batch_invariant`` and ``trust_remote_code``.
         """
-        return cls(**parts_of_model(model, tokenizer, options, drafter, backend, budget, frozen=frozen))
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"Engine.from_model takes a loaded model; Engine.from_pretrained({str(model)!r:.200}) loads one"
+            )
+        model_options, chosen = options_of({"compile": False} | options, OF_A_LOADED_MODEL)
+        target = TargetModel(model, model_options, frozen=frozen)
+        return cls(**make_parts(target, tokenizer, drafter, backend, budget, chosen, Registry()))
 
     @classmethod
     def assemble(
@@ -169,58 +114,14 @@ class Engine:
             eos: what ends a sequence; what the model says by default.
             load: loads draft models.
         """
-        options, registry = options or EngineOptions(), registry or Registry()
-        parts = make_parts(target, tokenizer, drafter, backend, budget, options, registry, eos=eos, load=load)
-        return cls(**parts)
-
-    @property
-    def scheduler(self) -> Scheduler:
-        """The scheduler. One that is set later must have no rows yet."""
-        return self._scheduler
-
-    @scheduler.setter
-    def scheduler(self, scheduler: Scheduler) -> None:
-        scheduler.prefixes, scheduler.trees = self.prefixes, self.drafting.drafts_trees
-        self._scheduler = scheduler
+        chosen, registry = options or EngineOptions(), registry or Registry()
+        return cls(**make_parts(target, tokenizer, drafter, backend, budget, chosen, registry, eos=eos, load=load))
 
     @property
     def target(self) -> TargetModel:
         """The model that decodes, where the runner has one in this process."""
         assert isinstance(self.runner, CausalLMRunner), f"a {type(self.runner).__name__} has no model in this process"
         return self.runner.model
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `step` has something to decode, or to return."""
-        return self.scheduler.has_work or bool(self._finished)
-
-    @torch.inference_mode()
-    def step(self) -> list[Row]:
-        """Draft, verify and commit once for the rows that the scheduler selects. Returns those that finished.
-
-        All or nothing: after an exception, the step counts in full or not at all. If a plugin fails after the tokens
-        are chosen, the step counts, and the next call returns the rows that it finished.
-        """
-        if self._scheduler.has_work:
-            timer, schedule = self._make_timer(), self._schedule()
-            draft = self.drafting.propose(schedule.batch, schedule.limits, schedule.num_prefill_tokens)
-            timer.lap("schedule", draft=self.drafting.seconds)
-            packed = pack(
-                schedule.batch.rows,
-                known := draft.within(self.runner.vocab_size),
-                schedule.prefills,
-                greedy=schedule.batch.is_plain,
-            )
-            timer.lap("plan")
-            with self.grammars.beside(states_in(schedule.batch.rows, known)) if self._has_grammars else nullcontext():
-                output = self.runner.run(packed)
-            timer.lap("forward", plan=output.plan_seconds, mask=self.grammars.waited)
-            verified = self._verify(schedule.batch.rows, draft, output)
-            timer.lap("verify")
-            self._advance(schedule, verified)
-            outcome = outcome_of(schedule.batch, draft, verified, packed, output)
-            self._conclude(schedule, outcome, self._stats(schedule, packed, output, outcome), timer)
-        return self._handed_over()
 
     def stream(
         self,
@@ -279,7 +180,7 @@ class Engine:
         except EmssdError as error:
             error.finished = list(done.values())
             raise
-        return [done[place] for place in sorted(done)]
+        return [done[number] for number in sorted(done)]
 
     def run(self, requests: Iterable[Request], *, watch: Callable[[Row], None] | None = None) -> Iterator[Generation]:
         """Decode requests, each for all of its samples; yields in finish order. Closing the iterator frees what runs.
@@ -330,19 +231,11 @@ class Engine:
             PromptError: see `row`.
         """
         samples = request.samples()
-        for each in samples:
-            if self.scheduler.knows(each.request_id):
-                raise ConfigError(f"request {each.request_id!r} is there already; make request ids unique")
-        for row in [self.row(each) for each in samples]:
+        for sample in samples:
+            if self.scheduler.knows(sample.request_id):
+                raise ConfigError(f"request {sample.request_id!r} is there already; make request ids unique")
+        for row in [self.row(sample) for sample in samples]:
             self.scheduler.add(row)
-
-    def clear(self, request_ids: Collection[str] | None = None) -> None:
-        """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
-        gone = request_ids
-        self._finished = [row for row in self._finished if gone is not None and row.request_id not in gone]
-        dropped = self.scheduler.clear(gone)
-        self._in_run &= self.scheduler.has_work
-        self._free(dropped)
 
     def refresh(self) -> None:
         """Take the model as it is now. An engine that owns its model keeps what it computed from the weights.
@@ -383,118 +276,20 @@ class Engine:
         return row
 
     def _step_in_memory(self) -> list[Row]:
-        """`step`, with a word on what to lower when the device has no room left, and no silent end of the process."""
+        """`step`; says what to lower if the device is out of memory, and lets no ``sys.exit`` end the process."""
         try:
             return self.step()
         except torch.OutOfMemoryError as error:
-            held = self.runner.usage
             raise OutOfMemoryError(
                 f"{self.runner.device} is out of memory in a step of up to {self.batch_size} rows, with "
-                f"{held.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or max_step_tokens. "
-                f"Rows that were finished are kept"
+                f"{self.runner.usage.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or "
+                f"max_step_tokens. Rows that were finished are kept"
             ) from error
         except SystemExit as error:
             raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
-
-    def _schedule(self) -> Schedule:
-        """The schedule of this step. Preempted rows give their KV back."""
-        if not self._in_run:
-            self.runner.begin()
-        self._in_run = True
-        schedule = self._scheduler.select(self.runner.fits, self.drafting.num_speculative_tokens)
-        if schedule.preempted:
-            self._free(schedule.preempted)
-        return schedule
-
-    def _verify(self, rows: Seq[Row], draft: Draft, output: ModelOutput) -> list[Verified]:
-        """Verify the draft of each row; the host has waited for the device once, unless a rule has to do so."""
-        best = best_tokens(output.logits, self.drafting.num_candidates)
-        if output.greedy is None:
-            verified = self.rule.verify(output.logits, rows, draft, best)
-        else:
-            verified = verify(output.greedy, rows, draft, best)
-        if not draft.on_host:
-            self.drafting.check_ids([each.drafted for each in verified])
-        if any(map(attrgetter("request.sampling"), rows)):
-            add_logprobs(output.logits, draft, verified)
-        return verified
-
-    def _advance(self, schedule: Schedule, verified: Seq[Verified]) -> None:
-        """Advance every row by its own acceptance, or none."""
-        rows, pieces = schedule.batch.rows, schedule.prefills
-        prompts = [row for row in rows if len(row.tokens) > row.num_cached + 1] + [piece.row for piece in pieces]
-        taken = [each.row.taken(each.new_tokens) for each in verified]
-        self.runner.commit(_kept(verified, pieces))
-        for each, (tokens, reason) in zip(verified, taken, strict=True):
-            each.row.advance(tokens, reason, len(each.drafted), len(each.accepted), each.logprobs)
-        for piece in pieces:
-            piece.row.num_cached += piece.num_tokens
-        finished = [row for row in rows if row.finish_reason is not None]
-        self._scheduler.retire(finished)
-        self._finished += finished
-        if prompts:
-            self.prefixes.publish(prompts)
-        self._in_run = self._scheduler.has_work
-
-    def _stats(self, schedule: Schedule, packed: PackedInputs, output: ModelOutput, outcome: Outcome) -> StepStats:
-        usage, num_waiting = self.runner.usage, self._scheduler.num_waiting
-        return step_stats(schedule, packed, output, outcome, usage, self.drafting.stats, num_waiting)
-
-    def _conclude(self, schedule: Schedule, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
-        """Notify plugins of a step, free the rows that it finished, and count it: all, even if a plugin fails."""
-        finished = [row for row in schedule.batch.rows if row.finish_reason is not None]
-        timer.lap("other")
-        with ExitStack() as always:  # the last line comes first
-            always.callback(self._count, stats, timer)
-            always.callback(self._free, finished)
-            always.callback(self._learn, outcome, stats, timer)
-            self.drafting.observe(outcome)
-
-    def _learn(self, outcome: Outcome, stats: StepStats, timer: StepTimer) -> None:
-        """Notify the budget policy of the step, which includes the time that drafters took to observe it."""
-        timer.lap("draft")
-        try:
-            self.drafting.learn(outcome, timer.timed(stats))
-        finally:
-            timer.lap("schedule")
-
-    def _count(self, stats: StepStats, timer: StepTimer) -> None:
-        self.report.add(timer.timed(stats), self.batch_size)
-        self.report.kv_usage = self.runner.usage
-
-    def _handed_over(self) -> list[Row]:
-        finished, self._finished = self._finished, []
-        return finished
-
-    @torch.inference_mode()  # an early close comes from outside of `step`, and a backend may write in place
-    def _free(self, rows: Iterable[Row]) -> None:
-        """Give back what backend and plugins hold of rows that ended, or were preempted and will come again."""
-        if gone := list(rows):
-            self.prefixes.publish(gone)
-            for row in gone:
-                row.num_cached = 0
-            request_ids = [row.request_id for row in gone]
-            self.runner.release(request_ids)
-            self.drafting.release(request_ids)
 
 
 def _one_by_one(steps: Generator[list[Generation], None, None]) -> Iterator[Generation]:
     with closing(steps):
         for finished in steps:
             yield from finished
-
-
-def _kept(verified: Seq[Verified], pieces: Seq[Prefill]) -> Kept:
-    """The KV that stays of rows, with their accepted nodes, and of pieces of prompts; nodes that lie together stay."""
-    names, kv_lens, sources = list[str](), list[int](), list[tuple[int, ...]]()
-    for each in verified:
-        num_tokens, nodes = len(each.row.tokens), each.accepted
-        names.append(each.row.request_id)
-        kv_lens.append(num_tokens + len(nodes))
-        is_beginning = not nodes or nodes[-1] == len(nodes) - 1
-        sources.append(() if is_beginning else tuple(num_tokens + node for node in nodes))
-    for piece in pieces:
-        names.append(piece.row.request_id)
-        kv_lens.append(piece.row.num_cached + piece.num_tokens)
-        sources.append(())
-    return Kept(tuple(names), tuple(kv_lens), tuple(sources) if any(sources) else ())

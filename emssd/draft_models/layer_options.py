@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from emssd.drafting.shapes import DynamicShape
+from emssd.draft_models.shapes import DynamicShape
 from emssd.errors.ranges import AtLeastOne, Share
 
 __all__ = ["LayerTreeKind", "LayerTreeOptions"]

@@ -7,10 +7,10 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.decoding.packing import pack
+from emssd.draft_models.growing_tree import GrowingTree
 from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, pack_chain, pack_level
+from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft
-from emssd.drafting.levels import GrowingTree
-from emssd.drafting.shapes import Shape
 from emssd.model import RoundedRunner
 from emssd.sequences import Row
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import subprocess
 import sys
@@ -95,3 +96,19 @@ def test_walls_stand_around_every_plugin() -> None:
     layers = [contract["layers"] for contract in linter["contracts"] if "layers" in contract]
     rest = [name for name in NAMES if name not in ("emssd_lab", "emssd_testing", "emssd_residual")]
     assert ["emssd_lab", "emssd_testing", " | ".join(rest), "emssd_residual", "emssd"] in layers
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("emssd.drafters", "emssd.draft_models, and emssd_heads"),
+        ("emssd.plugins", "emssd.hooks"),
+        ("emssd.report", "emssd_lab.report"),
+        ("emssd.simulate", "emssd_lab.simulate"),
+        ("emssd.testing", "emssd_testing"),
+        ("emssd_train", "emssd_heads.training"),
+    ],
+)
+def test_an_old_place_says_where_its_names_went(old: str, new: str) -> None:
+    with pytest.raises(ImportError, match=rf"{old} is .*{new}"):
+        importlib.import_module(old)

@@ -20,8 +20,8 @@ from emssd_testing.drafters import RandomDrafter
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
-from emssd.decoding.top_tokens import on_host
 from emssd.draft_models import level_drafter
+from emssd.draft_models.top_tokens import on_host
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams

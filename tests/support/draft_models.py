@@ -11,7 +11,7 @@ from emssd_residual.drafter import SampledDrafter, SampledShape
 
 from emssd.decoding.caches import make_backend
 from emssd.draft_models import ModelDrafter
-from emssd.drafting.shapes import Shape
+from emssd.draft_models.shapes import Shape
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.backends import BACKENDS, runner_of

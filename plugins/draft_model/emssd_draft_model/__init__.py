@@ -61,7 +61,7 @@ class DraftModelConfig:
         top_k: of dynamic, the nodes of a level that are expanded, and the children of each; of sequoia, the most
             children of a node.
         temperature: of dynamic, what the draft model's logits are divided by before its nodes are ranked. It stands for
-            how far they are from the target's (`emssd.decoding.top_tokens.likely_tokens`), and is no temperature of the
+            how far they are from the target's (`likely_tokens`), and is no temperature of the
             sampling. A target that decodes greedily takes the first choice more often than the draft model's own
             probabilities say.
         acceptance: of sequoia, a JSON file with the acceptance to plan for, in the place of what is measured: a list of

@@ -15,8 +15,8 @@ from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
 from emssd.draft_models import StaticShape
+from emssd.draft_models.shapes import DynamicShape, Shape
 from emssd.drafting import BudgetPolicy, Drafter
-from emssd.drafting.shapes import DynamicShape, Shape
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request

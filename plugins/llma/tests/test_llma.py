@@ -1,4 +1,4 @@
-"""The meaning of LLMA's options. `tests.core.test_lookup` holds its drafts against a search of the whole text."""
+"""The meaning of LLMA's options. `tests.drafting.test_lookup` holds its drafts against a search of the whole text."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Prompt lookup against Transformers' own, and what its options mean.
 
-`tests.core.test_lookup` holds its drafts against a search of the whole text.
+`tests.drafting.test_lookup` holds its drafts against a search of the whole text.
 """
 
 from __future__ import annotations

@@ -1,0 +1,165 @@
+"""Options and states of drafters with heads, and heads that keep their weights as bytes.
+
+Oracles: plain decoding by hand, without a cache, float64; the module itself, with rounded weights.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import emssd_heads.states
+import pytest
+import torch
+from emssd_heads.options import TreeKind, TreeOptions, shape_of
+from emssd_heads.weights import keep_bytes
+from torch import nn
+
+from emssd.drafting import BudgetPolicy, BudgetStep
+from emssd.model.compile.int8 import round_weights
+from emssd.native import NativeError, load_kernels
+from tests.support.heads import refusal
+from tests.support.perfect_head import write_perfect_eagle3
+from tests.support.right_drafters import DEPTH, trial
+from tests.support.right_drafts import NUM_NEW, PROMPTS
+from tests.support.tiers import looped
+
+
+def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
+    own = trial("eagle3")
+    engine = own.make_engine({"tree": "chain"})
+    for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:]):
+        for generation in engine.generate(prompts, NUM_NEW):
+            assert generation.token_ids == own.text("", generation.prompt_ids, None)
+            assert generation.num_accepted == generation.num_drafted > NUM_NEW // 2
+
+
+class Seldom(BudgetPolicy):
+    """Drafts in every eleventh step, and then for every other row."""
+
+    num_steps = 0
+
+    def allot(self, step: BudgetStep) -> list[int]:
+        self.num_steps += 1
+        drafts = self.num_steps % 11 == 0
+        return [limit if drafts and (row + self.num_steps) % 2 else 0 for row, limit in enumerate(step.limits)]
+
+
+@pytest.mark.parametrize("num_waiting", [256, 4])
+def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target states wait for the next draft. Rows with too many make features of them earlier."""
+    monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
+    own = trial("eagle3")
+    engine = own.make_engine({"tree": "chain"})
+    engine.drafting.policy = Seldom()
+    done = own.decode()
+    assert all(generation.num_accepted == generation.num_drafted for generation in done)
+    assert sum(generation.num_drafted for generation in done) > 2 * DEPTH
+
+
+def test_a_head_with_a_longest_row_drafts_no_further() -> None:
+    longest = {"max_position_embeddings": 20, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    path = write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **longest)
+    own = trial("eagle3")
+    own.make_engine({"tree": "dynamic", "num_nodes": 14, "top_k": 3, "path": path})
+    long = own.decode()[3]
+    assert 0 < long.num_accepted < 12
+
+
+PAIRED = ("eagle", "eagle3", "mtp")
+OF_TREES = (*PAIRED, "hydra", "medusa")
+
+
+@looped(
+    ("heads", "options", "words"),
+    [
+        ((*OF_TREES, "kangaroo", "dflash"), {"path": None}, "give drafter.path=FOLDER"),
+        ((*OF_TREES, "kangaroo", "dflash"), {"path": "./nowhere"}, "there is no such folder"),
+        (
+            PAIRED,
+            {"tree": "static", "static_tree": "mc_sim_7b"},
+            "drafter.static_tree is 'mc_sim_7b'; did you mean 'mc_sim_7b_63'",
+        ),
+        (PAIRED, {"tree": "static", "static_tree": "no.json"}, "drafter.static_tree=no.json is no tree ([Errno 2]"),
+        (("medusa",), {"static_tree": "vicuna_7b"}, "static_tree is 'vicuna_7b'; did you mean 'vicuna_7b_stage"),
+        (("medusa",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63, "),
+        (("hydra",), {"static_tree": "none"}, "drafter.static_tree is 'none'; choose one of mc_sim_7b_63"),
+        (("kangaroo",), {"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(heads: tuple[str, ...], options: dict[str, Any], words: str) -> None:
+    for head in heads:
+        assert words in refusal(lambda head=head: trial(head).make_engine(options)), head
+
+
+@looped(
+    "held, words",
+    [
+        ("[]", "it needs a node at least"),
+        ("[[0], [-1]]", "numbers from 0 on"),
+        ("[[0.5]]", "numbers from 0 on"),
+        ('["a"]', "numbers from 0 on"),
+        ("[[0, 0], [0]]", "path [0, 0] comes twice, or before its parent"),
+        ("[0, 1]", "not iterable"),
+        ("7", "not iterable"),
+        ("[[0]", "Expecting"),
+    ],
+)
+def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "tree.json"
+    file.write_text(held)
+    options = TreeOptions(tree=TreeKind.static, static_tree=str(file))
+    assert words in refusal(lambda: shape_of(options, "emssd_heads", top_k=4))
+
+
+def test_the_authors_tree_comes_along() -> None:
+    shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd_heads", top_k=4)
+    assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
+
+
+def some() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(21, 40), nn.ModuleDict({"a": nn.Linear(40, 40, bias=False)})["a"], nn.Linear(40, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.inference_mode()
+def test_all_layers_within_are_as_if_rounded(kernels: None, dtype: torch.dtype) -> None:
+    module = some().to(dtype)
+    rounded = copy.deepcopy(module)
+    round_weights(rounded)
+    kept = keep_bytes(copy.deepcopy(module))
+    assert not [each for each in kept.modules() if isinstance(each, nn.Linear)]
+    assert not [*kept.parameters()]
+    inputs = torch.randn(3, 2, 21).to(dtype)
+    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.03, "rtol": 0.03}
+    torch.testing.assert_close(kept(inputs), rounded(inputs), **close)
+    assert not torch.equal(kept(inputs), module(inputs))
+
+
+def test_a_layer_by_itself_is_freed_with_its_bytes(kernels: None) -> None:
+    layer = keep_bytes(nn.Linear(4, 3))
+    handle = layer._handle
+    load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
+    del layer
+    gc.collect()
+    with pytest.raises((IndexError, RuntimeError)):
+        load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
+
+
+def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = some().double()
+    assert keep_bytes(module) is module
+    assert [type(each) for each in module] == [nn.Linear] * 3
+
+    def none() -> None:
+        raise NativeError("no C++ compiler", "no compiler")
+
+    monkeypatch.setattr("emssd_heads.weights.load_kernels", none)
+    layer = nn.Linear(4, 3)
+    before = layer.weight.detach().clone()
+    assert keep_bytes(layer) is layer
+    assert torch.equal(layer.weight, before)
