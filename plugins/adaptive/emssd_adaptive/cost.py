@@ -62,10 +62,12 @@ class StepCost:
         pace: how many times as long as usual steps take of late, as others work on the machine or clocks change. All
             lines are learnt in seconds ÷ `pace`; else it would be put down to the sizes of the steps that are taken.
         line: of seconds by tokens beyond each of some knots, by KV, and by pairs.
+        largest: tokens of the largest step so far.
     """
 
     def __init__(self) -> None:
-        self.pace, self.line, self._rises = 1.0, CostLine(len(_KNOTS) + 3), [0.0] * len(_KNOTS)
+        self.pace, self.line, self.largest = 1.0, CostLine(len(_KNOTS) + 3), 0
+        self._rises = [0.0] * len(_KNOTS)
 
     @property
     def per_pair(self) -> float:
@@ -77,6 +79,7 @@ class StepCost:
         tokens that the rows of all drafted tokens had.
         """
         pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
+        self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= KNOWN:
             # Deviations are weighed as `CostLine` weighs errors, so that neither makes the other drift.
             speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), _MOST)

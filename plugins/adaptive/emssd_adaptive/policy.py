@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import pairwise
+from math import inf
 from operator import mul
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
@@ -74,7 +75,7 @@ class AdaptiveBudget(BudgetPolicy):
         """``[B]`` how much of each row to draft, the time of drafting included."""
         start, per_level, per_token, per_unseen = (self._rate * seconds for seconds in record.cost.coefficients)
         rises, prices = self._prices(step, sum(step.limits))
-        spread, acceptance, laters = record.spread, record.acceptance, dict[int, float]()
+        spread, rest, acceptance, laters = record.spread, 1.0 - record.spread, record.acceptance, dict[int, float]()
         rows = [acceptance.row(name) for name in step.batch.request_ids]
         worths = {index: acceptance.chance(FIRST, row) for index, row in enumerate(rows) if step.limits[index]}
         lengths, count, depth, total, best, best_depth = [0] * len(rows), 0.0, 0, -start, 0.0, 0
@@ -84,12 +85,13 @@ class AdaptiveBudget(BudgetPolicy):
             for index, worth in worths.items():
                 # It turns out to be worth 0 or 1, and is verified in the latter case; or it is worth what is expected.
                 price = rise + prices[index]
-                surplus = spread * worth * max(0.0, 1.0 - price) + (1.0 - spread) * max(0.0, worth - price) - per_token
+                surplus = (spread * worth * (1.0 - price) if price < 1.0 else 0.0) - per_token
+                surplus += rest * (worth - price) if price < worth else 0.0
                 if depth == 1:
                     surplus -= per_unseen * min(self._lengths[index] - rows[index].num_shown, _CHARGED)
                 if surplus <= 0.0:
                     continue
-                lengths[index], total, count = depth, total + surplus, count + spread * worth + 1.0 - spread
+                lengths[index], total, count = depth, total + surplus, count + spread * worth + rest
                 if depth < step.limits[index]:
                     laters[index] = laters.get(index) or acceptance.chance(LATER, rows[index])
                     going[index] = worth * laters[index]
@@ -121,12 +123,12 @@ class AdaptiveBudget(BudgetPolicy):
 
     def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
         """What verification of tokens costs, in tokens: ``[count]`` of the first, of the second …; and ``[B]`` of one
-        more of a row, beside that.
+        more of a row, beside that. Of sizes far beyond those of earlier steps nothing is known, so they are ruled out.
         """
         num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens
         per_pair = self._rate * self._cost.per_pair
-        rises = [self._rate * rise for rise in self._cost.rises(num_fixed, count)]
-        return rises, [per_pair * length for length in self._lengths]
+        rises = [self._rate * rise for rise in self._cost.rises(num_fixed, min(count, self._cost.largest * 3 // 2))]
+        return rises + [inf] * (count - len(rises)), [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         pace, total = self._cost.pace, sum(stats.seconds.values())

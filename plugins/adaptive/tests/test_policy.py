@@ -85,7 +85,7 @@ def told(
     policy = AdaptiveBudget(probe_interval=1000)
     policy._cost.line.num_seen = 1000
     policy._cost.line.coefficients = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
-    policy._cost._rises = [per_token] * 6
+    policy._cost._rises, policy._cost.largest = [per_token] * 6, 100
     record = DrafterRecord(16, 1000)
     record.acceptance = Told(first, later)
     record.cost.coefficients = [0.0, per_level, 0.0, per_unseen]
@@ -136,6 +136,13 @@ def test_the_first_steps_draft_few_tokens_and_some_none(num_rows: int) -> None:
     world = World(AdaptiveBudget(), num_rows, flat, lambda row, drafted: 0)
     kept = world.run(4, 15)
     assert [sum(lengths) for lengths in kept] == [0, min(8, 2 * num_rows), 0, min(8, 4 * num_rows)]
+
+
+def test_no_step_drafts_far_more_than_was_ever_measured() -> None:
+    world = World(AdaptiveBudget(), 2, flat, lambda row, drafted: drafted)
+    kept = [sum(lengths) for lengths in world.run(9, 100)]
+    assert all(kept[step] <= 1.5 * (2 + max(kept[:step])) for step in range(4, 9))
+    assert kept[-1] > 60, "all are right"
 
 
 def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on_drafting() -> None:
