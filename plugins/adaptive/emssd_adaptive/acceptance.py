@@ -123,6 +123,8 @@ def _kinds(draft: Draft, index: int) -> list[int]:
     for parent in draft.tree(index):
         ranks.append(num_children[parent + 1])
         num_children[parent + 1] += 1
-    told = [_BY_RANK ** (rank + 1) for rank in ranks] if draft.confidence is None else draft.confidence[start:stop]
+    confidence: Seq[float] = [_BY_RANK ** (rank + 1) for rank in ranks]
+    if draft.confidence is not None:
+        confidence = draft.confidence[start:stop]
     firsts, others = 2, 2 + len(_MIDDLES)
-    return [bisect_right(_EDGES, one) + (others if rank else firsts) for rank, one in zip(ranks, told, strict=True)]
+    return [bisect_right(_EDGES, c) + (others if rank else firsts) for rank, c in zip(ranks, confidence, strict=True)]

@@ -45,9 +45,9 @@ class CostLine:
         gram = self._gram / np.outer(sizes, sizes) + _KEPT * np.eye(len(sizes))
         moment = self._moment / sizes + _KEPT * sizes * self.coefficients
         used, values = np.arange(len(sizes)), np.zeros(len(sizes))
-        while (found := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=0.0) < 0.0:
-            used = np.delete(used, found.argmin())
-        values[used] = found
+        while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=0.0) < 0.0:
+            used = np.delete(used, solution.argmin())
+        values[used] = solution
         self.coefficients = (values / sizes).tolist()
 
     def seconds(self, features: Seq[float]) -> float:

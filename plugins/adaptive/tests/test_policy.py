@@ -61,7 +61,7 @@ def batch_of(*lengths: int) -> Batch:
     )
 
 
-class Told(Acceptance):
+class FixedChances(Acceptance):
     """Chances of first tokens, by row, and of later ones that are given."""
 
     def __init__(self, first: Seq[float], later: float) -> None:
@@ -77,7 +77,7 @@ class Told(Acceptance):
         return self.later if kind else row[-1][0]
 
 
-def told(
+def policy_of(
     first: Seq[float], later: float, *, per_token: float = 0.0, per_level: float = 0.0, per_unseen: float = 0.0,
     per_pair: float = 0.0,
 ) -> AdaptiveBudget:  # fmt: skip
@@ -87,7 +87,7 @@ def told(
     policy._cost.line.coefficients = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
     policy._cost._rises, policy._cost.largest = [per_token] * 6, 100
     record = DrafterRecord(16, 1000)
-    record.acceptance = Told(first, later)
+    record.acceptance = FixedChances(first, later)
     record.cost.coefficients = [0.0, per_level, 0.0, per_unseen]
     policy._records = [record]
     return policy
@@ -104,7 +104,7 @@ def test_the_lengths_of_drafts_that_are_yet_to_be_made_bring_more_than_all_other
     first: list[float], later: float, per_token: float, per_level: float, data: st.DataObject
 ) -> None:
     limits = [data.draw(st.integers(0, 4), label="limit") for _ in first]
-    policy, batch = told(first, later, per_token=per_token, per_level=per_level), batch_of(*[10] * len(first))
+    policy, batch = policy_of(first, later, per_token=per_token, per_level=per_level), batch_of(*[10] * len(first))
     lengths = policy.allot(BudgetStep(batch, tuple(limits)))
     price = policy._rate * policy._cost.rises(1, 1)[0]
 
@@ -116,11 +116,11 @@ def test_the_lengths_of_drafts_that_are_yet_to_be_made_bring_more_than_all_other
 
 
 def test_a_drafter_that_has_to_catch_up_with_a_row_leaves_it_alone() -> None:
-    assert told([0.9, 0.9], 0.9, per_unseen=0.03).allot(BudgetStep(batch_of(4, 40), (2, 2))) == [2, 0]
+    assert policy_of([0.9, 0.9], 0.9, per_unseen=0.03).allot(BudgetStep(batch_of(4, 40), (2, 2))) == [2, 0]
 
 
 def test_a_long_row_drafts_less_and_a_model_that_drafts_is_not_run_where_reading_kv_takes_the_time() -> None:
-    policy = told([0.9, 0.9], 0.7, per_pair=1e-4)
+    policy = policy_of([0.9, 0.9], 0.7, per_pair=1e-4)
     short, long = policy.allot(BudgetStep(batch_of(10, 1500), (8, 8)))
     assert short == 8 > long > 0
     assert policy.allot(BudgetStep(batch_of(9000, 9000), (8, 8))) == [0, 0]
