@@ -22,7 +22,7 @@ from .conftest import drafter, jsonl
 
 TOYS = {  # how many jobs the sweep of each has
     "fig1": 3, "ablation": 5, "llma_models": 6, "draft_models": 3, "datasets": 6, "padding_ratio": 2, "acceptance": 2,
-    "step_time": 2, "appendix": 1, "crossover": 6,
+    "step_time": 2, "appendix": 1, "crossover": 6, "never_slower": 16,
     "drafters": 6, "trees": 6,
 }  # fmt: skip
 DECODING = sorted(TOYS.keys() - {"appendix"})
@@ -34,7 +34,7 @@ def rows_of(result: Any) -> list[dict[str, Any]]:
 
 
 def toy(emssd: Callable, name: str, *more: str) -> Any:
-    few = ("data.limit=4", "max_new_tokens=8") if name in ("crossover", "trees") else ()
+    few = ("data.limit=4", "max_new_tokens=8") if name in ("crossover", "never_slower", "trees") else ()
     return emssd("-m", f"experiment={name}", "size=toy", "output_dir=out", "progress=false", *few, *more)
 
 

@@ -21,6 +21,7 @@ _WRITERS: dict[str, Callable[[Section, Any], None]] = {  # the others compare me
     "step_time": steps.step_time,
     "appendix": acceptance.appendix,
     "crossover": methods.crossover,
+    "never_slower": methods.never_slower,
     "drafters": drafts.drafters,
     "trees": drafts.drafters,
     "time": steps.time_of_steps,

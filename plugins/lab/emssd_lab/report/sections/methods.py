@@ -26,7 +26,7 @@ from emssd_lab.report.paper import CNN_DAILYMAIL, paper
 from emssd_lab.report.sections.common import Section
 from emssd_lab.report.tables import Table, listed
 
-__all__ = ["compare", "crossings", "crossover", "speed_table"]
+__all__ = ["compare", "crossings", "crossover", "never_slower", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
 
@@ -158,6 +158,23 @@ def crossover(section: Section, rows: pd.DataFrame) -> None:
         for table in (crossings(grid), advice(grid), speed_table(grid)):
             section.table(table)
         _draw(section, grid)
+
+
+def never_slower(section: Section, rows: list[Row]) -> None:
+    """`budget=adaptive` ÷ plain greedy decoding, and ÷ the best fixed length; the worst cell first."""
+    lines = list[tuple[float, list[str]]]()
+    for grid in grids(rows):
+        for size, cells in grouped(grid.cells, lambda cell: cell.batch_size).items():
+            gains = [(cell.line.budget, spread.median) for cell in cells if (spread := cell.speedup)]
+            fixed = max([1.0, *(gain for budget, gain in gains if not budget.startswith("adaptive"))])
+            lines += [
+                (gain / fixed, [grid.title, str(size), f"{gain:.2f}", f"{gain / fixed:.2f}"])
+                for budget, gain in gains
+                if budget.startswith("adaptive")
+            ]
+    columns = ["setting", "batch", "÷ plain", "÷ the best of plain and fixed lengths"]
+    section.table(Table(columns, [line for _, line in sorted(lines)], left=1))
+    crossover(section, rows)
 
 
 def crossings(grid: Grid) -> Table:
