@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "attend", "declare_operators", "handle_of"]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
@@ -101,16 +102,26 @@ class Program:
             raise
 
 
-_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_PROGRAMS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = count(-1, -1)  # those of `emssd.native` are positive
+
+
+def handle_of(program: Any) -> torch.Tensor:
+    """The handle with which the operator ``emssd::attend`` calls ``program.attend``, as it does that of a `Program`."""
+    number = next(_NUMBERS)
+    _PROGRAMS[number] = program
+    return torch.tensor(number)
+
 
 _library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
 _library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    out = _PROGRAMS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
+    """The operator ``emssd::attend``."""
+    out: torch.Tensor = _PROGRAMS[int(handle)].attend(layer, query, key, value)
     return out.contiguous()  # as the program takes it to be, and does not check
 
 
@@ -120,7 +131,9 @@ def _attend_shape(
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-_library.impl("attend", _attend, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend", attend, _device)
+torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
 def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
-from emssd_flashinfer.fused import Fusing
+from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
@@ -42,11 +42,11 @@ class FlashInferKernels(PlannedKernels):
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
         query_tile: int = 64,
-        fusing: Fusing | None = None,
+        passes: CompiledPasses | None = None,
     ) -> None:
         if query_tile not in (16, 64, 128):
             raise ConfigError(f"backend.query_tile is {query_tile}; choose 16, 64 or 128")
-        super().__init__(HEAD_DIMS, capture, max_graph_tokens, fusing)
+        super().__init__(HEAD_DIMS, capture, max_graph_tokens, passes)
         self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
         self._query_tile = query_tile
