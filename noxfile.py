@@ -111,7 +111,7 @@ def oldest(session: nox.Session) -> None:
     wanted = "\n".join(
         [
             *project["dependencies"],
-            *(line for name in ("plots", "rest", "testing", "train", "dev") for line in extras[name]),
+            *(line for name in ("lab", "rest", "testing", "train", "dev") for line in extras[name]),
         ]
     )
     floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}
@@ -152,7 +152,7 @@ def attack(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bits(session: nox.Session) -> None:
     """Compares bits of all that claims to be batch-invariant, on more examples than `tests`."""
-    files = ["tests/models/test_bits.py"]
+    files = ["tests/model/test_batch_invariance.py"]
     session.run(*PYTEST, *files, *session.posargs, env={"EMSSD_BITS_EXAMPLES": "3"})
 
 
@@ -166,7 +166,7 @@ def mutations(session: nox.Session) -> None:
 def lm_eval(session: nox.Session) -> None:
     """Tests the evaluation harness's model `emssd` with that installed, and scores the example's task, offline."""
     _install_beside(session, "lm-eval")
-    session.run("python", "-m", "pytest", "tests/models/test_lm_eval.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_lm_eval.py", *session.posargs)
     model = "pretrained=emssd/data/demo/weights/target,drafter=suffix"
     task = ["--tasks", "questions", "--include_path", "examples/lm_eval", "--device", "cpu"]
     command = "from emssd.integrations.lm_eval_command import main; main()"
@@ -178,13 +178,13 @@ def lm_eval(session: nox.Session) -> None:
 def ray(session: nox.Session) -> None:
     """Tests `emssd.integrations.ray`, and the job of the page on it, on a Ray of this machine."""
     _install_beside(session, "ray")
-    session.run("python", "-m", "pytest", "tests/core/test_engine_thread.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_ray.py", *session.posargs)
 
 
 @nox.session(venv_backend="none")
 def tensor_parallel(session: nox.Session) -> None:
     """Decodes on two processes that torchrun starts, kills one of them, and plants differences between them."""
-    session.run(BIN / "pytest", "tests/parallel", *session.posargs)
+    session.run(BIN / "pytest", "tests/model/test_group.py", "tests/model/test_tensor_parallel.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -192,7 +192,7 @@ def trl(session: nox.Session) -> None:
     """Tests `emssd.integrations.trl` with the trainers of TRL, and with adapters of PEFT."""
     _install_beside(session, "trl")
     session.install("peft")
-    session.run("python", "-m", "pytest", "tests/models/test_trl.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_trl.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
@@ -275,7 +275,7 @@ def vllm(session: nox.Session) -> None:
     session.install("torch==2.13.0")
     _install_vllm(session)
     session.install("-e", ".[testing]")
-    session.run("python", "-m", "pytest", "tests/models/test_vllm.py", *session.posargs)
+    session.run("python", "-m", "pytest", "tests/integrations/test_vllm.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv")

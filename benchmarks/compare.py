@@ -140,7 +140,7 @@ def line_of(name: str, cell: dict[str, Any]) -> list[str]:
 
 
 def markdown(files: Seq[str]) -> str:
-    """Per cell and setting × plain end to end, × plain decoding, and τ; a column's title is what others lack."""
+    """Per cell and setting × plain end to end, × plain decoding, and τ; a column's title has its own options alone."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
     shared = set.intersection(*(set(row["options"]) for row in rows)) if len(rows) > 1 else set()
     titles = [", ".join(word for word in row["options"] if word not in shared) for row in rows]

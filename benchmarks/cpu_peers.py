@@ -5,8 +5,8 @@
 
 Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
 at once, and no more than the batch size run together. The repeats of all engines and modes of one batch size are
-interleaved. Tokens are counted up to and including EOS. Beside each speed stands in how many rows the tokens equal
-those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
+interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
+Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
 
 `--device cuda` compares on a GPU: both ways of Hugging Face, emssd with `backend=flashinfer`, and vLLM where `--python
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from peers.comparison import Comparison, references_of
-from peers.figures import figures, speed_table, step_table
+from peers.figures import figures, speed_table
 from peers.protocol import COPIED, DRAFTED, MATCHED, MODES, Request
 from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
@@ -191,7 +191,7 @@ def main() -> None:
     print(
         f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {arguments.prompts} prompts"
     )
-    print(f"\n{speed_table(results['cells'])}\n\n{step_table(results['cells'])}".rstrip())
+    print(f"\n{speed_table(results['cells'])}")
     if compared.failed:
         raise SystemExit(f"{len(compared.failed)} cells failed; the engines' own output is in {logs}")
 

@@ -4,8 +4,8 @@
 
 The model has random weights, so that nothing need be downloaded; the time of a step does not depend on them. The floor
 is the larger of two times: all weights and the KV read once at the bandwidth that a sum over a large tensor reaches,
-and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. Its
-weights are those of the model, also for ``int8``, whose own floor is up to four times lower.
+and the step's arithmetic at the rate that a large matrix product reaches, both measured beside each batch size. It
+counts the weights of the model as they are, also for ``int8``, which could be up to four times faster.
 """
 
 from __future__ import annotations

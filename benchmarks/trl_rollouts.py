@@ -49,7 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the figures to this JSON file")
     parser.add_argument("--repeats", type=int, default=1, help="trainings, each with a seed of its own")
-    parser.add_argument("--bits", action="store_true", help="compare log-probabilities, and no speed")
+    parser.add_argument("--bits", action="store_true", help="compare log-probabilities at temperature 1, and no speed")
     return parser
 
 
@@ -194,6 +194,7 @@ def compared_bits(arguments: argparse.Namespace, invariant: bool) -> dict[str, A
             ratios.append(float((ratio - 1)[inputs["completion_mask"].bool()].abs().max()))
             return loss
 
+    arguments.temperature = 1.0  # others change the rollout's log-probabilities
     within = batch_invariant if invariant else nullcontext
     train(Compared(batch_invariant=invariant), arguments.seed, arguments, Trainer, within)
     distances = [distance for step in by_step for distance in step]

@@ -8,7 +8,7 @@ from typing import Any
 
 from peers.figures import Cell
 from peers.protocol import Request
-from peers.workers import PeerError, Setting, Worker, warm_up_of
+from peers.workers import PeerError, Setting, Worker
 from rich.console import Console
 from rich.progress import Progress
 
@@ -72,7 +72,7 @@ class Comparison:
 
     def _start(self, cell: Cell, workers: dict[Cell, Worker]) -> None:
         peer, mode, batch = cell
-        few = replace(self.request, prompts=self.request.prompts[: warm_up_of(batch)])
+        few = replace(self.request, prompts=self.request.prompts[: max(8, 2 * batch)])  # to warm up
         try:
             workers[cell] = Worker(peer, self.setting, self.logs / f"{peer}-{mode}-{batch}.log")
             self.versions[peer] = workers[cell].versions

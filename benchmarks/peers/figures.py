@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["PHASES", "Cell", "figures", "speed_table", "step_table"]
-
-PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
+__all__ = ["Cell", "figures", "speed_table"]
 
 Cell = tuple[str, str, int]  # peer, mode, batch size
 Tokens = list[list[int]]
@@ -76,20 +74,6 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
             line += [f"{count}/{total}" for count in counts]
         lines.append(line + [""] * (len(columns) - len(line)))
     return markdown(columns, lines)
-
-
-def step_table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of emssd's steps by phase, in the repeat of median speed, and its acceptance lengths."""
-    lines = []
-    for row in measured(rows):
-        middle = row["tokens_per_second"].index(statistics.median_low(row["tokens_per_second"]))
-        if (metrics := row["details"][middle].get("metrics")) is None:
-            continue
-        steps = metrics["num_steps"]
-        shares = [f"{1e3 * metrics['seconds'][phase] / steps:.2f}" for phase in ("total", *PHASES)]
-        tau = f"{metrics['mean_acceptance_length']:.2f}"
-        lines.append([str(row["batch_size"]), row["mode"], str(steps), tau, *shares])
-    return markdown(["batch", "mode", "steps", "τ", "ms per step", *PHASES], lines) if lines else ""
 
 
 def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -148,7 +148,7 @@ def decode(
 
 
 def drafts_of(mode: str, rows: list[Row], target: Context, draft: Context | None) -> list[list[int]]:
-    """A draft for each row; none for those whose prompt is not cached yet, and for their last token."""
+    """A draft for each row; none while its prompt is not cached, and for its last token."""
     drafts: list[list[int]] = [[] for _ in rows]
     ready = [i for i, row in enumerate(rows) if len(row.ids) - row.cached.get(id(target), 0) == 1]
     if mode == "ngram":

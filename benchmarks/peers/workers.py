@@ -17,7 +17,6 @@ __all__ = ["PEERS", "Peer", "PeerError", "Setting", "Worker", "interpreter_of"]
 
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = FOLDER.parent.parent / ".nox"
-WARM_UP = 8  # prompts at least, and two full batches
 
 
 class PeerError(Exception):
@@ -149,18 +148,9 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise PeerError(
-                f"its process ended with status {status}; the end of {self._log.name}:\n{self._end_of_log()}"
-            )
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
+            raise PeerError(f"its process ended with status {status}; the end of {self._log.name}:\n{end}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{answer['error']} (see {self._log.name})")
         return answer
-
-    def _end_of_log(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
-
-
-def warm_up_of(batch_size: int) -> int:
-    """Prompts that an engine decodes before it is timed."""
-    return max(WARM_UP, 2 * batch_size)

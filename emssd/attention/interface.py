@@ -12,15 +12,7 @@ import torch
 
 from emssd.attention.packed import PackedInputs, StepInputs
 
-__all__ = [
-    "AttentionBackend",
-    "KVCacheSpec",
-    "KVUsage",
-    "Kept",
-    "LayerSpec",
-    "NativeStep",
-    "StepPlan",
-]
+__all__ = ["AttentionBackend", "KVCacheSpec", "KVUsage", "Kept", "LayerSpec", "NativeStep", "StepPlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +54,7 @@ class KVCacheSpec:
             begins and ends as a whole.
         trees: whether rows may end with token trees, see `PackedInputs.trees`.
         prefix_caching: whether sequences that begin alike share the KV of what they share, if the backend can.
-        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.hf.states`.
+        bytes_per_row: of the states that the model keeps of a row beside its KV, see `emssd.model.hf.recurrent_states`.
         devices: by layer where its KV lies, if that is not always `device`. No backend of a plugin sees this: each gets
             the layers of one device, see `emssd.attention.spread`.
     """
@@ -104,7 +96,7 @@ It is called with, in this order:
 ``attend(query, key, value, layer)`` is what `AttentionBackend.forward` gives. See `emssd.model.compile.program`.
 """
 
-_Replay = Callable[[Callable[[], Any]], Any]
+Replay = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(slots=True)
@@ -134,7 +126,7 @@ class StepPlan:
     logits_to_keep: torch.Tensor
     logit_index: torch.Tensor | slice | None
     attention: Any = None
-    replay: _Replay | None = None
+    replay: Replay | None = None
     token_index: torch.Tensor | None = None
     compile: Callable[[Any, Seq[int]], Callable[..., torch.Tensor]] | None = None
     landing: torch.Tensor | None = None
@@ -144,7 +136,7 @@ class StepPlan:
         return fed[:num_tokens] if self.token_index is None else fed[self.token_index]
 
     @classmethod
-    def ragged(cls, inputs: StepInputs, attention: Any, replay: _Replay | None = None) -> StepPlan:
+    def ragged(cls, inputs: StepInputs, attention: Any, replay: Replay | None = None) -> StepPlan:
         """Feed the model the tokens as they are packed, ``[1, nnz]``, without padding."""
         ids, positions = inputs.input_ids.unsqueeze(0), inputs.position_ids.unsqueeze(0)
         return cls(ids, positions, inputs.logit_rows, None, attention, replay)

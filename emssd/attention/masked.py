@@ -122,12 +122,7 @@ def _weights_of(scores: torch.Tensor, layer: LayerSpec, dtype: torch.dtype) -> t
 
 
 def _mended(
-    out: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    layer: LayerSpec,
+    out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: LayerSpec
 ) -> torch.Tensor:
     """The output `out` of `_attend`; a result that is not finite is computed again from the keys that its query sees.
 

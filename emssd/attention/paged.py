@@ -23,10 +23,7 @@ class PagedKernels(ABC):
     One object serves one `PagedBackend`.
 
     Attributes:
-        takes_trees: whether `plan` takes rows that end with token trees.
-        takes_sinks: whether they compute `LayerSpec.sinks`.
-        takes_devices: see `AttentionBackend.takes_devices`.
-        batch_invariant: see `AttentionBackend.batch_invariant`.
+        takes_trees, takes_sinks, takes_devices, batch_invariant: see `AttentionBackend`.
     """
 
     takes_trees: bool = False
@@ -99,9 +96,9 @@ class PagedBackend(AttentionBackend):
 
     def __init__(self, *kernels: PagedKernels, page_size: int = 16, memory_fraction: float | None = None) -> None:
         self._choice = kernels
-        self.takes_trees = any(each.takes_trees for each in kernels)
-        self.takes_sinks = any(each.takes_sinks for each in kernels)
-        self.takes_devices = all(each.takes_devices for each in kernels)
+        self.takes_trees = any(family.takes_trees for family in kernels)
+        self.takes_sinks = any(family.takes_sinks for family in kernels)
+        self.takes_devices = all(family.takes_devices for family in kernels)
         self._memory_fraction = memory_fraction
         self._table = PageTable(page_size)
         self._peak_held = 0
@@ -181,19 +178,15 @@ class PagedBackend(AttentionBackend):
 
     @property
     def kv_usage(self) -> KVUsage:
-        return KVUsage(
-            self._table.num_used * self._pool.page_bytes, self._peak_held, self._pool.num_pages * self._pool.page_bytes
-        )
+        size = self._pool.page_bytes
+        return KVUsage(self._table.num_used * size, self._peak_held, self._pool.num_pages * size)
 
     def _serving(self, spec: KVCacheSpec) -> PagedKernels:
         """The first kernels that can serve `spec`; the last if none can."""
-        able = [
-            each
-            for each in self._choice
-            if (each.takes_trees or not spec.trees) and (each.takes_sinks or not spec.has_sinks)
-        ]
+        able = [family for family in self._choice if family.takes_trees or not spec.trees]
+        able = [family for family in able if family.takes_sinks or not spec.has_sinks]
         *first, last = able or self._choice
-        return next((each for each in first if not each.unsupported(spec, self._table.page_size)), last)
+        return next((family for family in first if not family.unsupported(spec, self._table.page_size)), last)
 
     def _move(self, kept: Kept) -> None:
         """Move the KV of accepted tree nodes to where it would be if they had been a chain."""
@@ -228,7 +221,8 @@ class PagedBackend(AttentionBackend):
     def _fix_pool(self, spec: KVCacheSpec, fraction: float) -> int:
         """Allocate the whole pool. Returns the pages for sequences; the last page is for padding tokens."""
         pool = self._pool
-        free = _free_bytes(spec.device) * fraction
+        # Elsewhere than on a GPU, a full batch is allocated whatever it takes.
+        free = free_bytes(spec.device) * fraction if spec.device.type == "cuda" else float("inf")
         num_pages = fixed_num_pages(spec, pool.page_size, pool.page_bytes, free)
         try:
             pool.enlarge(num_pages + 1)
@@ -241,8 +235,3 @@ class PagedBackend(AttentionBackend):
                 f"tokens. Lower kv_memory, backend.memory_fraction, batch_size or model.max_model_len"
             ) from error
         return num_pages
-
-
-def _free_bytes(device: torch.device) -> float:
-    """Bytes that can be allocated on a GPU. Elsewhere a full batch is allocated whatever it takes."""
-    return free_bytes(device) if device.type == "cuda" else float("inf")

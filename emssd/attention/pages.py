@@ -139,15 +139,8 @@ class PageTable:
     def adopt(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
         """Give a sequence the known pages of its longest known beginning, if that is longer than `num_cached`.
 
-        Those that it had are taken back. The last token is never among them, so that something is left to compute.
-
-        Args:
-            request_id: of the sequence.
-            tokens: all of its tokens.
-            num_cached: leading tokens whose KV it has.
-
-        Returns:
-            How many leading tokens have their KV now.
+        The pages that it had are taken back. A page with the last of `tokens` is never given, so that something is left
+        to compute. Returns how many leading tokens have their KV now.
         """
         pages = self._known.find(tokens, (len(tokens) - 1) // self.page_size)
         if len(pages) * self.page_size <= num_cached:
@@ -166,11 +159,11 @@ class PageTable:
         """
         pages = self._pages.get(request_id, _NONE)
         whole = pages[: len(tokens) // self.page_size]
-        for place, known in enumerate(self._known.add(tokens, whole)):
-            if known != pages[place]:
-                self._hold(known)
-                own, pages[place] = pages[place], known
-                self._drop(own)
+        for index, page in enumerate(self._known.add(tokens, whole)):
+            if page != pages[index]:
+                self._hold(page)
+                pages[index], before = page, pages[index]
+                self._drop(before)
         if whole:
             self._shared[request_id] = max(self._shared.get(request_id, 0), len(whole) * self.page_size)
 
@@ -187,11 +180,11 @@ class PageTable:
             OutOfMemoryError: the pool is full.
         """
         pages = self._pages[request_id]
-        for place in range(first // self.page_size, len(pages)):
-            page = pages[place]
+        for index in range(first // self.page_size, len(pages)):
+            page = pages[index]
             if self._holders[page] > 1:
-                pages[place] = own = self._take()
-                self.copies.append((page, own))
+                pages[index] = self._take()
+                self.copies.append((page, pages[index]))
                 self._drop(page)
             else:
                 self._known.remove(page)
@@ -240,7 +233,7 @@ class _PrefixIndex:
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
-        self._found: dict[_Key, tuple[int, int]] = {}  # node and page
+        self._nodes: dict[_Key, tuple[int, int]] = {}  # node and page
         self._keys: dict[int, _Key] = {}  # by page
         self._num_nodes = 0
 
@@ -251,7 +244,7 @@ class _PrefixIndex:
         """The pages that hold the beginning of `tokens`, as far as there are any, and `num_pages` at most."""
         pages, node = list[int](), 0
         for first in range(0, num_pages * self._page_size, self._page_size):
-            if (next_one := self._found.get((node, tuple(tokens[first : first + self._page_size])))) is None:
+            if (next_one := self._nodes.get((node, tuple(tokens[first : first + self._page_size])))) is None:
                 break
             node, page = next_one
             pages.append(page)
@@ -262,24 +255,24 @@ class _PrefixIndex:
 
         Some may differ from the given ones, where other pages hold the same tokens already.
         """
-        found, node = list[int](), 0
-        for place, page in enumerate(pages):
-            key = node, tuple(tokens[place * self._page_size : (place + 1) * self._page_size])
-            if key not in self._found:
+        by_tokens, node = list[int](), 0
+        for index, page in enumerate(pages):
+            key = node, tuple(tokens[index * self._page_size : (index + 1) * self._page_size])
+            if key not in self._nodes:
                 self.remove(page)  # if it was known by another text, then no longer
                 self._num_nodes += 1
                 self._keys[page] = key
-                self._found[key] = self._num_nodes, page
-            node, other = self._found[key]
-            found.append(other)
-        return found
+                self._nodes[key] = self._num_nodes, page
+            node, other = self._nodes[key]
+            by_tokens.append(other)
+        return by_tokens
 
     def remove(self, page: int) -> None:
         """A page is no longer found, nor are those after it."""
         if (key := self._keys.pop(page, None)) is not None:
-            del self._found[key]
+            del self._nodes[key]
 
     def clear(self) -> None:
         """No page is found."""
-        self._found.clear()
+        self._nodes.clear()
         self._keys.clear()

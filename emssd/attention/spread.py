@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, StepPlan
+from emssd.attention.interface import AttentionBackend, Kept, KVCacheSpec, KVUsage, Replay, StepPlan
 from emssd.attention.packed import PackedInputs
 from emssd.attention.pool import free_bytes
 
@@ -25,21 +25,20 @@ def parts_of(spec: KVCacheSpec) -> dict[torch.device, tuple[tuple[int, ...], KVC
 
     Each part holds as many tokens as the whole. Parts share no prefixes: their pages are given out independently.
     """
-    devices = spec.devices or (spec.device,) * len(spec.layers)
-    layers = {device: tuple(i for i, each in enumerate(devices) if each == device) for device in dict.fromkeys(devices)}
+    indices: dict[torch.device, list[int]] = {}
+    for index, device in enumerate(spec.devices or (spec.device,) * len(spec.layers)):
+        indices.setdefault(device, []).append(index)
+    whole = replace(spec, devices=(), prefix_caching=False)
     return {
-        device: (
-            own,
-            replace(spec, layers=tuple(spec.layers[i] for i in own), device=device, devices=(), prefix_caching=False),
-        )
-        for device, own in layers.items()
+        device: (tuple(some), replace(whole, layers=tuple([spec.layers[index] for index in some]), device=device))
+        for device, some in indices.items()
     }
 
 
 def free_for(spec: KVCacheSpec) -> int:
     """Bytes that the cache could take until one of its devices is full, all layers holding equally many tokens."""
     whole, parts = spec.bytes_per_token(), parts_of(spec)
-    return min(free_bytes(device) * whole // own.bytes_per_token() for device, (_, own) in parts.items())
+    return min(free_bytes(device) * whole // part.bytes_per_token() for device, (_, part) in parts.items())
 
 
 class SpreadBackend(AttentionBackend):
@@ -52,17 +51,17 @@ class SpreadBackend(AttentionBackend):
         self.takes_devices = all(part.takes_devices for part in self._parts.values())
 
     def unsupported(self, spec: KVCacheSpec) -> list[str]:
-        reasons = [self._parts[device].unsupported(own) for device, (_, own) in parts_of(spec).items()]
-        return [*dict.fromkeys(reason for each in reasons for reason in each)]
+        parts = parts_of(spec).items()
+        return [*dict.fromkeys(why for device, (_, part) in parts for why in self._parts[device].unsupported(part))]
 
     def allocate(self, spec: KVCacheSpec) -> None:
-        self._device, self._places = spec.device, dict[int, tuple[torch.device, int]]()
-        for device, (layers, own) in parts_of(spec).items():
-            self._parts[device].allocate(own)
-            self._places |= {layer: (device, place) for place, layer in enumerate(layers)}
+        self._device, self._homes = spec.device, dict[int, tuple[torch.device, int]]()
+        for device, (layers, part) in parts_of(spec).items():
+            self._parts[device].allocate(part)
+            self._homes |= {layer: (device, index) for index, layer in enumerate(layers)}
 
     def bytes_per_token(self, spec: KVCacheSpec) -> int:
-        return sum(self._parts[device].bytes_per_token(own) for device, (_, own) in parts_of(spec).items())
+        return sum(self._parts[device].bytes_per_token(part) for device, (_, part) in parts_of(spec).items())
 
     def fits(self, kv_lens: Mapping[str, int]) -> bool:
         return all(part.fits(kv_lens) for part in self._parts.values())
@@ -81,18 +80,15 @@ class SpreadBackend(AttentionBackend):
             logits_to_keep=moved(fed.logits_to_keep),
             logit_index=moved(fed.logit_index),
             attention=plans,
-            # One within the other: a part that is not content with its own layers has the others run again as well.
-            replay=reduce(lambda outer, inner: lambda compute: outer(lambda: inner(compute)), replays)
-            if replays
-            else None,
+            replay=reduce(_within, replays) if replays else None,
             token_index=moved(fed.token_index),
         )
 
     def forward(
         self, plan: StepPlan, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        device, place = self._places[layer]
-        return self._parts[device].forward(plan.attention[device], place, query, key, value)
+        device, index = self._homes[layer]
+        return self._parts[device].forward(plan.attention[device], index, query, key, value)
 
     def commit(self, kept: Kept) -> None:
         for part in self._parts.values():
@@ -107,8 +103,13 @@ class SpreadBackend(AttentionBackend):
     def kv_usage(self) -> KVUsage:
         usages = [part.kv_usage for part in self._parts.values()]
         return KVUsage(
-            held=sum(each.held for each in usages),
-            peak_held=sum(each.peak_held for each in usages),
-            peak_pool=sum(each.peak_pool for each in usages),
-            padding=max(each.padding for each in usages),
+            held=sum(usage.held for usage in usages),
+            peak_held=sum(usage.peak_held for usage in usages),
+            peak_pool=sum(usage.peak_pool for usage in usages),
+            padding=max(usage.padding for usage in usages),
         )
+
+
+def _within(outer: Replay, inner: Replay) -> Replay:
+    """`inner` within `outer`: if a part is not content with its own layers, the layers of the others run again too."""
+    return lambda compute: outer(lambda: inner(compute))

@@ -19,11 +19,11 @@ Parents = Seq[int]
 
 
 def depths(parents: Parents) -> list[int]:
-    """``[n]`` tokens on the way from the tree's origin to each node, itself included: 1 for a child of the origin."""
-    found: list[int] = []
+    """``[n]`` tokens on the path from the tree's origin to each node, itself included: 1 for a child of the origin."""
+    counts: list[int] = []
     for parent in parents:
-        found.append(1 if parent < 0 else found[parent] + 1)
-    return found
+        counts.append(1 if parent < 0 else counts[parent] + 1)
+    return counts
 
 
 def ancestors(parents: Parents) -> torch.Tensor:
@@ -45,11 +45,11 @@ def is_chain(parents: Parents) -> bool:
 
 def path(parents: Parents, node: int) -> list[int]:
     """The nodes from the tree's origin to `node`, itself included; none for the origin, -1."""
-    found = list[int]()
+    nodes = list[int]()
     while node >= 0:
-        found.append(node)
+        nodes.append(node)
         node = parents[node]
-    return found[::-1]
+    return nodes[::-1]
 
 
 def hidden_nodes(rows: Iterable[tuple[Parents, int, Seq[int]]], num_queries: int, num_slots: int) -> torch.Tensor:
@@ -66,9 +66,8 @@ def hidden_nodes(rows: Iterable[tuple[Parents, int, Seq[int]]], num_queries: int
     """
     rows = list(rows)
     hidden = torch.zeros(len(rows), num_queries, num_slots, dtype=torch.bool)
-    for place, (tree, num_new, slots) in enumerate(rows):
+    for row, (tree, num_new, slots) in zip(hidden, rows, strict=True):
         if tree:
             nodes = ~ancestors(tree)[-num_new:]  # the last nodes are new; earlier ones may be cached
-            queries = hidden[place, num_new - len(nodes) : num_new]
-            queries[:, list(slots)] = nodes
+            row[num_new - len(nodes) : num_new, list(slots)] = nodes
     return hidden

@@ -10,7 +10,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,10 +22,11 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
-from emssd.cli.jobs import Jobs
+from emssd.cli.jobs import Jobs, SweptRun
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
 from emssd.cli.options import explained, to_options
 from emssd.cli.terminal import INTERRUPTED
@@ -45,15 +46,14 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 
 
 class _Composed(NamedTuple):
-    """One run as Hydra composed it: its options, their YAML, its overrides, by plugin the preset that was chosen,
-    and its number in a sweep.
+    """One run as Hydra composed it: its options, their YAML, by plugin the preset that was chosen, and its place in a
+    sweep.
     """
 
     options: RunConfig
     text: str
-    overrides: list[str]
     presets: dict[str, str]
-    number: int | None
+    swept: SweptRun | None
 
 
 def main() -> None:
@@ -74,8 +74,8 @@ def main() -> None:
     _check_flags(sys.argv[1:])
     with closing(Jobs(registry)) as jobs:
         composed = _compose(jobs, registry)
-        for one in composed:
-            _run(one, jobs, 1 + (composed[-1].number or 0))
+        for job in composed:
+            _run(job, jobs)
         error = jobs.finish()
         if jobs.found_difference:
             sys.exit(1)
@@ -93,45 +93,45 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
         target, is_sweep = hydra_config.launcher._target_, hydra_config.mode is RunMode.MULTIRUN
         overrides = cast("list[str]", OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
         jobs.in_order = is_sweep and target.endswith(_IN_ORDER)
-        jobs.folder = Path(hydra_config.sweep.dir) if jobs.in_order else None
+        jobs.config = config
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
-            options = jobs.attempt(overrides, partial(to_options, config, registry, is_sweep=is_sweep))
+            jobs.callbacks = jobs.callbacks or [instantiate(callback) for callback in hydra_config.callbacks.values()]
+            number = int(hydra_config.job.num) if is_sweep else 0
+            swept = SweptRun(None, overrides, Path(config.output_dir) / str(number), number)
+            options = jobs.attempt(swept, partial(to_options, config, registry, is_sweep=is_sweep))
             if options is None:
                 return
-            number = int(hydra_config.job.num) if is_sweep else None
             plugins = {kind: getattr(options, kind).name for kind in KINDS}
             choices = {kind: hydra_config.runtime.choices.get(kind, name) for kind, name in plugins.items()}
             presets = {f"{kind}={name}": f"{kind}={choices[kind]}" for kind, name in plugins.items()}
-            one = _Composed(options, OmegaConf.to_yaml(config), overrides, presets, number)
             if options.experiment is not None and not target.endswith(_IN_ORDER):
                 raise ConfigError(
                     "an experiment compares runs that follow one another in one process, and its launcher is "
                     f"{target.rpartition('.')[2]}; leave hydra/launcher= out, or sweep without experiment="
                 )
+            is_swept = is_sweep or options.experiment is not None
+            job = _Composed(
+                options, OmegaConf.to_yaml(config), presets, replace(swept, options=options) if is_swept else None
+            )
             if is_sweep and not jobs.in_order:
-                _run(one, jobs, 1)
+                _run(job, jobs)
             else:
-                composed.append(one)
+                composed.append(job)
 
     with explained(registry):
         run()
-    return composed
+    total = 1 + max((job.swept.number for job in composed if job.swept), default=0)
+    return [job._replace(swept=job.swept and replace(job.swept, total=total)) for job in composed]
 
 
-def _run(one: _Composed, jobs: Jobs, num_runs: int) -> None:
-    options, text, overrides, presets, number = one
-    folder = Path(options.output_dir)
+def _run(job: _Composed, jobs: Jobs) -> None:
+    options, folder = job.options, Path(job.options.output_dir)
     try:
-        if options.experiment is not None:
-            jobs.run_of_experiment(options, text, folder, number or 0, overrides, num_runs)
-        elif number is not None:
-            jobs.attempt(overrides, partial(jobs.run, options, text, folder / str(number), overrides))
-        else:
-            jobs.run(options, text, folder)
+        jobs.run(options, job.text, folder if job.swept is None else job.swept.folder, job.swept)
     except EmssdError as error:
         if jobs.is_silent and jobs.group.is_broken:  # else rank 0 has the same error, and prints it
             sys.stderr = sys.__stderr__
-        for plugin, preset in presets.items():
+        for plugin, preset in job.presets.items():
             if plugin != preset and (plugin in str(error) or "{} {!r}".format(*plugin.split("=")) in str(error)):
                 error.args = (f"{error} ({preset})", *error.args[1:])
         if not isinstance(error, GroupError) or not folder.is_dir():  # only rank 0 writes to it

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
 
 import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
 from hydra.core.config_store import ConfigStore
@@ -18,6 +18,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.errors.faults import described
 from emssd.errors.ranges import AtLeastOne
+from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import KINDS, Registry
 from emssd.hooks.structured import structured
 from emssd.sampling import SamplingParams
@@ -30,6 +31,7 @@ __all__ = [
     "changed_options",
     "conf_dir",
     "no_size",
+    "prompt_source",
     "register_configs",
 ]
 
@@ -125,7 +127,7 @@ class RunConfig(EngineOptions):
         check: ``plain`` also decodes without drafts, by turns, and compares every token and the speed. ``greedy`` is
             its older name.
         on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
-            ``auto`` skips with ``data=openai_batch``, whose answers have a place for errors, and else fails.
+            ``auto`` skips if the source of the prompts writes answers, which have a place for errors, and else fails.
         output_dir: where ``generations.jsonl``, ``metrics.json`` and ``config.yaml`` go. With ``-``, rows go to stdout,
             all else that is printed goes to stderr, and no file is written.
         resume: go on with the job whose rows are in `output_dir`; its finished rows are not decoded again.
@@ -172,6 +174,11 @@ class RunConfig(EngineOptions):
     def drafts(self) -> bool:
         """Whether anything drafts; else others may be compared with the run."""
         return bool(self.speculate and self.drafter.name != "none")
+
+
+def prompt_source(config: RunConfig, registry: Registry) -> PromptSourceSpec:
+    """The source that ``data=`` chooses."""
+    return cast("PromptSourceSpec", registry.find("data", config.data.name))
 
 
 def changed_options(before: str, now: str) -> list[str]:

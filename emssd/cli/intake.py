@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
-from emssd.cli.config import OnError, RunConfig
+from emssd.cli.config import OnError, RunConfig, prompt_source
 from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
-from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
 from emssd.data.records import content_of, text_in
 from emssd.decoding.engine import Engine
@@ -31,12 +29,11 @@ _LONGEST_ID = 19  # digits of a token id that no model has
 class Failures:
     """Prompts that failed, in order; the first one ends the run unless `on_error` is ``skip``.
 
-    By `config`, that of the prompt source, ``auto`` is decided.
+    With `answers`, which have a place for errors, ``auto`` is ``skip``.
     """
 
-    def __init__(self, on_error: OnError, config: Any = None) -> None:
-        by_source = on_error is OnError.auto and isinstance(config, OpenAIBatchConfig)
-        self._skips = by_source or on_error is OnError.skip
+    def __init__(self, on_error: OnError, *, answers: bool = False) -> None:
+        self._skips = on_error is OnError.skip or (answers and on_error is OnError.auto)
         self.prompts: list[FailedPrompt] = []
 
     def add(self, failed: FailedPrompt) -> None:
@@ -80,10 +77,10 @@ def check_options(config: RunConfig) -> None:
             )
         if config.data.system is not None and not config.data.chat:
             raise ConfigError("data.system is a message of a conversation; add data.chat=true, or leave it out")
-    if isinstance(config.data, OpenAIBatchConfig) and config.sampling.temperature:
+    if hasattr(config.data, "temperature") and config.sampling.temperature:
         raise ConfigError(
-            f"sampling.temperature is {config.sampling.temperature}; with data=openai_batch each request names its "
-            f"own, and data.temperature is that of the others"
+            f"sampling.temperature is {config.sampling.temperature}; with data={config.data.name} each request names "
+            f"its own, and data.temperature is that of the others"
         )
     config.model.check()
     sampling_of(config)
@@ -94,27 +91,27 @@ def check_options(config: RunConfig) -> None:
 def sampling_of(
     config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
 ) -> SamplingParams | None:
-    """The sampling of the run, or of `prompt` in it; ``None`` is greedy. What a `prompt` itself asks for, and cannot
-    be, is a PromptError.
+    """The sampling of the run, or of `prompt` in it; ``None`` is greedy. Raises PromptError for an invalid option of
+    the prompt.
     """
     options = {name: value for name, value in vars(config.sampling).items() if name != "name"}
-    given = {} if prompt is None or prompt.sampling is None else prompt.sampling
-    own = {name: value for name, value in given.items() if value is not None}  # tables fill in what a row has not
+    of_prompt = {} if prompt is None or prompt.sampling is None else prompt.sampling
+    of_prompt = {name: value for name, value in of_prompt.items() if value is not None}  # as tables fill gaps
     try:
-        for name in own:
+        for name in of_prompt:
             if name not in options:
                 guess = did_you_mean(name, options) or "."
                 raise ConfigError(f"{name} is no option{guess} The options are {', '.join(options)}")
-        if isinstance(bias := own.get("logit_bias"), dict):
-            own["logit_bias"] = {
+        if isinstance(bias := of_prompt.get("logit_bias"), dict):
+            of_prompt["logit_bias"] = {
                 int(token) if token.isdecimal() and len(token) < _LONGEST_ID else token: value
                 for token, value in bias.items()
             }
-        params = SamplingParams(**options | own)
+        params = SamplingParams(**options | of_prompt)
         if vocab_size is not None:
             params.check_vocabulary(vocab_size)
     except ConfigError as error:
-        if own and prompt is not None:
+        if of_prompt and prompt is not None:
             raise PromptError(f"prompt {prompt.prompt_id}: sampling.{error}") from error
         raise ConfigError(f"sampling.{error}") from error
     return None if params.is_greedy and params.logprobs is None else params
@@ -130,8 +127,7 @@ def make_engine(
 ) -> Engine:
     """The engine of `config`, or plain decoding with the target of `baseline`.
 
-    Given `num_steps`, which says how many it has to do at most with sequences of some length, ``model.compile=auto``
-    may compile the model.
+    With `num_steps`, a function from the longest sequence to the most steps, ``model.compile=auto`` may compile.
     """
     if baseline is not None:
         target, tokenizer = baseline.target, baseline.tokenizer
@@ -158,22 +154,20 @@ def prompts_of(config: RunConfig, registry: Registry) -> Iterable[Prompt | Faile
     """The prompts of a run: `prompt`, or those of its source."""
     if config.prompt is not None:
         return [Prompt("0", config.prompt)]
-    source = registry.find("data", config.data.name)
-    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", source, config.data)
+    prompts: Iterable[Prompt | FailedPrompt] = registry.build("data", prompt_source(config, registry), config.data)
     return prompts
 
 
 def num_samples(config: RunConfig, prompt: Prompt) -> int:
     """The number of rows of `prompt`; 1 if it asks for an invalid number, which `sampling_of` refuses."""
-    own = None if prompt.sampling is None else prompt.sampling.get("n")
-    number = config.sampling.n if own is None else own
+    number = (prompt.sampling or {}).get("n")
+    number = config.sampling.n if number is None else number
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
 def template_of(config: RunConfig) -> str | None:
     """The text of the file that `chat_template` names."""
-    option = "chat_template="
-    return None if config.chat_template is None else text_in(*content_of(config.chat_template, option))
+    return None if config.chat_template is None else text_in(*content_of(config.chat_template, "chat_template="))
 
 
 def to_requests(
@@ -192,7 +186,7 @@ def to_requests(
         require_template(engine.tokenizer, template)
     stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
     common = tuple(map(unescaped, config.stop))
-    stops(common)  # what cannot be is the run's own fault, and no prompt's
+    stops(common)  # an error of these is the run's, and no prompt's
     eos = frozenset[int]() if config.ignore_eos else engine.eos_token_ids
     requests = []
     for prompt in prompts:
@@ -210,7 +204,7 @@ def to_requests(
                 raise
             failures.add(FailedPrompt(prompt.prompt_id, f"prompt {prompt.prompt_id}: {error}"))
         else:
-            requests += [each for each in request.samples() if (prompt.prompt_id, each.sample) not in finished]
+            requests += [row for row in request.samples() if (prompt.prompt_id, row.sample) not in finished]
     return requests
 
 

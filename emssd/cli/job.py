@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,37 +13,36 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from emssd_lab.report.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 
-from emssd.cli.batch_output import BATCH_OUTPUT, write_batch_output
-from emssd.cli.config import STDOUT, RunConfig
-from emssd.cli.experiment import label_of, setting_of
+from emssd.cli.busy import OtherProcesses, cpu_times
+from emssd.cli.config import STDOUT, RunConfig, prompt_source
+from emssd.cli.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
 from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
 from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
+from emssd.cli.setting import label_of, setting_of
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TextStream
 from emssd.cli.turns import Turns, ratio_interval
-from emssd.data.openai_batch import OpenAIBatchConfig
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
-from emssd.errors import ConfigError, PromptError
+from emssd.errors import ConfigError, EmssdError, PromptError
+from emssd.errors.faults import blame
+from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import Registry
-from emssd.metrics.busy import OtherProcesses, cpu_times
 from emssd.model import CausalLMRunner
 from emssd.model.load.checkpoint import load_tokenizer
 from emssd.model.load.loading import ModelCache
 from emssd.model.run.parallel import Group
-from emssd.model.run.target import TargetModel
 from emssd.sequences import Generation, Request
 
 __all__ = ["run_job"]
 
-_Done = dict[tuple[str, int], Generation]  # by `_place`
+_Done = dict[tuple[str, int], Generation]  # by `_key`
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,8 @@ def run_job(
     group = group or Group()
     with group.agreed():
         path = output_dir if group.rank == 0 else Path(STDOUT)  # which leads nowhere in other processes
-        output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite)
+        answers = [spec.answers_file for spec in registry.specs("data") if isinstance(spec, PromptSourceSpec)]
+        output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite, answers=answers)
     with output:
         run = _Run(config, config_text, registry, models, output, brief)
         has_rows, *read = group.made_by_first(run.read_prompts)
@@ -106,7 +106,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.console, self.quiet = plain_console(stderr=True), plain_console(stderr=True, quiet=self.brief)
-        self.failures = Failures(self.config.on_error, self.config.data)
+        self.source = prompt_source(self.config, self.registry)
+        self.failures = Failures(self.config.on_error, answers=self.source.write_answers is not None)
 
     def read_prompts(self) -> tuple[Any, ...]:
         """Read and check all prompts before anything is loaded. Returns whether a row is left to do; and the prompts,
@@ -133,14 +134,14 @@ class _Run:
         requests = to_requests(config, engine, self.left, self.failures, output.finished)
         if not requests:
             return self.end_without_rows()
-        self._begin(engine.target)
+        self.output.begin(self.config_text, self.failures.prompts, made_with(config, engine.target))
         engines, described = [engine], _describe(config, engine, self.registry)  # now: a check brings no plugins in use
         if config.check is not None:
             engines.append(make_engine(config, self.registry, self.models, baseline=engine))
         done, expected, figures = self._decode(engines, requests)
         if not done:
             return self.end_without_rows()
-        requests = [request for request in requests if _place(request) in done]
+        requests = [request for request in requests if _key(request) in done]
         output.write_errors(self.failures.prompts)
         metrics = described | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
@@ -150,7 +151,7 @@ class _Run:
             report = self._compare(engine, requests, done, expected)
             metrics["check"] = _check_metrics(report)
             output.write_metrics(metrics)
-        result = JobResult(metrics, [done[_place(request)] for request in requests], engine)
+        result = JobResult(metrics, [done[_key(request)] for request in requests], engine)
         self._print(result, report)
         return result
 
@@ -172,15 +173,12 @@ class _Run:
             self.quiet.print("the model names no EOS token: only max_new_tokens ends a row", style="yellow")
         return engine
 
-    def _begin(self, target: TargetModel | None = None) -> None:
-        self.output.begin(self.config_text, self.failures.prompts, made_with(self.config, target))
-
     def _counts(self, num_rows: int) -> dict[str, int]:
-        num_before, num_failed = len(self.output.finished), len(self.failures.prompts)
+        num_before = len(self.output.finished)
         return {
             "num_prompts": num_before + num_rows,
             "num_resumed_prompts": num_before,
-            "num_failed_prompts": num_failed,
+            "num_failed_prompts": len(self.failures.prompts),
         }
 
     def end_without_rows(self) -> JobResult:
@@ -193,32 +191,38 @@ class _Run:
             raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
         if not (metrics := self.output.read_metrics()):  # the disk was full when all rows were there, say
-            self.output.write_metrics(
-                metrics := {"setting": setting_of(self.config), "versions": versions()} | self._counts(0)
-            )
+            metrics = {"setting": setting_of(self.config), "versions": versions()} | self._counts(0)
+            self.output.write_metrics(metrics)
         return JobResult(metrics)
 
     def _write_answers(self) -> None:
-        """Write the answers to an OpenAI batch, once all of its rows are there; nothing for other prompts."""
-        if isinstance(self.config.data, OpenAIBatchConfig) and not self.output.is_stdout:
-            model = self.config.model
-            tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
-            write_batch_output(self.output.path, self.prompts, self.failures.prompts, model.path, tokenizer)
+        """Write the answers of a source that gives some, once all rows are there."""
+        write, model, failed = self.source.write_answers, self.config.model, self.failures.prompts
+        if write is None or self.output.is_stdout:
+            return
+        failed_ids = {item.prompt_id for item in failed}  # a sample of such a prompt may have a row
+        answered = self.output.answered(prompt for prompt in self.prompts if prompt.prompt_id not in failed_ids)
+        tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
 
-    def _live(self, title: str, num_rows: int) -> Bar:
-        before = len(self.output.finished)
-        return Bar(self.console, title, before + num_rows, done=before, show=self.config.progress)
+        def lines() -> Iterator[bytes]:
+            try:
+                yield from (f"{line}\n".encode() for line in write(answered, failed, model.path, tokenizer))
+            except Exception as error:
+                blame(self.registry.owner("data", self.source.name), "write_answers", error, EmssdError)
+
+        self.output.write_answers(self.source.answers_file, lines())
 
     def _decode(self, engines: Seq[Engine], requests: Seq[Request]) -> tuple[_Done, _Done, dict[str, Any]]:
         """Decode with the first engine, by turns with the second one where there is one, under live figures.
 
-        Rows of the first go to the output as they finish. Returns the rows of both by `_place`, and the metrics.
+        Rows of the first go to the output as they finish. Returns the rows of both by `_key`, and the metrics.
         """
         engine, prompts = engines[0], {prompt.prompt_id: prompt for prompt in self.left}
-        rows: dict[Engine, _Done] = {each: {} for each in engines}
+        rows: dict[Engine, _Done] = {maker: {} for maker in engines}
         stream = self._text_stream(engine, requests)
         turns = Turns(engines, requests, stream)
-        live = self._live("decoding" if len(engines) == 1 else "decoding both ways", len(requests) * len(engines))
+        title, before = "decoding" if len(engines) == 1 else "decoding both ways", len(self.output.finished)
+        live = Bar(self.console, title, before + len(requests) * len(engines), done=before, show=self.config.progress)
         with (
             live if stream is None else nullcontext(),
             OtherProcesses(partial(cpu_times, siblings=engine.target.group.size > 1)) as others,
@@ -231,7 +235,7 @@ class _Run:
                         continue
                     self.output.write_generation(prompts[generation.request_id], generation)
                 rows[finished_by][generation.request_id, generation.sample] = generation
-                live.row_done(engine.report)
+                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
         metrics = engine.report.metrics() | {"other_cpu_share": others.share}
         if len(engines) == 1:
             return rows[engine], {}, metrics
@@ -259,10 +263,11 @@ class _Run:
         backend = make_backend(target.kv_cache_spec(1), config.backend, self.registry)
         judge = CausalLMRunner(target, backend)
         rows = {request.prompt_id: engine.row(request) for request in requests}
-        others = dict.fromkeys(_place(each) for each in requests if each.sampling and each.sampling.is_residual)
-        same = [place for place in map(_place, requests) if place not in others]
-        report = compare([done[place] for place in same], [expected[place] for place in same], judge, rows)
-        law = engine.rule.check([done[place] for place in others], judge, rows) if others else None
+        residual = {_key(request) for request in requests if request.sampling and request.sampling.is_residual}
+        same = [key for key in map(_key, requests) if key not in residual]
+        report = compare([done[key] for key in same], [expected[key] for key in same], judge, rows)
+        drawn = [done[key] for key in map(_key, requests) if key in residual]
+        law = engine.rule.check(drawn, judge, rows) if drawn else None
         return dataclasses.replace(report, law=law)
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
@@ -290,10 +295,9 @@ class _Run:
         print_failures(console, failed)
         files = ["generations.jsonl", "metrics.json", "config.yaml"]
         files += ["errors.jsonl"] if failed else []
-        files += [BATCH_OUTPUT] if isinstance(config.data, OpenAIBatchConfig) else []
+        files += [self.source.answers_file] if self.source.answers_file else []
         if not output.is_stdout:
-            said = console if has_figures else self.console
-            said.print(f"written to {output.path}/: {', '.join(files)}")
+            (console if has_figures else self.console).print(f"written to {output.path}/: {', '.join(files)}")
 
 
 @cache
@@ -304,16 +308,16 @@ def _own_threads() -> int:
 
 def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
     """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
-    ends = [0] * min(config.batch_size, sum(num_samples(config, each) for each in prompts))
-    for each in prompts:
-        limit = min(each.max_new_tokens or config.max_new_tokens, longest)
-        for _ in range(num_samples(config, each)):
-            heapq.heapreplace(ends, ends[0] + limit)  # in the place of the batch that is free first
+    ends = [0] * min(config.batch_size, sum(num_samples(config, prompt) for prompt in prompts))
+    for prompt in prompts:
+        limit = min(prompt.max_new_tokens or config.max_new_tokens, longest)
+        for _ in range(num_samples(config, prompt)):
+            heapq.heapreplace(ends, ends[0] + limit)  # in the row of the batch that is free first
     return max(ends, default=0)
 
 
-def _place(request: Request) -> tuple[str, int]:
-    """By which a request and its generation are found: the id of the prompt, and the sample."""
+def _key(request: Request) -> tuple[str, int]:
+    """The key of a request and of its generation: the id of the prompt, and the sample."""
     return request.prompt_id, request.sample
 
 
@@ -338,18 +342,13 @@ def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str
 
 
 def _check_metrics(report: CheckReport) -> dict[str, Any]:
-    check: dict[str, Any] = {
+    details = [dataclasses.asdict(difference) for difference in report.differences]
+    return {
         "exact": report.num_exact,
         "ties": len(report.ties),
         "differences": len(report.true_differences),
-        "details": [
-            {name.replace("request_id", "id"): value for name, value in dataclasses.asdict(difference).items()}
-            for difference in report.differences
-        ],
-    }
-    if report.law is not None:
-        check["law"] = report.law.metrics
-    return check
+        "details": [{"id": detail.pop("request_id")} | detail for detail in details],
+    } | ({} if report.law is None else {"law": report.law.metrics})
 
 
 def _ratio(metrics: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> float:

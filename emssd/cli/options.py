@@ -13,8 +13,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size
-from emssd.data.openai_batch import OpenAIBatchConfig
+from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size, prompt_source
 from emssd.data.sources import DemoConfig, TextConfig
 from emssd.errors import ConfigError, EmssdError, did_you_mean
 from emssd.hooks.registry import KINDS, Registry
@@ -50,7 +49,7 @@ def to_options(config: DictConfig, registry: Registry, *, is_sweep: bool = False
         if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
             known = ", ".join(registry.names(kind))
             raise ConfigError(f"{kind}.name cannot be set by itself; choose with {kind}=NAME, one of {known}")
-    _check_together(options, is_sweep=is_sweep)
+    _check_together(options, registry, is_sweep=is_sweep)
     if options.resume and DEFAULT_OUTPUT_DIR in OmegaConf.to_yaml(config):
         raise ConfigError("resume=true goes on with the job of a folder; say which, with output_dir=FOLDER")
     return options
@@ -65,12 +64,12 @@ def _check_names(config: DictConfig, registry: Registry) -> None:
                 raise ConfigError(_no_option(f"{group!s}.{option!s}".lstrip("."), owner, registry))
 
 
-def _check_together(options: RunConfig, *, is_sweep: bool) -> None:
+def _check_together(options: RunConfig, registry: Registry, *, is_sweep: bool) -> None:
     """Refuse `prompt` beside other prompts, a template for texts, to read stdin twice, and files beside stdout."""
     data = options.data
     if options.output_dir == STDOUT:
         wanted = {"resume=true": options.resume, "overwrite=true": options.overwrite, "a sweep": is_sweep}
-        wanted["data=openai_batch"] = isinstance(data, OpenAIBatchConfig)
+        wanted[f"data={data.name}"] = prompt_source(options, registry).write_answers is not None
         for name in (name for name, is_wanted in wanted.items() if is_wanted):
             raise ConfigError(
                 f"output_dir={STDOUT} writes the rows of one run to stdout, and no file, which {name} needs; set "

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from emssd.cli.batch_output import BATCH_OUTPUT
 from emssd.cli.config import STDOUT, changed_options
 from emssd.cli.lines_file import LinesFile, whole_file
 from emssd.data.prompts import FailedPrompt, Prompt
@@ -48,14 +49,18 @@ class OutputFolder:
 
     Args:
         path: ``-`` is none: rows go to stdout, and nothing is kept.
+        answers: names of files that are made of the rows, and go with them.
 
     Attributes:
         finished, made_with: of the rows that are kept, by id and sample, their prompt and what they were made with, as
             in ``generations.jsonl``; the latter is empty for rows of earlier versions.
     """
 
-    def __init__(self, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, resume: bool = False, overwrite: bool = False, answers: Iterable[str] = ()
+    ) -> None:
         self.path = path
+        self._made_of_rows = ["metrics.json", *answers]
         self._config: str | None = None
         self._failed: Sequence[FailedPrompt] = ()
         self._describe: Callable[[Prompt], Mapping[str, Any]] = lambda _: {}
@@ -125,7 +130,7 @@ class OutputFolder:
             raise OutputError(
                 f"cannot write to output_dir={self.path}: {error.strerror}; set output_dir to a writable folder"
             ) from error
-        for name in ("metrics.json", BATCH_OUTPUT):
+        for name in filter(None, self._made_of_rows):
             self._remove(name)
         self._write("config.yaml", self._config.encode())
         self.write_errors(self._failed)
@@ -150,6 +155,31 @@ class OutputFolder:
         """Write ``metrics.json``, which tells that all rows are there. Raises OutputError: they are not."""
         self._rows.check()
         self._write("metrics.json", (json.dumps(metrics, indent=2) + "\n").encode())
+
+    def write_answers(self, name: str, lines: Iterable[bytes]) -> None:
+        """Write the file `name` whole, or not at all."""
+        with whole_file(self.path / name) as file:
+            file.writelines(lines)
+
+    def answered(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, list[dict[str, Any]]]]:
+        """Each of `prompts` that has rows, with these in the order of their samples."""
+        path = self.path / "generations.jsonl"
+        offsets: defaultdict[str, dict[int, int]] = defaultdict(
+            dict
+        )  # a job may have more rows than memory has room for
+        offset = 0
+        with path.open("rb") if path.exists() else BytesIO() as file:  # all prompts may have failed
+            for line in file:
+                row = read_json(line)
+                offsets[row["id"]][row.get("sample", 0)] = offset
+                offset += len(line)
+            for prompt in prompts:
+                rows = []
+                for _, offset in sorted(offsets.get(prompt.prompt_id, {}).items()):
+                    file.seek(offset)
+                    rows.append(read_json(file.readline()))
+                if rows:
+                    yield prompt, rows
 
     @property
     def says_why(self) -> str:

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-if TYPE_CHECKING:  # they bring torch, which --help does not need
-    from emssd.metrics.stats import RunReport
+if TYPE_CHECKING:  # it brings torch, which --help does not need
     from emssd.model.compile.compile_time import Compiling
 
 __all__ = ["Bar", "loading_shown", "show_messages", "time_left"]
@@ -105,9 +104,9 @@ class Bar:
             self._logged = now
             self._console.print(f"{self._title} {', '.join(filter(None, (f'{done}/{self._total}', live, left)))}")
 
-    def row_done(self, report: RunReport) -> None:
+    def row_done(self, tokens_per_second: float, acceptance: float) -> None:
         """One more row is done, with these figures by now."""
-        self.tell(self._done + 1, f"{report.tokens_per_second:.0f} tokens/s, τ {report.mean_acceptance_length:.2f}")
+        self.tell(self._done + 1, f"{tokens_per_second:.0f} tokens/s, τ {acceptance:.2f}")
 
 
 @contextmanager

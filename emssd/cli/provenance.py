@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
+import shlex
 import subprocess
 import sys
-import time
+import timeit
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -25,8 +27,10 @@ _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the s
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Command, commit, date, versions and hardware of this process, for a result that is kept."""
     rates = dict(zip(("bytes_per_second", "flops_per_second"), machine_rates(device, dtype), strict=True))
+    script = Path(sys.argv[0]).name
+    program = ["-m", "emssd"] if script in ("__main__.py", "emssd") else [script]
     return {
-        "command": _command(),
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
         "versions": versions(),
@@ -71,23 +75,21 @@ def commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        said = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True, check=True
-        )
+        return subprocess.check_output(
+            ["git", "describe", "--always", "--dirty"], cwd=root, stderr=subprocess.DEVNULL, text=True
+        ).strip()
     except (OSError, subprocess.CalledProcessError):  # no git, or not a repository that it trusts
         return None
-    return said.stdout.strip()
 
 
 def processor() -> str:
     """The processor's name, and those of its features on which the speed of arithmetic depends."""
-    known = Path("/proc/cpuinfo")
-    if not known.is_file():
+    file = Path("/proc/cpuinfo")
+    if not file.is_file():
         return platform.processor() or platform.machine()
-    lines = dict(line.partition(":")[::2] for line in known.read_text().splitlines() if ":" in line)
-    said = {name.strip(): value for name, value in lines.items()}
-    wanted = [name for name in _CPU_FEATURES if name in said.get("flags", "").split()]
-    return f"{said.get('model name', platform.machine()).strip()} ({', '.join(wanted)})"
+    facts = dict(re.findall(r"^(.*?)[ \t]*:[ ]?(.*)$", file.read_text(), re.MULTILINE))
+    features = [name for name in _CPU_FEATURES if name in facts.get("flags", "").split()]
+    return f"{facts.get('model name', platform.machine())} ({', '.join(features)})"
 
 
 def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
@@ -99,8 +101,7 @@ def machine_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
 
 
 @cache
-def _measured_rates(device: torch.device, dtype: torch.dtype, threads: int) -> tuple[float, float]:
-    """The same; `threads` only says for how many it was measured."""
+def _measured_rates(device: torch.device, dtype: torch.dtype, _threads: int) -> tuple[float, float]:
     on_gpu = device.type == "cuda"
     large = torch.ones(1 << (28 if on_gpu else 26), dtype=torch.float32, device=device)
     bandwidth = large.numel() * large.element_size() / _best_seconds(large.sum, 10, device)
@@ -110,20 +111,10 @@ def _measured_rates(device: torch.device, dtype: torch.dtype, threads: int) -> t
 
 
 def _best_seconds(run: Callable[[], object], times: int, device: torch.device) -> float:
-    def once() -> float:
-        start = time.perf_counter()
+    def whole() -> None:
         run()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        return time.perf_counter() - start
 
-    once()
-    return min(once() for _ in range(times))
-
-
-def _command() -> str:
-    import shlex
-
-    program = Path(sys.argv[0])
-    name = "python -m emssd" if program.name in ("__main__.py", "emssd") else f"python {program.name}"
-    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
+    whole()
+    return min(timeit.repeat(whole, number=1, repeat=times))

@@ -10,9 +10,9 @@ from hashlib import sha256
 from typing import Any
 
 from emssd.cli.config import RunConfig
-from emssd.cli.experiment import changed
 from emssd.cli.intake import num_samples, sampling_of, template_of
 from emssd.cli.output import OutputFolder, as_asked
+from emssd.cli.setting import changed
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
 from emssd.model.load.checkpoint import files_of
@@ -21,8 +21,6 @@ from emssd.model.run.target import TargetModel
 from emssd.sampling.grammar import Grammar
 
 __all__ = ["check_compiled", "check_model", "made_with", "unfinished", "were_compiled"]
-
-_LENGTH = 16  # characters of a digest that are kept
 
 
 def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfig, config_text: str) -> list[Prompt]:
@@ -39,9 +37,9 @@ def unfinished(prompts: Iterable[Prompt], output: OutputFolder, config: RunConfi
             f"{output.path}/config.yaml says, or {again}"
         )
     check_model(config, output, warn=True)
-    asked = {prompt.prompt_id: prompt for prompt in prompts}
+    by_id = {prompt.prompt_id: prompt for prompt in prompts}
     for (prompt_id, sample), made_of in output.finished.items():
-        prompt, row = asked.get(prompt_id), f"the row {prompt_id!r} in {output.path}"
+        prompt, row = by_id.get(prompt_id), f"the row {prompt_id!r} in {output.path}"
         if prompt is None or as_asked(prompt) != made_of:
             raise ConfigError(
                 f"resume=true: {row} has a prompt that the data no longer holds; bring the old data back, or {again}"
@@ -101,10 +99,10 @@ def check_compiled(output: OutputFolder, target: TargetModel) -> None:
 
 
 def made_with(config: RunConfig, target: TargetModel | None = None) -> Callable[[Prompt], dict[str, Any]]:
-    """A function that gives what the rows of a prompt depend on, beside its text and the run's options.
+    """A function from a prompt to all that its rows depend on, beside its text and the run's options.
 
     ``files`` and ``written`` are digests of the model's files, see `_model_files`. ``request`` is one of the limit, the
-    sampling and the stop strings. Where the `target` is in this process, ``compiled`` says whether it is.
+    sampling and the stop strings. ``compiled`` says whether a compiled program runs the `target`.
     """
     made: dict[str, Any] = _model_files(config)
     made |= {} if target is None else {"compiled": target.compiled is not None}
@@ -127,12 +125,14 @@ def _request_digest(config: RunConfig, prompt: Prompt) -> str:
         sampling = sampling_of(config, prompt)
     except PromptError as error:  # it has no rows
         return str(error)
-    how = None if sampling is None else changed(replace(sampling, n=1))  # n says how many rows there are
+    options = None if sampling is None else changed(replace(sampling, n=1))  # n says how many rows there are
     limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
     template = [] if config.chat_template is None else [template_of(config)]
-    return _short([limit, how, config.stop if prompt.stop is None else [*prompt.stop], *template])
+    return _short([limit, options, config.stop if prompt.stop is None else [*prompt.stop], *template])
 
 
 def _short(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=lambda own: asdict(own) if isinstance(own, Grammar) else dict(own))
-    return sha256(text.encode()).hexdigest()[:_LENGTH]
+    text = json.dumps(
+        value, sort_keys=True, default=lambda part: asdict(part) if isinstance(part, Grammar) else dict(part)
+    )
+    return sha256(text.encode()).hexdigest()[:16]

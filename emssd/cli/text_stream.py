@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from emssd_lab.report.console import harmless
 from rich.console import Console
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
+from emssd.cli.console import harmless
 from emssd.sequences import Row, Stop, StopStrings
 from emssd.sequences.token_bytes import BYTE_TOKEN
 

@@ -17,10 +17,10 @@ from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, unescaped
 from emssd.data.typed import read_json
 from emssd.errors import PromptError
 
-__all__ = ["Record", "RecordsConfig", "content_of", "records_in", "text_in", "to_prompts"]
+__all__ = ["Record", "RecordsConfig", "content_of", "records_in", "records_of", "text_in", "to_prompts"]
 
 Record = tuple[str, dict[str, Any]]
-"""Its place, by which errors name it, and its fields."""
+"""Its name in errors, and its fields."""
 
 _PLAIN = "data=text reads plain text"
 
@@ -34,10 +34,10 @@ class RecordsConfig(SourceConfig):
         template: makes the prompt from several fields, as in ``"Question: {question}\\nAnswer:"`` or ``"{turns[0]}"``;
             stands in for `field`. ``\\n``, ``\\t``, ``\\r`` and ``\\\\`` stand for newline, tab, carriage return and
             backslash.
-        id_field: names each prompt; its place in the file or dataset by default.
+        id_field: names each prompt; the default is its line in the file or its number in the dataset.
         max_new_tokens_field: holds a prompt's own limit of new tokens; where it is ``null``, the run's holds.
-        sampling_field: holds a prompt's own options of `sampling`, as in ``{"temperature": 0.7, "n": 4}``; for those
-            that it leaves out or that are ``null``, and where it is ``null`` itself, the run's hold.
+        sampling_field: holds a prompt's own options of `sampling`, as in ``{"temperature": 0.7, "n": 4}``; the run's
+            hold for an option that is left out or ``null``.
         where: keep only records with these values, as in ``data.where.category=math``.
     """
 
@@ -81,50 +81,54 @@ def records_in(name: str, content: bytes, plain: str = _PLAIN) -> Iterator[Recor
     for number, line in enumerate(content.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if not line.strip():
             continue
-        place = f"{Path(name).name}:{number}"
+        record_id = f"{Path(name).name}:{number}"
         try:
             record = read_json(line.decode("utf-8"))
         except json.JSONDecodeError as error:
-            where = f"{error.msg} at column {error.colno}"
-            yield FailedPrompt(place, f"{place} is not JSON: {where}; each line must be one JSON object, and {plain}")
+            complaint = (
+                f"is not JSON: {error.msg} at column {error.colno}; each line must be one JSON object, and {plain}"
+            )
         except UnicodeDecodeError as error:
-            yield FailedPrompt(place, f"{place} is not UTF-8 text ({error.reason} at byte {error.start}); convert it")
+            complaint = f"is not UTF-8 text ({error.reason} at byte {error.start}); convert it"
         except ValueError as error:
-            yield FailedPrompt(place, f"{place} is JSON that cannot be read: {error}; repair what wrote it")
+            complaint = f"is JSON that cannot be read: {error}; repair what wrote it"
         else:
             if isinstance(record, dict):
-                yield place, record
-            else:
-                kind = type(record).__name__
-                yield FailedPrompt(place, f"{place} is a {kind}; each line must be one JSON object")
+                yield record_id, record
+                continue
+            complaint = f"is a {type(record).__name__}; each line must be one JSON object"
+        yield FailedPrompt(record_id, f"{record_id} {complaint}")
+
+
+def records_of(path: str, config: RecordsConfig) -> list[Prompt | FailedPrompt]:
+    """The prompts of a JSONL file; see `to_prompts`."""
+    name, content = content_of(path)
+    return to_prompts(records_in(name, content), config, name)
 
 
 def to_prompts(
     records: Iterable[Record | FailedPrompt], config: RecordsConfig, origin: str
 ) -> list[Prompt | FailedPrompt]:
-    """The prompts of `records`, which come from `origin`, and what is wrong with the others.
+    """The prompts of `records`, which come from `origin`, and a `FailedPrompt` for each record that gives none.
 
     A record that cannot be read counts towards ``limit``, and no ``where`` leaves it out.
     """
     prompts: list[Prompt | FailedPrompt] = []
-    taken: dict[str, str] = {}  # the place of each id
+    taken: dict[str, str] = {}  # by the id of a prompt, its record
     for item in islice((item for item in records if _is_wanted(item, config.where)), config.limit):
         if isinstance(item, FailedPrompt):
             prompts.append(item)
             continue
-        place, record = item
+        name, record = item
         try:
-            prompt = _prompt(place, record, config)
-            if prompt.prompt_id in taken:
+            prompt = _prompt(name, record, config)
+            if (first := taken.setdefault(prompt.prompt_id, name)) != name:
                 raise PromptError(
-                    f"{place} has the id {prompt.prompt_id!r} of {taken[prompt.prompt_id]}; choose a field that "
-                    f"differs with data.id_field"
+                    f"{name} has the id {prompt.prompt_id!r} of {first}; choose a field that differs with data.id_field"
                 )
-        except PromptError as error:
-            prompts.append(FailedPrompt(place, str(error)))
-        else:
-            taken[prompt.prompt_id] = place
             prompts.append(prompt)
+        except PromptError as error:
+            prompts.append(FailedPrompt(name, str(error)))
     if not prompts:
         where = " and ".join(f"{name}={value}" for name, value in config.where.items())
         raise PromptError(f"no prompt has {where}; change data.where" if where else f"{origin} holds no prompts")
@@ -138,78 +142,62 @@ def _is_wanted(item: Record | FailedPrompt, where: Mapping[str, str]) -> bool:
         return False
 
 
-def _prompt(place: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
+def _prompt(name: str, record: dict[str, Any], config: RecordsConfig) -> Prompt:
+    """The prompt of the record that errors call `name`."""
     has = f"it has {', '.join(map(repr, record))}"
-    names = {option: getattr(config, option) for option in ("id_field", "max_new_tokens_field", "sampling_field")}
+    fields = {option: getattr(config, option) for option in ("id_field", "max_new_tokens_field", "sampling_field")}
     if config.template is None:
-        names["field"] = config.field
-    for option, name in names.items():
-        if name is not None and name not in record:
+        fields["field"] = config.field
+    for option, field in fields.items():
+        if field is not None and field not in record:
             choice = " or data.template" if option == "field" else ""
-            raise PromptError(f"{place} has no field {name!r}; {has}. Choose with data.{option}{choice}")
-    prompt = Prompt(
-        _id(place, record, config.id_field) if config.id_field else place,
-        max_new_tokens=_limit(place, record, config.max_new_tokens_field),
-        sampling=_sampling(place, record, config.sampling_field),
-    )
-    if config.template is not None:
-        text = _filled(config.template, record, f"{place} does not fit data.template; {has}")
-        return replace(prompt, text=text)
-    value = record[config.field]
-    if config.chat and isinstance(value, list):
-        return replace(prompt, messages=tuple(check_messages(value, place)))
-    if not isinstance(value, str):
-        raise PromptError(
-            f"{_holds(place, config.field, value)}, not text; choose another with data.field, or make text of it with "
-            f"\"data.template='{{{config.field}}}'\""
-            + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
-        )
-    return replace(prompt, text=value)
-
-
-def _holds(place: str, name: str | None, value: object) -> str:
-    return f"{place}: field {name!r} holds a value of type {type(value).__name__}"
-
-
-def _id(place: str, record: dict[str, Any], name: str) -> str:
-    value = record[name]
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise PromptError(f"{_holds(place, name, value)}; an id is a text or a number")
-    return str(value)
-
-
-def _limit(place: str, record: dict[str, Any], name: str | None) -> int | None:
-    limit = None if name is None else record[name]
+            raise PromptError(f"{name} has no field {field!r}; {has}. Choose with data.{option}{choice}")
+    prompt_id, limit, sampling = (None if field is None else record[field] for field in [*fields.values()][:3])
+    if config.id_field and (isinstance(prompt_id, bool) or not isinstance(prompt_id, str | int | float)):
+        raise PromptError(f"{_holds(name, config.id_field, prompt_id)}; an id is a text or a number")
     if isinstance(limit, float) and limit.is_integer():  # what tables make of whole numbers where some are missing
         limit = int(limit)
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise PromptError(
-            f"{place}: field {name!r} holds {limit!r}; a limit of new tokens is a whole number of at least 1, or null"
+            f"{name}: field {config.max_new_tokens_field!r} holds {limit!r}; a limit of new tokens is a whole number "
+            f"of at least 1, or null"
         )
-    return limit
-
-
-def _sampling(place: str, record: dict[str, Any], name: str | None) -> dict[str, Any] | None:
-    options = None if name is None else record[name]
-    if options is not None and not isinstance(options, dict):
-        example = '{"temperature": 0.7}'
+    if not isinstance(sampling, dict | None):
         raise PromptError(
-            f"{_holds(place, name, options)}; options of sampling are an object, such as {example}, or null"
+            f"{_holds(name, config.sampling_field, sampling)}; options of sampling are an object, such as "
+            f'{{"temperature": 0.7}}, or null'
         )
-    return options
-
-
-def _filled(template: str, record: dict[str, Any], complaint: str) -> str:
+    prompt = Prompt(name if prompt_id is None else str(prompt_id), max_new_tokens=limit, sampling=sampling)
+    if config.template is None:
+        return _with_text(prompt, name, record[config.field], config)
     try:
-        return unescaped(template).format(**record)
+        return replace(prompt, text=unescaped(config.template).format(**record))
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError) as error:  # what str.format raises
-        raise PromptError(f"{complaint}. {template!r} gives {type(error).__name__}: {error}") from error
+        reason = f"{config.template!r} gives {type(error).__name__}: {error}"
+        raise PromptError(f"{name} does not fit data.template; {has}. {reason}") from error
+
+
+def _with_text(prompt: Prompt, name: str, value: object, config: RecordsConfig) -> Prompt:
+    """`prompt` with the text or the messages of its field."""
+    if config.chat and isinstance(value, list):
+        return replace(prompt, messages=tuple(check_messages(value, name)))
+    if isinstance(value, str):
+        return replace(prompt, text=value)
+    raise PromptError(
+        f"{_holds(name, config.field, value)}, not text; choose another with data.field, or make text of it with "
+        f"\"data.template='{{{config.field}}}'\""
+        + ("; data.chat=true takes a list of messages" if isinstance(value, list) else "")
+    )
+
+
+def _holds(name: str, field: str | None, value: object) -> str:
+    return f"{name}: field {field!r} holds a value of type {type(value).__name__}"
 
 
 def read_texts(
     names: Iterable[str], *, field: str = "text", template: str | None = None, limit: int | None = None
 ) -> list[tuple[str, str]]:
-    """Place and text of each document: a record of a ``.jsonl`` file, or the whole of any other file.
+    """Name and text of each document: a record of a ``.jsonl`` file, or the whole of any other file.
 
     Texts of nothing but white space are left out. Raises PromptError: a file or a record cannot be read.
 
@@ -228,4 +216,4 @@ def read_texts(
             if isinstance(prompt, FailedPrompt):
                 raise PromptError(prompt.error)
             texts.append((prompt.prompt_id, prompt.text))
-    return [(place, text) for place, text in texts if text.strip()]
+    return [(name, text) for name, text in texts if text.strip()]

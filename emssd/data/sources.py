@@ -12,7 +12,7 @@ from typing import Annotated
 from omegaconf import MISSING
 
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
-from emssd.data.records import Record, RecordsConfig, content_of, records_in, text_in, to_prompts
+from emssd.data.records import Record, RecordsConfig, content_of, records_of, text_in, to_prompts
 from emssd.errors import ConfigError, PromptError
 from emssd.errors.ranges import AtLeastOne, Meta
 
@@ -151,15 +151,13 @@ def text_prompts(config: TextConfig) -> list[Prompt]:
 
 def jsonl_prompts(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=jsonl`."""
-    name, content = content_of(config.path)
-    return to_prompts(records_in(name, content), config, name)
+    return records_of(config.path, config)
 
 
 def dataset_prompts(config: DatasetConfig) -> list[Prompt | FailedPrompt]:
     """The prompts of `data=hf`."""
     if config.path is not None:
-        name, content = content_of(config.path)
-        return to_prompts(records_in(name, content), config, name)
+        return records_of(config.path, config)
     if config.hub is None:
         raise ConfigError("data=hf needs data.hub=DATASET (an id of the Hugging Face hub) or data.path=FILE.jsonl")
     try:

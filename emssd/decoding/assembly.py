@@ -8,9 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
-
-import torch
+from typing import Any
 
 from emssd.data.model_folder import source_of
 from emssd.data.model_options import ModelOptions
@@ -25,12 +23,11 @@ from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, CausalLMRunner, ModelRunner, TargetModel, load_model
 from emssd.model.load.loading import LoadModel
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+__all__ = ["OF_A_LOADED_MODEL", "eos_token_ids", "find_plugins", "make_parts", "options_of"]
 
-__all__ = ["eos_token_ids", "find_plugins", "make_parts", "options_of", "parts_of_model", "parts_of_path"]
+OF_A_LOADED_MODEL = ("max_model_len", "compile", "batch_invariant", "trust_remote_code")
+"""The options of a model that is loaded already."""
 
-_OF_A_LOADED_MODEL = ("max_model_len", "compile", "batch_invariant", "trust_remote_code")
 _MODEL, _ENGINE = ([field.name for field in fields(kind)] for kind in (ModelOptions, EngineOptions))
 
 
@@ -61,26 +58,6 @@ def find_plugins(registry: Registry, drafter: Any, backend: Any, budget: Any) ->
     ):
         if not isinstance(choice, ready):
             registry.resolve(kind, choice)
-
-
-def parts_of_path(values: Mapping[str, Any], drafter: Any, backend: Any, budget: Any) -> dict[str, Any]:
-    """The arguments of an `Engine` for a model that is loaded; see `Engine.from_pretrained`."""
-    (model_options, options), registry = options_of(values), Registry()
-    find_plugins(registry, drafter, backend, budget)
-    return make_parts(*load_model(model_options), drafter, backend, budget, options, registry)
-
-
-def parts_of_model(
-    model: Any, tokenizer: Any, values: Mapping[str, Any], drafter: Any, backend: Any, budget: Any, *, frozen: bool
-) -> dict[str, Any]:
-    """The arguments of an `Engine` for a model that somebody else loaded; see `Engine.from_model`."""
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"Engine.from_model takes a loaded model; Engine.from_pretrained({str(model)!r:.200}) loads one"
-        )
-    model_options, options = options_of({"compile": False} | dict(values), _OF_A_LOADED_MODEL)
-    target = TargetModel(cast("PreTrainedModel", model), model_options, frozen=frozen)
-    return make_parts(target, tokenizer, drafter, backend, budget, options, Registry())
 
 
 def make_parts(

@@ -48,8 +48,8 @@ class Caches:
         PluginError: the backend cannot serve it, with its reasons.
         """
         spec = dataclasses.replace(other or self.target, continuous=self.target.continuous, trees=trees)
-        asked = spec if self._limit() is None else dataclasses.replace(spec, max_tokens=1)
-        owner, backend = _built(asked, self.backend, self.registry)
+        limited = spec if self._limit() is None else dataclasses.replace(spec, max_tokens=1)
+        owner, backend = _built(limited, self.backend, self.registry)
         self._made.append((owner, backend, spec))
         return backend
 
@@ -88,19 +88,21 @@ class Caches:
         """The user's limit; else, on a GPU, most of the free memory, if the backend keeps to limits at all."""
         if self.options.kv_memory is not None or self.target.device.type == "cpu":
             return self.options.kv_memory
-        limited = dataclasses.replace(self.target, max_tokens=1)
-        return _GPU_SHARE if len(self._reasons(limited)) <= len(self._reasons(self.target)) else None
+        return _GPU_SHARE if self._can(max_tokens=1) else None
 
     def _is_continuous(self) -> bool:
         """With ``auto``, whether the backend can. With ``continuous``, one that cannot has refused when it was made."""
         if self.options.batching is not Batching.auto:
             return self.options.batching is Batching.continuous
-        asked = dataclasses.replace(self.target, continuous=True)
-        return len(self._reasons(asked)) <= len(self._reasons(self.target))
+        return self._can(continuous=True)
 
-    def _reasons(self, spec: KVCacheSpec) -> list[str]:
-        owner, _, backend = _made(spec, self.backend, self.registry)
-        return _unsupported(backend, spec, owner)
+    def _can(self, **more: Any) -> bool:
+        """Whether the backend has no further reason against the target's cache if that has `more`."""
+        counts = []
+        for spec in (dataclasses.replace(self.target, **more), self.target):
+            owner, _, backend = _made(spec, self.backend, self.registry)
+            counts.append(len(_unsupported(backend, spec, owner)))
+        return counts[0] <= counts[1]
 
 
 def shares(limit: int, costs: list[tuple[int, int]]) -> list[int]:

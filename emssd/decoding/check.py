@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
 
 import torch
 
@@ -32,9 +32,8 @@ class Difference:
         request_id, sample: as in `Generation`.
         position: index among the new tokens.
         token, greedy_token: the tokens of the run and of plain decoding there (``None`` if it has ended).
-        margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
-            what is compared to choose the token differs: processed logits with noise. A token at a cut-off such as
-            top-p, which rounding may keep or not, need not be kept, and may be.
+        margin: by how much the target's logits of the two differ after the common prefix; in a sampled row, processed
+            logits with noise, where a token at a cut-off such as top-p counts as kept and as dropped.
         tolerance: up to which margin that is a numerical tie.
     """
 
@@ -76,10 +75,7 @@ class CheckReport:
 
 
 def compare(
-    generations: Seq[Generation],
-    plain: Seq[Generation],
-    runner: ModelRunner,
-    rows: Mapping[str, Row] | None = None,
+    generations: Seq[Generation], plain: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row] | None = None
 ) -> CheckReport:
     """Compare `generations` with `plain`, row by row.
 
@@ -88,26 +84,19 @@ def compare(
     Args:
         rows: by request id, as it began, which says how both chose their tokens; greedily by default.
     """
-    num_exact = 0
-    differences = []
-    for ours, theirs in zip(generations, plain, strict=True):
-        if ours.token_ids == theirs.token_ids:
-            num_exact += 1
-        else:
-            differences.append(_first_difference(ours, theirs, runner, (rows or {}).get(ours.request_id)))
-    return CheckReport(num_exact, tuple(differences))
+    pairs = [pair for pair in zip(generations, plain, strict=True) if pair[0].token_ids != pair[1].token_ids]
+    rows = rows or {}
+    differences = [_first_difference(ours, theirs, runner, rows.get(ours.request_id)) for ours, theirs in pairs]
+    return CheckReport(len(generations) - len(pairs), tuple(differences))
 
 
 def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner, begun: Row | None) -> Difference:
-    pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
-    shorter = min(len(ours.token_ids), len(theirs.token_ids))
-    position = next((i for i, (token, greedy) in pairs if token != greedy), shorter)
-    token = ours.token_ids[position] if position < len(ours.token_ids) else None
-    greedy_token = theirs.token_ids[position] if position < len(theirs.token_ids) else None
+    pairs = enumerate(zip_longest(ours.token_ids, theirs.token_ids))
+    position, (token, greedy_token) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     prefix = (*ours.prompt_ids, *ours.token_ids[:position])
     logits = _logits_after(prefix, runner)
     tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
-    tokens = [each for each in (token, greedy_token) if each is not None]
+    tokens = [one for one in (token, greedy_token) if one is not None]
     scores, certain, possible = logits, *[torch.ones_like(logits, dtype=torch.bool)] * 2
     if begun is not None and begun.request.sampling is not None:
         row = Row(replace(begun.request, sample=ours.sample), grammar=begun.grammar)
@@ -127,7 +116,7 @@ def _cut(
     """Scores without cut-offs at `node`, and the tokens that top-k and the like certainly, or possibly, keep.
 
     These cut sharply: where logits are within `tolerance` of a cut-off, their last bits decide. So logits are moved by
-    that much: for each of `tokens` once in favour of it, and once in favour of those above it, or of all others.
+    that much: for each of `tokens` once in favour of it, once in favour of the tokens above it, and once against it.
     """
     whole = replace(node, params=replace(node.params, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0))
     ranks = [processed_at(logits[None], [whole])[0]]
@@ -147,9 +136,8 @@ def _cut(
 @torch.inference_mode()
 def _logits_after(tokens: tuple[int, ...], runner: ModelRunner) -> torch.Tensor:
     """The target's logits after `tokens`, ``[vocab]`` in float64."""
-    sequence = Row(Request("emssd.decoding.check", tokens, max_new_tokens=1))
-    packed = pack([sequence], Draft.empty(1))
+    row = Row(Request("emssd.decoding.check", tokens, max_new_tokens=1))
     try:
-        return runner.run(packed).logits[0].double()
+        return runner.run(pack([row], Draft.empty(1))).logits[0].double()
     finally:
-        runner.release([sequence.request_id])
+        runner.release([row.request_id])

@@ -18,7 +18,7 @@ from emssd.sequences import Row
 __all__ = ["GREEDY", "choices", "drawn_nodes", "first_node", "states_in"]
 
 GREEDY = Node(SamplingParams(temperature=0.0))
-"""The node of a row of which nothing but greedy tokens is wanted, wherever it is."""
+"""Any node of a row that wants greedy tokens alone."""
 
 
 def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Tensor:
@@ -32,23 +32,23 @@ def choices(logits: torch.Tensor, rows: Iterable[Row], draft: Draft) -> torch.Te
     """
     if all(map(_is_greedy, rows)):
         return greedy_tokens(logits)
-    return choose(logits, [node for place, row in enumerate(rows) for node in _nodes_of(row, draft, place)])
+    return choose(logits, [node for number, row in enumerate(rows) for node in _nodes_of(row, draft, number)])
 
 
-def _nodes_of(row: Row, draft: Draft, place: int) -> Iterator[Node]:
-    """The places where tokens are chosen for row `place` of `draft`: after its newest token, and each drafted one.
+def _nodes_of(row: Row, draft: Draft, number: int) -> Iterator[Node]:
+    """The nodes at which tokens are chosen for row `number` of `draft`: after its newest token, and each drafted one.
 
-    Those of a row with `residual` sampling are greedy: nobody knows beforehand what its rule will draw there.
+    In a row with `residual` sampling they are greedy: nobody knows beforehand what its rule will draw there.
     """
     if _is_greedy(row):
-        yield from [GREEDY] * (1 + len(draft.tree(place)))
+        yield from [GREEDY] * (1 + len(draft.tree(number)))
     else:
-        yield from drawn_nodes(row, draft, place)
+        yield from drawn_nodes(row, draft, number)
 
 
-def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
+def drawn_nodes(row: Row, draft: Draft, number: int) -> Iterator[Node]:
     """As `_nodes_of`, with the params of the request, of a row that is sampled; also by the `residual` method."""
-    params, tokens, tree = row.request.sampling, row.tokens, draft.tree(place)
+    params, tokens, tree = row.request.sampling, row.tokens, draft.tree(number)
     assert params is not None
     request = row.request
     key, num_prompt = noise_key(params.seed, request.prompt_id, request.sample), len(request.prompt_ids)
@@ -56,7 +56,7 @@ def drawn_nodes(row: Row, draft: Draft, place: int) -> Iterator[Node]:
     if not params.reads_path:
         yield from (Node(params, key, position) for position in positions)
         return
-    drafted = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
+    drafted = draft.tokens(number)
     prefixes: list[Seq[int]] = [list(tokens) if params.reads_prefix else ()] * (1 + len(drafted))
     states = _states_of(row.grammar, drafted, tree)
     if params.reads_prefix:
@@ -77,16 +77,15 @@ def _states_of(origin: MatcherState | None, tokens: Seq[int], tree: Parents) -> 
 
 def states_in(rows: Iterable[Row], draft: Draft) -> list[MatcherState]:
     """The states after the newest tokens and after all nodes of the draft, of rows with a grammar."""
-    found = list[MatcherState | None]()
-    for place, row in enumerate(rows):
+    states = list[MatcherState | None]()
+    for number, row in enumerate(rows):
         if row.grammar is not None:
-            tokens = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-            found += _states_of(row.grammar, tokens, draft.tree(place))
-    return [state for state in found if state is not None]
+            states += _states_of(row.grammar, draft.tokens(number), draft.tree(number))
+    return [state for state in states if state is not None]
 
 
 def first_node(row: Row) -> Node:
-    """The place where the token after the newest one of `row` is chosen: there a draft model begins to draw."""
+    """The node at which the token after the newest one of `row` is chosen: there a draft model begins to draw."""
     return next(_nodes_of(row, Draft.empty(1), 0))
 
 

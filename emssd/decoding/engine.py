@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from emssd.data.prompts import check_limit, check_prompt, encode_prompts, limit_per_prompt
-from emssd.decoding.assembly import make_parts, parts_of_model, parts_of_path
+from emssd.decoding.assembly import OF_A_LOADED_MODEL, find_plugins, make_parts, options_of
 from emssd.decoding.loop import DecodeLoop
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError, PluginError, PromptError
@@ -25,7 +25,7 @@ from emssd.sequences import Generation, Request, Row, StopStrings
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "RunReport"]
 
 
 class Engine(DecodeLoop):
@@ -58,7 +58,9 @@ class Engine(DecodeLoop):
                 enough. With ``tensor_parallel=True``, each process that torchrun started must make the same calls, with
                 the same prompts; each gets the same tokens.
         """
-        return cls(**parts_of_path({"path": path} | options, drafter, backend, budget))
+        (model, chosen), registry = options_of({"path": path} | options), Registry()
+        find_plugins(registry, drafter, backend, budget)
+        return cls(**make_parts(*load_model(model), drafter, backend, budget, chosen, registry))
 
     @classmethod
     def from_model(
@@ -83,7 +85,13 @@ class Engine(DecodeLoop):
             options: fields of `EngineOptions`; and of `ModelOptions` ``max_model_len``, ``compile``, which is false by
                 default, ``batch_invariant`` and ``trust_remote_code``.
         """
-        return cls(**parts_of_model(model, tokenizer, options, drafter, backend, budget, frozen=frozen))
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigError(
+                f"Engine.from_model takes a loaded model; Engine.from_pretrained({str(model)!r:.200}) loads one"
+            )
+        model_options, chosen = options_of({"compile": False} | options, OF_A_LOADED_MODEL)
+        target = TargetModel(model, model_options, frozen=frozen)
+        return cls(**make_parts(target, tokenizer, drafter, backend, budget, chosen, Registry()))
 
     @classmethod
     def assemble(
@@ -106,9 +114,8 @@ class Engine(DecodeLoop):
             eos: what ends a sequence; what the model says by default.
             load: loads draft models.
         """
-        options, registry = options or EngineOptions(), registry or Registry()
-        parts = make_parts(target, tokenizer, drafter, backend, budget, options, registry, eos=eos, load=load)
-        return cls(**parts)
+        chosen, registry = options or EngineOptions(), registry or Registry()
+        return cls(**make_parts(target, tokenizer, drafter, backend, budget, chosen, registry, eos=eos, load=load))
 
     @property
     def target(self) -> TargetModel:

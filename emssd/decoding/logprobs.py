@@ -24,19 +24,22 @@ def add_logprobs(logits: torch.Tensor, draft: Draft, verified: Seq[Verified]) ->
     Args:
         logits: ``[R, vocab]``: for each row the logits after its newest token, then after each of its drafted tokens.
     """
-    asking = [(place, each, width) for place, each in enumerate(verified) if (width := _width(each.row)) is not None]
-    if not asking:
+    wanted = [
+        (start + number, result, width)
+        for number, (start, result) in enumerate(zip(draft.indptr, verified, strict=False))
+        if (width := _width(result.row)) is not None
+    ]
+    if not wanted:
         return
-    places, tokens, nodes = list[int](), list[int](), list[Node | None]()
-    for place, each, _ in asking:
-        start = draft.indptr[place] + place
-        places += [start, *(start + 1 + node for node in each.accepted)]
-        tokens += each.new_tokens
-        nodes += _nodes(each.row, each.new_tokens)
-    deepest = max(width for *_, width in asking)
-    numbers = iter(_numbers(logits, places, tokens, nodes, deepest))
-    for _, each, width in asking:
-        each.logprobs = [_logprob(token, next(numbers), width, deepest) for token in each.new_tokens]
+    lines, tokens, nodes = list[int](), list[int](), list[Node | None]()  # lines of `logits`
+    for first, result, _ in wanted:
+        lines += [first, *(first + 1 + node for node in result.accepted)]
+        tokens += result.new_tokens
+        nodes += _nodes(result.row, result.new_tokens)
+    deepest = max(width for *_, width in wanted)
+    numbers = iter(_numbers(logits, lines, tokens, nodes, deepest))
+    for _, result, width in wanted:
+        result.logprobs = [_logprob(token, next(numbers), width, deepest) for token in result.new_tokens]
 
 
 def _width(row: Row) -> int | None:
@@ -53,16 +56,16 @@ def _nodes(row: Row, new: Seq[int]) -> list[Node | None]:
 
 
 def _numbers(
-    logits: torch.Tensor, places: list[int], tokens: list[int], nodes: list[Node | None], width: int
+    logits: torch.Tensor, lines: list[int], tokens: list[int], nodes: list[Node | None], width: int
 ) -> list[list[float]]:
-    """``[n][1 + 2 width]``: for each token, chosen at a row of `logits`, its own, the best ids, and theirs."""
-    num_together = max(1, BLOCK // logits.shape[1])
-    parts = []
-    for start in range(0, len(places), num_together):
-        rows, own = (on_device(each[start : start + num_together], logits.device) for each in (places, tokens))
-        shares = _scores(logits[rows], nodes[start : start + num_together]).log_softmax(dim=-1)
+    """``[n][1 + 2 width]``: for each token, chosen at a line of `logits`, its own, the best ids, and theirs."""
+    num_together, parts = max(1, BLOCK // logits.shape[1]), []
+    for start in range(0, len(lines), num_together):
+        block = slice(start, start + num_together)
+        shares = _scores(logits[on_device(lines[block], logits.device)], nodes[block]).log_softmax(dim=-1)
         best, ids = shares.topk(width, dim=-1)
-        parts.append(torch.cat([shares.gather(1, own.unsqueeze(1)), ids.double(), best], dim=1))
+        chosen = on_device(tokens[block], logits.device).unsqueeze(1)
+        parts.append(torch.cat([shares.gather(1, chosen), ids.double(), best], dim=1))
     numbers: Seq[float] = to_host(torch.cat(parts).flatten())
     size = 1 + 2 * width
     return [list(numbers[start : start + size]) for start in range(0, len(numbers), size)]
@@ -71,10 +74,10 @@ def _numbers(
 def _scores(logits: torch.Tensor, nodes: list[Node | None]) -> torch.Tensor:
     """``[n, vocab]`` float64: the `logits`, processed where there is a node."""
     scores = logits.double()
-    known = [(place, node) for place, node in enumerate(nodes) if node is not None]
-    for block in alike([node for _, node in known], range(len(known)), logits.shape[1]):
-        index, own = on_device([known[each][0] for each in block], logits.device), [known[each][1] for each in block]
-        scores[index] = processed_at(within_grammars(logits[index], own), own)
+    by_line = {line: node for line, node in enumerate(nodes) if node is not None}
+    for block in alike(by_line, [*by_line], logits.shape[1]):
+        index, some = on_device(block, logits.device), [by_line[line] for line in block]
+        scores[index] = processed_at(within_grammars(logits[index], some), some)
     return scores
 
 

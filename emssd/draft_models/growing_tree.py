@@ -35,7 +35,7 @@ class GrowingTree:
         scores: the sum of these from the newest token to each node. It never rises from a parent to its child.
         num_levels: that have been created.
         cached, cached_parents: the nodes in the cache, in its order; the parent of each as an index among them.
-        places: where each cached node is among them; -1 for node -1.
+        places: the index of each cached node among them; -1 for node -1.
         choices: the likeliest tokens after each node that was expanded.
     """
 
@@ -65,7 +65,7 @@ class GrowingTree:
         """The tokens after the newest one up to `node`."""
         return self._upwards(node, self.token_ids)
 
-    def way(self, node: int) -> tuple[int, ...]:
+    def path_ranks(self, node: int) -> tuple[int, ...]:
         """The ranks of the nodes on the path to `node`; of -1 none."""
         return tuple(self._upwards(node, self.ranks))
 
@@ -88,10 +88,6 @@ class GrowingTree:
         self._best.sort()
         del self._best[self.num_nodes :]  # what is not among the best by now never will be
 
-    def best(self) -> list[int]:
-        """The nodes to draft, the most probable first; of equal ones the first that was created."""
-        return [node for _, node in self._best]
-
     def frontier(self) -> list[int]:
         """The nodes of the deepest level that may have children, the most probable first.
 
@@ -112,26 +108,26 @@ class GrowingTree:
     def follow(self, tokens: Seq[int]) -> list[int]:
         """The nodes that follow each other as `tokens` do, from the newest token on, as far as there are any."""
         children = {edge: node for node, edge in enumerate(zip(self.parents, self.token_ids, strict=True))}
-        found, node = list[int](), -1
+        nodes, node = list[int](), -1
         for token in tokens:
             if (node := children.get((node, token), -1)) < 0:
                 break
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def drafted(self) -> Tree:
         """The best nodes, the most probable first, as a draft."""
-        best = self.best()
-        places = {node: place for place, node in enumerate(best)} | {-1: -1}
+        best = [node for _, node in self._best]
+        ranks = {node: rank for rank, node in enumerate(best)} | {-1: -1}
         return Tree(
             [self.token_ids[node] for node in best],
-            [places[self.parents[node]] for node in best],
+            [ranks[self.parents[node]] for node in best],
             [math.exp(self.log_probs[node]) for node in best],
         )
 
     def _upwards(self, node: int, values: Seq[int]) -> list[int]:
-        found = list[int]()
+        on_path = list[int]()
         while node >= 0:
-            found.append(values[node])
+            on_path.append(values[node])
             node = self.parents[node]
-        return found[::-1]
+        return on_path[::-1]

@@ -20,7 +20,7 @@ from emssd.decoding.packing import pack_nodes
 from emssd.draft_models.draft_cache import DraftCache
 from emssd.draft_models.growing_tree import Child, Expansion, GrowingTree
 from emssd.draft_models.shapes import DynamicShape, Shape
-from emssd.draft_models.top_tokens import Choices, behind, likely_tokens, on_host
+from emssd.draft_models.top_tokens import Choices, after, likely_tokens, on_host
 from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
 from emssd.drafting.budget import DraftedNode
 from emssd.sampling.choice import Node
@@ -153,12 +153,12 @@ class LevelDrafter(Drafter):
                     both = likely[0].unsqueeze(1).repeat(1, 1 + rest.shape[1], 1)
                     both[:, 1:, index] = self._to_target(rest)
                     return both
-            nodes = [behind(row.node, depth) for row in some]
+            nodes = [after(row.node, depth) for row in some]
             likely.append(likely[-1].clone())
             likely[-1][:, index] = self._likely(self.follow(some, tokens, depth), nodes)[..., 0]
 
     def _num_cached(self, row: Row) -> int:
-        """Of the row's tokens, how many need not be computed."""
+        """The number of the row's tokens that need not be computed."""
         return 0
 
     def node_of(self, row: Row) -> Node:
@@ -180,13 +180,14 @@ class LevelDrafter(Drafter):
         return rows
 
     def _grow_trees(self, rows: Seq[GrowingRow]) -> None:
-        level, logits = self._first_level(rows), self.catch_up(rows)
+        level = [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
+        logits = self.catch_up(rows)
         if self._runs_chain(rows):
             lengths = [min(row.tree.depth, row.tree.max_cached + 1) for row in rows]
             likely = self.run_chain(rows, logits, lengths).transpose(1, 2)
-            num_levels = likely.shape[2]
             self._known = on_host(likely.flatten(1).unsqueeze(2))
-            self._starts = {row.request_id: place * num_levels for place, row in enumerate(rows)}
+            starts = range(0, likely[0].numel(), likely.shape[2])
+            self._starts = {row.request_id: start for row, start in zip(rows, starts, strict=True)}
         self._grow(level, logits)
         while level := self._next_level(self._going_on(level, logits)):
             if self._known is None or self._goes_on is not None:
@@ -219,32 +220,32 @@ class LevelDrafter(Drafter):
         if self._known is None:
             return self._choices_from(level, logits)
         tokens, log_probs = self._known
-        places = self._places_of(level)
-        return [tokens[place] for place in places], [log_probs[place] for place in places]
+        indices = self._indices_of(level)
+        return [tokens[index] for index in indices], [log_probs[index] for index in indices]
 
     def _choices_from(self, level: Level, logits: torch.Tensor) -> Choices:
         return on_host(self._likely(logits, None if self._all_greedy else self._nodes(level)))
 
-    def _places_of(self, level: Level) -> list[int]:
-        """The places of a level's nodes among those of all levels, row by row."""
+    def _indices_of(self, level: Level) -> list[int]:
+        """The indices of a level's nodes among the nodes of all levels, row by row."""
         return [self._starts[row.request_id] + row.tree.num_levels for row, expansions in level for _ in expansions]
 
     def _nodes(self, level: Level) -> list[Node]:
-        """The places where the target chooses the tokens after the nodes of a level."""
+        """The nodes at which the target chooses the tokens after a level."""
         nodes = list[Node]()
         for row, expansions in level:
             first, depth, tree = row.node, row.tree.num_levels, row.tree
             if first.params.reads_path:
-                nodes += [behind(first, depth, tree.path(node)) for node, _ in expansions]
+                nodes += [after(first, depth, tree.path(node)) for node, _ in expansions]
             else:
-                nodes += [behind(first, depth)] * len(expansions)
+                nodes += [after(first, depth)] * len(expansions)
         return nodes
 
     def _likely(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> torch.Tensor:
         """``[2, n, width]``, see `likely_tokens`: the target's tokens after nodes, from ``[n, draft_vocab_size]``.
 
-        Where all nodes are greedy, only the drafter's own columns are looked at. Others need all of the target's
-        tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
+        Where all nodes are greedy, only the drafter's own columns are looked at. Otherwise noise, penalties and biases
+        need all of the target's tokens: a token without a column is impossible there.
         """
         width, temperature = min(self.shape.width, logits.shape[1]), self.shape.temperature
         if self._all_greedy or nodes is None:
@@ -275,9 +276,6 @@ class LevelDrafter(Drafter):
             ]
         going = self._goes_on(newest)
         return [row for row, _ in level if row.request_id in going]
-
-    def _first_level(self, rows: Seq[GrowingRow]) -> Level:
-        return [(row, self.shape.expand(row.tree, row.tree.level)) for row in rows]
 
     def _next_level(self, rows: Seq[GrowingRow]) -> Level:
         level: Level = []
@@ -315,10 +313,10 @@ def pack_chain(rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> Packe
 
 
 class SlotDrafter(LevelDrafter):
-    """Drafts with one pass for all levels: what follows a node depends on its level, and not on the tokens before.
+    """Drafts with one pass for all levels: the tokens after a node depend on its level, and not on the tokens before.
 
     Its logits have a slot for each level of a row. On a GPU the host waits once a draft, or twice in a batch of greedy
-    and sampled rows; once more for each level if a row has penalties, which read what was drafted before.
+    and sampled rows; once more for each level if a row has penalties, which read the tokens drafted before.
     """
 
     caches_nodes = False
@@ -343,11 +341,11 @@ class SlotDrafter(LevelDrafter):
             self._starts[row.request_id] = start
             start += row.tree.depth
         if not any(row.node.params.reads_path for row in rows):
-            nodes = [behind(row.node, depth) for row in rows for depth in range(row.tree.depth)]
+            nodes = [after(row.node, depth) for row in rows for depth in range(row.tree.depth)]
             self._known = on_host(self._likely(self._logits, nodes))
             if self._goes_on is None:
                 return self._logits  # nobody reads them
         return self.compute([(row, [(-1, ())]) for row in rows])
 
     def compute(self, level: Level) -> torch.Tensor:
-        return self._logits[on_device(self._places_of(level), self._logits.device)]
+        return self._logits[on_device(self._indices_of(level), self._logits.device)]

@@ -39,7 +39,7 @@ class ModelDrafter(LevelDrafter):
     """
 
     has_own_ids = False
-    """Whether the model's ids are others than those of the columns of its logits."""
+    """Whether the columns of the model's logits stand for other ids than the model's own."""
 
     _cache: DraftCache
 
@@ -64,7 +64,7 @@ class ModelDrafter(LevelDrafter):
             moved = kept != list(range(len(kept)))
             names.append(row.request_id)
             kv_lens.append(tree.num_tokens + len(kept))
-            sources.append(tuple(tree.num_tokens + place for place in kept) if moved else ())
+            sources.append(tuple(tree.num_tokens + index for index in kept) if moved else ())
         self.shape.replan()
         self._keep(names, kv_lens, sources)
 
@@ -85,8 +85,8 @@ class ModelDrafter(LevelDrafter):
         size, bias = self._runner.vocab_size, node.params.logit_bias
         if all(token < size for token in bias):
             return node
-        known = {token: value for token, value in bias.items() if token < size}
-        return replace(node, params=replace(node.params, logit_bias=known))
+        possible = {token: value for token, value in bias.items() if token < size}
+        return replace(node, params=replace(node.params, logit_bias=possible))
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
         self._trees = {}  # also if this draft fails
@@ -109,7 +109,7 @@ class ModelDrafter(LevelDrafter):
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
-        self._have_cached(rows)
+        self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
         return self._columns(logits)
 
     def compute(self, level: Level) -> torch.Tensor:
@@ -128,9 +128,6 @@ class ModelDrafter(LevelDrafter):
     def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """The model's ids of drafted tokens, where it has others than the target."""
         return tokens
-
-    def _have_cached(self, rows: Seq[GrowingRow]) -> None:
-        self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
 
     def _columns(self, logits: torch.Tensor) -> torch.Tensor:
         return logits[:, : self._vocab_size]
@@ -199,5 +196,5 @@ def shallow_runner(context: DrafterContext, num_layers: int | None, *, trees: bo
         num_layers = -(-target.num_layers // 4)
     if not 1 <= num_layers <= target.num_layers:
         raise ConfigError(f"drafter.num_layers is {num_layers}; choose 1 to {target.num_layers}, as the target has")
-    own = replace(spec, layers=spec.layers[:num_layers], trees=trees, prefix_caching=False)
-    return target.first_layers(num_layers, context.make_cache(own))
+    shallow = replace(spec, layers=spec.layers[:num_layers], trees=trees, prefix_caching=False)
+    return target.first_layers(num_layers, context.make_cache(shallow))

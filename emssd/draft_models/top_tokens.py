@@ -20,7 +20,7 @@ from emssd.attention.packed import on_device, to_host
 from emssd.model.run.runner import likeliest
 from emssd.sampling.choice import Node, alike, as_arrays, is_quick, kernels_for, scores_of, within_grammars
 
-__all__ = ["Choices", "behind", "likely_tokens", "on_host"]
+__all__ = ["Choices", "after", "likely_tokens", "on_host"]
 
 Choices = tuple[list[list[int]], list[list[float]]]
 """For each node the likeliest tokens after it, the likeliest first, and the logarithms of how likely they are."""
@@ -61,7 +61,7 @@ def likely_tokens(logits: torch.Tensor, nodes: Seq[Node] | None, width: int, tem
         they are. After a model that overflowed, the target draws nothing.
     """
     width = min(width, logits.shape[1])
-    drawn = [] if nodes is None else [place for place, node in enumerate(nodes) if not node.params.is_greedy]
+    drawn = [] if nodes is None else [row for row, node in enumerate(nodes) if not node.params.is_greedy]
     if not drawn:
         if (kernels := kernels_for(logits)) is None:
             return likeliest(logits, width, 1.0 / temperature)
@@ -72,14 +72,14 @@ def likely_tokens(logits: torch.Tensor, nodes: Seq[Node] | None, width: int, tem
         return _drawn(logits, nodes, width, temperature)
     likely = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
     index = on_device(drawn, logits.device)
-    likely[:, index] = _drawn(logits[index], [nodes[place] for place in drawn], width, temperature)
-    index = on_device([place for place, node in enumerate(nodes) if node.params.is_greedy], logits.device)
+    likely[:, index] = _drawn(logits[index], [nodes[row] for row in drawn], width, temperature)
+    index = on_device([row for row, node in enumerate(nodes) if node.params.is_greedy], logits.device)
     likely[:, index] = likely_tokens(logits[index], None, width, temperature)
     return likely
 
 
-def behind(node: Node, depth: int, path: Seq[int] = ()) -> Node:
-    """The node that follows `node` after `depth` tokens, the `path`; it is read only where the params read it."""
+def after(node: Node, depth: int, path: Seq[int] = ()) -> Node:
+    """The node `depth` tokens after `node`. The `path` between them is read only where the params read it."""
     if node.params.is_greedy or not depth:
         return node
     prefix = [*node.prefix, *path] if node.params.reads_prefix else ()
@@ -94,12 +94,12 @@ def _drawn(logits: torch.Tensor, nodes: Seq[Node], width: int, temperature: floa
     likely = torch.empty(2, len(nodes), width, dtype=torch.float64, device=logits.device)
     left: Seq[int] = range(len(nodes))
     if (kernels := kernels_for(logits)) is not None:
-        quick = [place for place, node in enumerate(nodes) if is_quick(node.params)]
-        arrays = as_arrays(quick, [nodes[place] for place in quick], logits.shape[1])
+        quick = [row for row, node in enumerate(nodes) if is_quick(node.params)]
+        arrays = as_arrays(quick, [nodes[row] for row in quick], logits.shape[1])
         likely[:, quick] = kernels.top_draws(logits, *arrays, temperature, width)
-        left = [place for place, node in enumerate(nodes) if not is_quick(node.params)]
-    for places in alike(nodes, left, logits.shape[1]):
-        index, some = on_device(places, logits.device), [nodes[place] for place in places]
+        left = [row for row, node in enumerate(nodes) if not is_quick(node.params)]
+    for rows in alike(nodes, left, logits.shape[1]):
+        index, some = on_device(rows, logits.device), [nodes[row] for row in rows]
         scores = scores_of(logits[index], some) * ((some[0].params.temperature or 1.0) / temperature)
         shares, ids = scores.log_softmax(dim=1).topk(width, dim=1)
         likely[:, index] = torch.stack([ids.double(), shares])

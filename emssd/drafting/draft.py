@@ -59,14 +59,11 @@ class Draft:
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
-        """A draft of one chain of token ids per row; an empty chain drafts nothing.
+        """A draft of one chain of token ids per row, possibly empty.
 
-        `confidence` is that of each token, in the same shape.
-
-        Raises:
-            DraftError: it has another shape.
+        Raises DraftError: `confidence` has another shape.
         """
-        rows = [list(each) for each in chains]
+        rows = [list(tokens) for tokens in chains]
         lengths = list(map(len, rows))
         token_ids = torch.tensor([*chain.from_iterable(rows)], dtype=torch.int64)
         return cls(token_ids, (0, *accumulate(lengths)), confidence=_flat(confidence, lengths))
@@ -98,6 +95,11 @@ class Draft:
         start, stop = self.indptr[row], self.indptr[row + 1]
         return range(-1, stop - start - 1) if self.parents is None else self.parents[start:stop]
 
+    def tokens(self, row: int) -> list[int]:
+        """The ids of a row's nodes; if they are on a device, the host waits for them."""
+        ids: list[int] = self.token_ids[self.indptr[row] : self.indptr[row + 1]].tolist()
+        return ids
+
     def cut(self, lengths: Seq[int]) -> Draft:
         """The first `lengths` nodes of each row, ``[B]``."""
         if list(lengths) == self.lengths:
@@ -113,19 +115,18 @@ class Draft:
 
     def pick(self, rows: Seq[Seq[int]]) -> Draft:
         """The nodes `rows` of each row, ``[B]`` ascending indices within the row; with a node its parent is picked."""
-        places = [start + node for start, nodes in zip(self.indptr, rows, strict=False) for node in nodes]
+        indices = [start + node for start, nodes in zip(self.indptr, rows, strict=False) for node in nodes]
         parents = extra = None
         if self.parents is not None:
             parents = tuple(parent for row, nodes in enumerate(rows) for parent in _renumbered(self.tree(row), nodes))
         if self.extra is not None:
-            extra = tuple(
-                None if each is None else each.pick(nodes) for each, nodes in zip(self.extra, rows, strict=True)
-            )
+            pairs = zip(self.extra, rows, strict=True)
+            extra = tuple([None if claims is None else claims.pick(nodes) for claims, nodes in pairs])
         return Draft(
-            self.token_ids[on_device(places, self.token_ids.device)],
+            self.token_ids[on_device(indices, self.token_ids.device)],
             (0, *accumulate(map(len, rows))),
             parents,
-            None if self.confidence is None else tuple(self.confidence[place] for place in places),
+            None if self.confidence is None else tuple([self.confidence[index] for index in indices]),
             extra,
         )
 
@@ -136,8 +137,7 @@ class Draft:
 
     def within(self, vocab_size: int) -> Draft:
         """The same with ids that the host has not seen forced into the vocabulary, so that nobody reads beyond a table.
-
-        An id that this changes was no token of the target's, so what is verified is still the draft itself.
+        The draft itself is verified: an id that this changes is no token of the target's.
         """
         if self.on_host:
             return self
@@ -159,9 +159,7 @@ class Draft:
             trees: whether the drafter has announced token trees.
 
         Raises:
-            DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a
-                tree that is too deep or was not announced, no probabilities as confidence, or ids that are outside the
-                vocabulary.
+            DraftError: it breaks one of the rules in ``docs/reference/drafter_rules.md``.
         """
         ids = self.token_ids
         if not isinstance(ids, torch.Tensor):
@@ -216,15 +214,19 @@ class Outcome:
 
 
 def _flat(confidence: Iterable[Seq[float]] | None, lengths: list[int]) -> tuple[float, ...] | None:
-    told = None if confidence is None else [tuple(row) for row in confidence]
-    if told is not None and (given := list(map(len, told))) != lengths:
-        raise DraftError(f"its confidence has rows of {given} numbers, and its tokens rows of {lengths}; give one each")
-    return None if told is None else tuple(chain.from_iterable(told))
+    if confidence is None:
+        return None
+    rows = [tuple(row) for row in confidence]
+    if (counts := list(map(len, rows))) != lengths:
+        raise DraftError(
+            f"its confidence has rows of {counts} numbers, and its tokens rows of {lengths}; give one each"
+        )
+    return tuple(chain.from_iterable(rows))
 
 
 def _renumbered(parents: Parents, nodes: Seq[int]) -> list[int]:
-    places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
-    return [places[parents[node]] for node in nodes]
+    numbers = {node: number for number, node in enumerate(nodes)} | {-1: -1}
+    return [numbers[parents[node]] for node in nodes]
 
 
 def _check_rows(draft: Draft, batch: Batch, budget: Seq[int]) -> None:

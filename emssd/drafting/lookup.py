@@ -1,4 +1,4 @@
-"""Lookup in a row's own text: `LookupDrafter` copies what followed an earlier place of the row's latest tokens."""
+"""Lookup in a row's own text: `LookupDrafter` copies what followed an earlier occurrence of the latest tokens."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class NGramIndex:
         num_behind: how many tokens must follow an n-gram before it counts.
     """
 
-    def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_places: int = 1) -> None:
-        self._size, self._num_behind, self._num_places = size, num_behind, num_places
+    def __init__(self, size: int, num_behind: int, occurrence: Occurrence, num_copies: int = 1) -> None:
+        self._size, self._num_behind, self._num_copies = size, num_behind, num_copies
         self._keep_first = occurrence == Occurrence.first
-        self._behind: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens after each n-gram
+        self._following: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens after each n-gram
         self._next = size  # where the next n-gram to enter ends
 
     def extend(self, tokens: Seq[int], end: int) -> None:
@@ -38,32 +38,32 @@ class NGramIndex:
         Each n-gram is read once in a sequence's life: when enough tokens follow it.
         """
         stop = max(self._next, end - self._num_behind + 1)
-        for place in range(self._next, stop):
-            known = self._behind.setdefault(tuple(tokens[place - self._size : place]), [])
+        for index in range(self._next, stop):
+            following = self._following.setdefault(tuple(tokens[index - self._size : index]), [])
             if not self._keep_first:
-                known.insert(0, place)
-                del known[self._num_places :]
-            elif len(known) < self._num_places:
-                known.append(place)
+                following.insert(0, index)
+                del following[self._num_copies :]
+            elif len(following) < self._num_copies:
+                following.append(index)
         self._next = stop
 
     def find(self, tokens: Seq[int]) -> Seq[int]:
         """Indices of the tokens after the n-gram that `tokens` ends with, in the order of choice."""
-        return self._behind.get(tuple(tokens[-self._size :]), ())
+        return self._following.get(tuple(tokens[-self._size :]), ())
 
 
 class LookupDrafter(Drafter):
-    """Drafts, per row, what followed the row's latest n-gram at an earlier place, or several, in its own text.
+    """Drafts, per row, the tokens that followed earlier occurrences of the row's latest n-gram in its own text.
 
-    The text is indexed as it grows, which finds what a search of the whole text would find in every step.
+    The text is indexed as it grows, which finds the same as a search of the whole text in every step.
 
     Args:
         num_behind: maps each size n, in the order in which they are tried, to the number of tokens that must follow an
             n-gram before it counts.
-        num_speculative_tokens: the most tokens to copy from one place.
-        occurrence: which place of an n-gram is copied from, if it has several.
+        num_speculative_tokens: the most tokens of one copy.
+        occurrence: the one that is copied, if an n-gram has several.
         prompt_only: whether matches and copies come from the prompt alone, or from prompt and output.
-        branches: from how many places to copy. Several copies make one tree, where tokens that more of them have come
+        branches: how many occurrences to copy. Several copies make one tree, where tokens that more of them have come
             first; the confidence is their share.
     """
 
@@ -92,32 +92,27 @@ class LookupDrafter(Drafter):
             self._indexes.pop(request_id, None)
 
     def _copy(self, row: Row, budget: int) -> Seq[int]:
-        if budget == 0:
-            return ()
-        places, end = self._found(row)
-        if not places:
-            return ()
-        place = places[0]
-        return row.tokens[place : min(place + self._copy_length, place + budget, end)]
+        starts, end = self._starts(row) if budget else ((), 0)
+        return row.tokens[starts[0] : min(starts[0] + min(self._copy_length, budget), end)] if starts else ()
 
     def _tree(self, row: Row, budget: int) -> Tree:
         depth = min(self._copy_length, row.num_remaining - 1)
         if min(budget, depth) < 1:
             return Tree([], [], [])
-        tokens, (places, end) = row.tokens, self._found(row)
+        tokens, (starts, end) = row.tokens, self._starts(row)
 
-        def following(places: Seq[int]) -> list[tuple[int, float, Seq[int]]]:
-            shared: dict[int, list[int]] = {}
-            for place in places:
-                if place < end:
-                    shared.setdefault(tokens[place], []).append(place + 1)
-            ranked = sorted(shared.items(), key=lambda each: -len(each[1]))  # of equals, the preferred place first
-            return [(token, len(each) / len(places), each) for token, each in ranked]
+        def following(indices: Seq[int]) -> list[tuple[int, float, Seq[int]]]:
+            nexts: dict[int, list[int]] = {}
+            for index in indices:
+                if index < end:
+                    nexts.setdefault(tokens[index], []).append(index + 1)
+            ranked = sorted(nexts.items(), key=lambda item: -len(item[1]))  # of equals, the preferred copy first
+            return [(token, len(some) / len(indices), some) for token, some in ranked]
 
-        return grow_tree(places, following, num_nodes=budget, depth=depth, branches=self._branches)
+        return grow_tree(starts, following, num_nodes=budget, depth=depth, branches=self._branches)
 
-    def _found(self, row: Row) -> tuple[Seq[int], int]:
-        """The places at which copies of the row's text begin, and the end of the text that is searched."""
+    def _starts(self, row: Row) -> tuple[Seq[int], int]:
+        """The indices where copies of the row's text begin, and the end of the text that is searched."""
         tokens, end = row.tokens, len(row.request.prompt_ids) if self._prompt_only else len(row.tokens)
         indexes = self._indexes.get(row.request_id)
         if indexes is None:
@@ -127,4 +122,4 @@ class LookupDrafter(Drafter):
             ]
         for index in indexes:
             index.extend(tokens, end)
-        return next((found for index in indexes if (found := index.find(tokens))), ()), end
+        return next((starts for index in indexes if (starts := index.find(tokens))), ()), end

@@ -22,30 +22,30 @@ class NGramCounts:
 
     def extend(self, tokens: Seq[int], start: int = 1) -> None:
         """Count ``tokens[start:]``, each after the n-grams that end before it."""
-        for place in range(start, len(tokens)):
-            token = tokens[place]
-            for size in range(1, min(self._max_size, place) + 1):
-                following = self._counts.setdefault(tuple(tokens[place - size : place]), {})
+        for index in range(start, len(tokens)):
+            token = tokens[index]
+            for size in range(1, min(self._max_size, index) + 1):
+                following = self._counts.setdefault(tuple(tokens[index - size : index]), {})
                 following[token] = following.pop(token, 0) + 1  # the latest stands last
         self.num_tokens += max(0, len(tokens) - start)
 
-    def behind(self, ngram: tuple[int, ...]) -> Mapping[int, int]:
+    def after(self, ngram: tuple[int, ...]) -> Mapping[int, int]:
         """The counts of the tokens after `ngram`, the latest last."""
         return self._counts.get(ngram, _NONE)
 
 
 class _Text:
-    """The counts of one text, or of one prompt's texts; by request id, `known` requests and their counted tokens."""
+    """The counts of one text, or of one prompt's texts; by request id, the requests and how far they are counted."""
 
     def __init__(self, max_size: int) -> None:
         self.counts = NGramCounts(max_size)
-        self.known: dict[str, tuple[Request, int]] = {}
+        self.counted: dict[str, tuple[Request, int]] = {}
 
     def extend(self, row: Row, start: int) -> None:
         """Count what is new of `row`, from `start` on. A row that was preempted is not new, one of its name is."""
-        request, known = self.known.get(row.request_id, (None, start))
-        self.counts.extend(row.tokens, known if request is row.request else start)
-        self.known[row.request_id] = row.request, len(row.tokens)
+        request, end = self.counted.get(row.request_id, (None, start))
+        self.counts.extend(row.tokens, end if request is row.request else start)
+        self.counted[row.request_id] = row.request, len(row.tokens)
 
 
 class NGramDrafter(Drafter):
@@ -87,7 +87,7 @@ class NGramDrafter(Drafter):
             group.extend(row, len(prompt))
             self._num_remembered += group.counts.num_tokens - before
             if row.finish_reason is not None:
-                del group.known[row.request_id]
+                del group.counted[row.request_id]
         while self._num_remembered > self._group_tokens:
             self._num_remembered -= self._groups.pop(next(iter(self._groups))).counts.num_tokens
 
@@ -116,12 +116,12 @@ class NGramDrafter(Drafter):
         def following(state: tuple[int, ...]) -> list[tuple[int, float, tuple[int, ...]]]:
             chances = dict[int, float]()
             for size in range(min(longest, len(state)), shortest - 1, -1):
-                if found := _sum([source.behind(state[-size:]) for source in sources]):
-                    total = sum(found.values())
-                    chances = {token: found[token] / total for token in reversed(found)}
+                if counts := _sum([source.after(state[-size:]) for source in sources]):
+                    total = sum(counts.values())
+                    chances = {token: counts[token] / total for token in reversed(counts)}
                     break
             self.more(state[-1], chances)
-            ranked = sorted(chances.items(), key=lambda each: -each[1])  # of equals the latest comes first
+            ranked = sorted(chances.items(), key=lambda item: -item[1])  # of equals the latest comes first
             return [(token, chance, (*state, token)[-longest:]) for token, chance in ranked]
 
         newest, nodes = tuple(row.tokens[-longest:]), min(budget, self.num_speculative_tokens)
@@ -130,8 +130,8 @@ class NGramDrafter(Drafter):
 
 def _sum(counts: Seq[Mapping[int, int]]) -> dict[int, int]:
     """The sum of `counts`; tokens of the last of them stand last."""
-    found = dict[int, int]()
-    for each in counts:
-        for token, count in each.items():
-            found[token] = found.pop(token, 0) + count
-    return found
+    total = dict[int, int]()
+    for some in counts:
+        for token, count in some.items():
+            total[token] = total.pop(token, 0) + count
+    return total

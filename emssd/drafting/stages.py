@@ -148,7 +148,7 @@ class DraftStages:
         """Check the ids ``[B]`` of each row's draft, now that they are on the host: each drafter its own."""
         for drafter, stats in zip(self.drafters, self.stats, strict=True):
             rows = zip(drafted, stats.drafted, strict=True)
-            drafter.check_ids([token for tokens, own in rows if own for token in tokens])
+            drafter.check_ids([token for tokens, number in rows if number for token in tokens])
 
     def _going_on(self, newest: Mapping[str, Seq[DraftedNode]]) -> set[str]:
         """See `GoesOn`. If the policy fails, no row goes on, and the step fails once the drafter is done."""
@@ -194,8 +194,7 @@ class DraftStages:
             return
         with ExitStack() as everybody:
             for drafter, stats in reversed(list(zip(self.drafters, self.stats, strict=True))):
-                own = _own(outcome, stats.drafted)
-                everybody.callback(drafter.observe, own)
+                everybody.callback(drafter.observe, _of_one(outcome, stats.drafted))
 
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
         """Notify the policy of a step, and of how long it took."""
@@ -219,12 +218,8 @@ def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -
     """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
     if drafter.drafts_trees:
         return tuple([min(limit, most, _MOST_NODES) for limit in still])
-    return tuple(
-        [
-            min(limit, most, max(0, row.max_length - len(row.tokens) - 1))
-            for row, limit in zip(batch.rows, still, strict=True)
-        ]
-    )
+    rows = zip(batch.rows, still, strict=True)
+    return tuple([min(limit, most, max(0, row.max_length - len(row.tokens) - 1)) for row, limit in rows])
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
@@ -239,17 +234,17 @@ def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:
         drafter.check_ids(draft.token_ids.tolist())
         if drafter.failure is not None:
             return Draft.empty(len(batch))
-    tokens, kept = draft.token_ids.tolist(), list[Seq[int]]()
-    for place, (row, start, stop) in enumerate(zip(batch, draft.indptr, draft.indptr[1:], strict=False)):
-        if row.grammar is None or (draft.extra is not None and draft.extra[place] is not None):
-            kept.append(range(stop - start))
+    allowed = list[Seq[int]]()
+    for number, (row, length) in enumerate(zip(batch, draft.lengths, strict=True)):
+        if row.grammar is None or (draft.extra is not None and draft.extra[number] is not None):
+            allowed.append(range(length))
             continue
         states = {-1: row.grammar}
-        for node, (token, parent) in enumerate(zip(tokens[start:stop], draft.tree(place), strict=True)):
+        for node, (token, parent) in enumerate(zip(draft.tokens(number), draft.tree(number), strict=True)):
             if parent in states and (following := states[parent].after(token)) is not None:
                 states[node] = following
-        kept.append([node for node in states if node >= 0])
-    return draft.pick(kept)
+        allowed.append([node for node in states if node >= 0])
+    return draft.pick(allowed)
 
 
 def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
@@ -260,7 +255,7 @@ def _untrimmed(draft: Draft, lengths: Seq[int]) -> Seq[int]:
     return [length if extra is None else whole for extra, whole, length in rows]
 
 
-def _own(outcome: Outcome, drafted: Seq[int]) -> Outcome:
+def _of_one(outcome: Outcome, drafted: Seq[int]) -> Outcome:
     """The outcome for one drafter, with ``drafted [B]`` tokens of its own: other rows have no draft."""
     accepted = tuple(nodes if length else () for nodes, length in zip(outcome.accepted, drafted, strict=True))
     targets = tuple(ids[: length + 1] for ids, length in zip(outcome.target_ids, drafted, strict=True))
@@ -293,5 +288,5 @@ def _joined(parts: list[Draft], num_rows: int) -> Draft:
         tuple(indptr),
         None if all(part.parents is None for part in filled) else tuple(parents),
         tuple(confidence) if len(confidence) == len(nodes) else None,
-        tuple(extra) if any(each is not None for each in extra) else None,
+        tuple(extra) if any(claims is not None for claims in extra) else None,
     )

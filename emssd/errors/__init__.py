@@ -1,4 +1,4 @@
-"""Every error that emssd raises on purpose; each message says what was asked, what is possible and what to do."""
+"""Every error that emssd raises on purpose; each message names the request, the possibilities and the way out."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class CompileError(EmssdError):
 
 
 class GroupError(EmssdError):
-    """A process of a tensor parallel run has ended, or did not do what the others did."""
+    """A process of a tensor parallel run has ended, or has gone another way than the rest."""
 
 
 class OutOfMemoryError(EmssdError):
-    """The KV cache, or the device, has no room left; the message says what takes it and which option lowers it."""
+    """The KV cache, or the device, has no room left; the message names the option that lowers the need."""
 
 
 class PluginError(EmssdError):
@@ -90,12 +90,12 @@ def exit_on_error(program: str) -> Iterator[None]:
     try:
         yield
     except EmssdError as error:
-        said = re.sub(r"\S{300,}", lambda word: f"{word[0][:200]}…", str(error))  # nobody needs all of a long value
-        print(f"{program}: error: {said}", file=sys.stderr)
+        message = re.sub(r"\S{300,}", lambda word: f"{word[0][:200]}…", str(error))  # nobody needs all of a long value
+        print(f"{program}: error: {message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """For a message on an unknown `name`: ``; did you mean 'llma'?``, or ``""`` where nothing is near."""
-    near = get_close_matches(name, list(known), n=1)
+    near = get_close_matches(name, list(names), n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

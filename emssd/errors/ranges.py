@@ -68,7 +68,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     try:
         return convert(os.fspath(value) if isinstance(value, os.PathLike) else value, kind)
     except ValidationError as error:
-        words, _, place = str(error).partition(" - at ")
+        words, _, where = str(error).partition(" - at ")
     for part in (kind, *get_args(kind)):
         if names := _members(part):
             guess = did_you_mean(str(value), names) or ";"
@@ -76,7 +76,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     wanted, sign, bound = re.findall(r"`(.+?)`(?: ([<>=]+) (\S+))?", words)[0]
     types = " or ".join(_TYPES.get(part, part) for part in wanted.split(" | "))
     possible = f"{_SIGNS[sign]} {bound.removesuffix('.0')}" if sign else types
-    raise ConfigError(f"{name} is {value!r:.200}; {'each item' if place else 'it'} must be {possible}")
+    raise ConfigError(f"{name} is {value!r:.200}; {'each item' if where else 'it'} must be {possible}")
 
 
 def _members(kind: Any) -> list[str]:

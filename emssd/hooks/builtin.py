@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from emssd.data import openai_batch, sources
+from emssd.data import sources
 from emssd.errors.ranges import AtLeastZero
 from emssd.hooks.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
 
@@ -43,7 +43,6 @@ def emssd_prompt_sources() -> list[PromptSourceSpec]:
         PromptSourceSpec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
         PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
         PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
-        PromptSourceSpec("openai_batch", openai_batch.OpenAIBatchConfig, openai_batch.openai_batch_prompts),
     ]
 
 

@@ -91,11 +91,20 @@ class BudgetSpec(Spec):
 class PromptSourceSpec(Spec):
     """A source of prompts that a plugin offers, as ``data=NAME``.
 
+    With a field ``temperature`` of its `config`, it gives each prompt a temperature, and ``sampling.temperature`` is
+    refused.
+
     Attributes:
         build: ``build(config)`` gives the prompts.
+        answers_file: the file in ``output_dir`` that holds the lines of `write_answers`.
+        write_answers: ``write_answers(answered, failed, model, load_tokenizer)`` gives the lines of a file of answers,
+            once all rows are there: for pairs of a prompt and its rows of ``generations.jsonl``, for `FailedPrompt` of
+            all others, and for ``model.path``. With it, ``on_error=auto`` skips prompts that cannot be used.
     """
 
     build: Callable[[Any], Iterable[Prompt | FailedPrompt]]
+    answers_file: str = ""
+    write_answers: Callable[..., Iterable[str]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +203,10 @@ def check_spec(spec: Spec, kind: str) -> None:
         raise PluginError(f"the build of {owner} is {spec.build!r}, which cannot be called")
     if spec.unavailable is not None and not callable(spec.unavailable):
         raise PluginError(f"unavailable of {owner} is {spec.unavailable!r}, which cannot be called")
+    if isinstance(spec, PromptSourceSpec) and callable(spec.write_answers) != bool(spec.answers_file):
+        raise PluginError(
+            f"{owner} has either write_answers or answers_file; give a function and a file's name, or none"
+        )
     config = spec.config
     if not (isinstance(config, type) and dataclasses.is_dataclass(config)):
         raise PluginError(f"the config of {owner} is {config!r}, not a dataclass")

@@ -78,7 +78,7 @@ class Registry:
 
     def names(self, kind: str) -> list[str]:
         """Names of what is offered, sorted."""
-        return sorted(name for known, name in self._offers if known == kind)
+        return sorted(name for other, name in self._offers if other == kind)
 
     def specs(self, kind: str) -> list[Spec]:
         """The offers, sorted by name."""
@@ -95,9 +95,9 @@ class Registry:
         The message also has `presets`, names that the caller knows beside the plugins.
         """
         if (kind, name) not in self._offers:
-            there = sorted({*self.names(kind), *presets})
-            guess = did_you_mean(name, there) or ";"
-            message = f"unknown {kind} {name!r}{guess} choose one of {', '.join(there)}"
+            names = sorted({*self.names(kind), *presets})
+            guess = did_you_mean(name, names) or ";"
+            message = f"unknown {kind} {name!r}{guess} choose one of {', '.join(names)}"
             absent = (record for record in self.records if record.state in ("failed", "skipped"))
             raise PluginError(". ".join([message, *map(_failure, absent)]))
         spec, record = self._offers[kind, name]
@@ -106,14 +106,14 @@ class Registry:
         return spec
 
     def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        """The config of what is called `name`, with these of its options, which it must have."""
+        """The config of the plugin `name` with these `options`. Raises ConfigError: it has no such option."""
         config = self.find(kind, name).config
-        known = [field.name for field in dataclasses.fields(config)]
+        names = [field.name for field in dataclasses.fields(config)]
         for option in options:
-            if option not in known:
-                guess = did_you_mean(option, known) or "."
+            if option not in names:
+                guess = did_you_mean(option, names) or "."
                 raise ConfigError(
-                    f"{kind} {name!r} has no option {option!r}{guess} It has {', '.join(known) or 'none'}"
+                    f"{kind} {name!r} has no option {option!r}{guess} It has {', '.join(names) or 'none'}"
                 )
         made = config(**options)
         check_options(made, kind)
@@ -195,11 +195,11 @@ class Registry:
             raise PluginError(f"{error}; the hooks are {_HOOKS}") from None
         offers: dict[tuple[str, str], tuple[Spec, PluginRecord]] = {}
         for kind, (hook, _) in HOOKS.items():
-            called = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
-            for spec in [spec for each in called for spec in specs_of(each.function(), kind)]:
+            implementations = getattr(manager.hook, hook).get_hookimpls()  # one by one, as pluggy passes over a None
+            for spec in [spec for one in implementations for spec in specs_of(one.function(), kind)]:
                 check_spec(spec, kind)
-                if known := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
-                    raise PluginError(f"{kind} {spec.name!r} is already offered by {known[1].distribution}")
+                if earlier := offers.get((kind, spec.name)) or self._offers.get((kind, spec.name)):
+                    raise PluginError(f"{kind} {spec.name!r} is already offered by {earlier[1].distribution}")
                 reason = spec.unavailable() if spec.unavailable else None
                 if reason is not None and not isinstance(reason, str):
                     raise PluginError(f"unavailable of {kind} {spec.name!r} returned {reason!r}; give a reason or None")

@@ -19,7 +19,7 @@ from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
 from emssd.integrations.custom_generate import evaluating
-from emssd.model.hf.interface import ATTENTION_NAME, implementation, in_a_pass, keywords_known, with_windows
+from emssd.model.hf.interface import PassAttention, implementation, in_a_pass
 from emssd.model.hf.streams import replaced_forward
 from emssd.model.run.target import TargetModel
 
@@ -62,25 +62,24 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
             raise ConfigError("within batch_invariant, a model takes input_ids and keywords, and no KV cache")
         masks = (kwargs.pop(name, None) for name in ("attention_mask", "position_ids"))
         rows = _Rows(target, registry.build("backend", *ragged), input_ids, *masks)
-        keywords = {"emssd_attend": with_windows(target._apart(rows.attend), target._windows)}
+        attention = replace(target.attention_by(rows.attend), calls=None)
         kwargs |= {"position_ids": rows.positions, "use_cache": False}
-        with _pass(target, keywords), _checkpoints(own, target, keywords), torch.autocast("cpu", enabled=False):
-            return forward(input_ids, **keywords, **kwargs)
+        with _pass(target, attention), _checkpoints(own, target, attention), torch.autocast("cpu", enabled=False):
+            return forward(input_ids, **kwargs)
 
     with replaced_forward(own, invariant):
         yield
 
 
 @contextmanager
-def _pass(target: TargetModel, keywords: dict[str, Any]) -> Iterator[None]:
+def _pass(target: TargetModel, attention: PassAttention) -> Iterator[None]:
     assert target.arithmetic is not None
-    known = keywords | {"emssd_numbers": target._values_of, "emssd_calls": None}
-    with implementation(ATTENTION_NAME, experts_in_loops=True), keywords_known(known), target.arithmetic:
+    with implementation(attention, experts_in_loops=True), target.arithmetic:
         yield
 
 
 @contextmanager
-def _checkpoints(model: Any, target: TargetModel, keywords: dict[str, Any]) -> Iterator[None]:
+def _checkpoints(model: Any, target: TargetModel, attention: PassAttention) -> Iterator[None]:
     """Layers that a trainer computes again in its backward pass compute the same there."""
     wanted = [each for each in model.modules() if each.training and getattr(each, "gradient_checkpointing", False)]
     before = {each: each._gradient_checkpointing_func for each in wanted}
@@ -88,7 +87,7 @@ def _checkpoints(model: Any, target: TargetModel, keywords: dict[str, Any]) -> I
         for module, own in before.items():
             if own.keywords.get("use_reentrant") is not False:
                 raise ConfigError("within batch_invariant, gradient checkpointing needs use_reentrant=False")
-            again = partial(own, context_fn=lambda: (nullcontext(), _pass(target, keywords)))
+            again = partial(own, context_fn=lambda: (nullcontext(), _pass(target, attention)))
             module._gradient_checkpointing_func = again
         yield
     finally:

@@ -122,7 +122,7 @@ def custom_generate(
         ConfigError: an option that cannot be honoured.
     """
     from emssd.decoding.engine import Engine
-    from emssd.model.hf.support import length_limit
+    from emssd.model.hf.refusals import length_limit
     from emssd.sampling import SamplingParams
 
     if draft_tokenizer is not None and not hasattr(draft_tokenizer, "get_vocab"):

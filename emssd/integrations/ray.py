@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -11,10 +17,9 @@ import numpy as np
 from emssd.data.chat import encode_chat
 from emssd.data.prompts import encode_text
 from emssd.decoding.engine import Engine
-from emssd.errors import ConfigError
-from emssd.integrations.engine_thread import EngineThread
+from emssd.errors import ConfigError, EmssdError
 from emssd.sampling import SamplingParams
-from emssd.sequences import Request, StopStrings
+from emssd.sequences import Generation, Request, StopStrings
 
 __all__ = ["TextGenerator"]
 
@@ -53,7 +58,10 @@ class TextGenerator:
         if sampling is not None and sampling.temperature and id_column is None:
             raise ConfigError("sampling draws texts by the id of a row; name the column with id_column=")
         self.engine = engine = Engine.from_pretrained(path, **options)
-        self._thread = EngineThread(engine)
+        self._ids, self._thread = count(), ThreadPoolExecutor(max_workers=1)
+        self._new = deque[Request]()
+        self._running = set[str]()
+        self._outcomes: dict[str, Generation | Exception] = {}
         self._columns, self._limit, self._sampling = (prompt_column, id_column), max_new_tokens, sampling
         self._stop = StopStrings(stop, engine.tokenizer) if stop else None
         self._eos = frozenset[int]() if ignore_eos else engine.eos_token_ids
@@ -67,15 +75,48 @@ class TextGenerator:
         if taken := [name for name in _ADDED if name in batch]:
             raise ConfigError(f"the column {taken[0]!r} is there already; rename it or drop it")
         prompts = batch[prompt_column]
-        names = [str(place) for place in range(len(prompts))] if id_column is None else map(str, batch[id_column])
-        requests = [self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
-        futures = [asyncio.wrap_future(future) for request in requests for future in self._thread.submit(request)]
-        done = await asyncio.gather(*futures)
-        token_ids = np.empty(len(done), dtype=object)  # rows of equal length would become a matrix
-        token_ids[:] = [np.array(each.token_ids, dtype=np.int64) for each in done]
-        reasons = np.array([each.finish_reason.value for each in done])
-        texts = np.array([each.text for each in done], dtype=object)
+        names = map(str, range(len(prompts)) if id_column is None else batch[id_column])
+        rows = await self._decoded([self._request(prompt, name) for prompt, name in zip(prompts, names, strict=True)])
+        token_ids = np.empty(len(rows), dtype=object)  # rows of equal length would become a matrix
+        token_ids[:] = [np.array(row.token_ids, dtype=np.int64) for row in rows]
+        reasons = np.array([row.finish_reason.value for row in rows])
+        texts = np.array([row.text for row in rows], dtype=object)
         return batch | dict(zip(_ADDED, (texts, token_ids, reasons), strict=True))
+
+    async def _decoded(self, requests: Iterable[Request]) -> list[Generation]:
+        """The generations of `requests`. Calls share the engine's batch, and take turns at its steps.
+
+        Raises what kept one of these rows from being decoded, once the others are done.
+        """
+        rows = {str(next(self._ids)): request for request in requests}
+        self._new += [replace(row, request_id=name, sample_of=row.prompt_id) for name, row in rows.items()]
+        while not rows.keys() <= self._outcomes.keys():
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._step)
+        outcomes = [self._outcomes.pop(name) for name in rows]
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            outcome.check()
+        return [outcome for outcome in outcomes if isinstance(outcome, Generation)]
+
+    def _step(self) -> None:
+        """Take in new rows, and run a step. If that fails, the next rows find an idle engine."""
+        while self._new:
+            request = self._new.popleft()
+            try:
+                self.engine.add(request)
+                self._running.add(request.request_id)
+            except EmssdError as error:
+                self._outcomes[request.request_id] = error
+        try:
+            for row in self.engine.step():
+                self._outcomes[row.request_id] = Generation.of(row, self.engine.tokenizer)
+                self._running.remove(row.request_id)
+        except Exception as error:
+            self._outcomes |= dict.fromkeys(self._running, error)
+            self._running.clear()
+            with suppress(EmssdError):  # of a drafter that cannot forget; the step's error matters more
+                self.engine.clear()
 
     def _request(self, prompt: Any, name: str) -> Request:
         tokenizer = self.engine.tokenizer

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emssd.decoding.assembly import find_plugins, options_of
-from emssd.decoding.engine import Engine
+from emssd.decoding.engine import Engine, RunReport
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
 from emssd.integrations.custom_generate import Call, evaluating
 from emssd.integrations.installed import check_installed
-from emssd.metrics.stats import RunReport
 from emssd.model.hf.streams import lock_of, replaced_forward
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request

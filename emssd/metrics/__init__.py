@@ -1,4 +1,4 @@
-"""Measures a run: figures of its steps, the floor of a step, the machine, and what else ran on it."""
+"""Measures a run: figures of its steps, and the floor of a step."""
 
 from emssd.metrics.least_squares import fit_non_negative
 

@@ -25,8 +25,8 @@ def fit_non_negative(
     seen = [(i, line, line[i], line[i] * (1.0 + ridge)) for i, line in enumerate(gram) if line[i] > 0.0]
     for _ in range(sweeps):
         before = solution[:]
-        for i, line, own, ridged in seen:
-            rest = moment[i] - sum(map(mul, line, solution)) + own * solution[i]
+        for i, line, square, ridged in seen:
+            rest = moment[i] - sum(map(mul, line, solution)) + square * solution[i]
             solution[i] = rest / ridged if rest > 0.0 else 0.0
         if solution == before:
             break

@@ -10,7 +10,7 @@ choose the same token, unless rounding decides.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ _AS_IT_IS = SamplingParams()  # scores that are processed already
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A place where a token is chosen.
+    """A point in a text at which a token is chosen.
 
     Attributes:
         params: of its request.
@@ -54,8 +54,7 @@ class Node:
         position: index of the chosen token in its row, prompt included.
         prefix: the tokens before it, prompt included; only where `params` read it.
         num_prompt: how many of them are the prompt.
-        state: which tokens may follow by the grammar of the request, if it has one; ``None`` after a drafted token
-            that may not be there.
+        state: the grammar's state there, if the request has one; ``None`` after a drafted token that may not follow.
     """
 
     params: SamplingParams
@@ -83,27 +82,27 @@ def choose(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
     chosen = torch.full((len(nodes),), -1, dtype=torch.int64, device=logits.device)
     left: Seq[int] = range(len(nodes))
     if (kernels := kernels_for(logits)) is not None:
-        quick = [place for place, node in enumerate(nodes) if is_quick(node.params)]
-        found = _drawn(kernels, logits, quick, [nodes[place] for place in quick])
+        quick = [row for row, node in enumerate(nodes) if is_quick(node.params)]
+        drawn = _drawn(kernels, logits, quick, [nodes[row] for row in quick])
         if len(quick) == len(nodes):
-            chosen = found
+            chosen = drawn
         else:
-            chosen[quick] = found
-        left = [place for place, token in enumerate(chosen.tolist()) if token < 0]
+            chosen[quick] = drawn
+        left = [row for row, token in enumerate(chosen.tolist()) if token < 0]
     for block in alike(nodes, left, logits.shape[1]):
         index = on_device(block, logits.device)
-        own = logits if len(block) == len(nodes) else logits[index]
+        some = logits if len(block) == len(nodes) else logits[index]
         takes_largest = nodes[block[0]].params.takes_largest
-        chosen[index] = greedy_tokens(own) if takes_largest else _chosen(own, [nodes[place] for place in block])
+        chosen[index] = greedy_tokens(some) if takes_largest else _chosen(some, [nodes[row] for row in block])
     return chosen
 
 
-def alike(nodes: Seq[Node], places: Seq[int], num_tokens: int) -> Iterator[list[int]]:
-    """Blocks of `places` of nodes whose logits of `num_tokens` are processed alike, at most some 32 MiB together."""
+def alike(nodes: Seq[Node] | Mapping[int, Node], rows: Seq[int], num_tokens: int) -> Iterator[list[int]]:
+    """Blocks of `rows` whose logits of `num_tokens` are processed alike at ``nodes[row]``, some 32 MiB together."""
     groups: dict[Hashable, list[int]] = {}
-    for place in places:
-        params = nodes[place].params
-        groups.setdefault(None if params.takes_largest else params.processing, []).append(place)
+    for row in rows:
+        params = nodes[row].params
+        groups.setdefault(None if params.takes_largest else params.processing, []).append(row)
     num_together = max(1, BLOCK // num_tokens)
     for group in groups.values():
         for start in range(0, len(group), num_together):
@@ -147,22 +146,22 @@ def _chosen(logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         return greedy_tokens(scores)
     if (kernels := kernels_for(scores)) is not None:
         as_they_are = [Node(_AS_IT_IS, node.key, node.position) for node in nodes]
-        found = _drawn(kernels, scores, range(len(nodes)), as_they_are)
-        if bool((found >= 0).all()):
-            return found
+        drawn = _drawn(kernels, scores, range(len(nodes)), as_they_are)
+        if bool((drawn >= 0).all()):
+            return drawn
     return greedy_tokens(scores + _noise(scores, nodes))
 
 
 def _drawn(kernels: Any, logits: torch.Tensor, rows: Seq[int], nodes: Seq[Node]) -> torch.Tensor:
     """``[n]`` int64, what the kernel draws of ``logits[rows]``; -1 where PyTorch must decide. As in `as_arrays`."""
-    found: torch.Tensor = kernels.sample(logits, *as_arrays(rows, nodes, logits.shape[1]))
-    return found
+    drawn: torch.Tensor = kernels.sample(logits, *as_arrays(rows, nodes, logits.shape[1]))
+    return drawn
 
 
 def as_arrays(rows: Seq[int], nodes: Seq[Node], num_tokens: int) -> list[torch.Tensor]:
     """The kernels' inputs of nodes with quick params: ``[n]`` rows, keys and positions, int64, and ``[n, 4]`` warps."""
-    each = [node.params for node in nodes]
-    warps = [value for p in each for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
+    params = [node.params for node in nodes]
+    warps = [value for p in params for value in (p.temperature, min(p.top_k, num_tokens), p.top_p, p.min_p)]
     arrays = (
         np.array(rows, dtype=np.int64),
         np.array([node.key for node in nodes], dtype=np.uint64).view(np.int64),

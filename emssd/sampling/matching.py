@@ -86,7 +86,7 @@ class _Matcher:
     """The matcher of one row, which stands after the text of the newest entry of `_stack`."""
 
     def __init__(self, make: Callable[[], Any], grammar: Grammar, ends: frozenset[int], tokenizer: Any) -> None:
-        self._make, self._own, self._grammar, self._ends = make, make(), grammar, sorted(ends)
+        self._make, self._library, self._grammar, self._ends = make, make(), grammar, sorted(ends)
         self._num_words = -(-tokenizer.vocab_size // 32)
         self._not_from_library = sorted({*ends, int(tokenizer.eos_token)})
         self.start = MatcherState(self, ended=False)
@@ -99,15 +99,15 @@ class _Matcher:
             try:
                 self._go_to(state)
                 # of a copy: once it has a mask, llguidance 1.6 to 1.9 may give it again after another text as long
-                own = self._own.deep_copy()
-                known = np.frombuffer(own.compute_bitmask(), dtype=np.int32)[: self._num_words]
-                self.check(own)
-                words[: len(known)] = known
+                copy = self._library.deep_copy()
+                allowed = np.frombuffer(copy.compute_bitmask(), dtype=np.int32)[: self._num_words]
+                self.check(copy)
+                words[: len(allowed)] = allowed
             except ConfigError as error:
                 fault = str(error)
         for token in self._not_from_library:
             words[token >> 5] &= ~_bit(token)
-        is_whole = state.has_ended or (fault is None and self._own.is_accepting())
+        is_whole = state.has_ended or (fault is None and self._library.is_accepting())
         if not is_whole and fault is None and not words.any():
             fault = (
                 f"no token of the model can go on with an output of the grammar {self._grammar.text:.60}; is its "
@@ -125,8 +125,8 @@ class _Matcher:
             return MatcherState(self, state, token, ended=token in self._ends)
         with suppress(ConfigError):
             self._go_to(state)
-            forced = self._own.compute_ff_tokens()
-            follows = not (forced and forced[0] != token) and self._own.try_consume_tokens([token]) == 1
+            forced = self._library.compute_ff_tokens()
+            follows = not (forced and forced[0] != token) and self._library.try_consume_tokens([token]) == 1
             self.check()
             if follows:
                 self._stack.append(child := MatcherState(self, state, token, ended=False))
@@ -138,36 +138,36 @@ class _Matcher:
             return []
         with suppress(ConfigError):
             self._go_to(state)
-            tokens: list[int] = self._own.compute_ff_tokens()
-            num_consumed = self._own.try_consume_tokens(tokens)
+            tokens: list[int] = self._library.compute_ff_tokens()
+            num_consumed = self._library.try_consume_tokens(tokens)
             self.check()
-            if self._own.is_stopped() and len(self._ends) == 1:
+            if self._library.is_stopped() and len(self._ends) == 1:
                 tokens = [*tokens[:num_consumed], *self._ends]
-            self._own.rollback(num_consumed)
+            self._library.rollback(num_consumed)
             return tokens
         return []
 
     def _go_to(self, state: MatcherState) -> None:
         """Back to where the texts part, then forward."""
-        way, at = list[MatcherState](), state
+        path, at = list[MatcherState](), state
         while at._depth >= len(self._stack) or self._stack[at._depth] is not at:
-            way.append(at)
+            path.append(at)
             assert at._parent is not None
             at = at._parent
         if num_back := len(self._stack) - 1 - at._depth:
-            self._own.rollback(num_back)
+            self._library.rollback(num_back)
             del self._stack[at._depth + 1 :]
-        for each in reversed(way):
-            self._own.consume_token(each._token)
-            self._stack.append(each)
+        for following in reversed(path):
+            self._library.consume_token(following._token)
+            self._stack.append(following)
         self.check()
 
-    def check(self, own: Any = None) -> None:
+    def check(self, copy: Any = None) -> None:
         """Raises ConfigError: the library has given up, and a new matcher stands in front of the text again."""
-        if (used := own or self._own).is_error():
+        if (used := copy or self._library).is_error():
             reason = str(used.get_error()).strip().partition("\n")[0]
-            if own is None:
-                self._own = self._make()
+            if copy is None:
+                self._library = self._make()
                 del self._stack[1:]
             raise ConfigError(f"llguidance cannot go on with the grammar {self._grammar.text:.60}: {reason}")
 
@@ -182,27 +182,27 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._valid = set[tuple[Grammar, frozenset[int]]]()
-        self._own_tokenizers = dict[int, Any]()
+        self._tokenizers = dict[int, Any]()  # of the library, by the token that ends a text
         self._workers: ThreadPoolExecutor | None = None
         self.waited = 0.0
 
     def begin(self, grammar: Any, ends: Iterable[int]) -> MatcherState:
         """The state in front of an output of `grammar`, see `Grammar.of`, whose rows end with the tokens `ends`."""
-        grammar, known = Grammar.of(grammar), self._known
+        grammar, matchers = Grammar.of(grammar), self._llguidance.LLMatcher
         ends = frozenset(token for token in ends if token < self._vocab_size)
         if not ends:
             raise ConfigError(
                 "sampling.grammar: the model names no EOS token, so that no output could end behind the last token"
             )
-        tokenizer = self._own_tokenizer(min(ends))
-        text = getattr(known.LLMatcher, f"grammar_from_{grammar.kind}")(grammar.text)
+        tokenizer = self._library_tokenizer(min(ends))
+        text = getattr(matchers, f"grammar_from_{grammar.kind}")(grammar.text)
         if is_new := (grammar, ends) not in self._valid:
-            is_wrong, said = known.LLMatcher.validate_grammar_with_warnings(text, tokenizer)
-            if is_wrong or said:
+            is_wrong, messages = matchers.validate_grammar_with_warnings(text, tokenizer)
+            if is_wrong or messages:
                 names = {"json_schema": "JSON schema", "regex": "regular expression", "lark": "Lark grammar"}
-                what, told = names[grammar.kind], f"{' '.join(said[0].split()):.300}"
-                raise ConfigError(f"sampling.grammar: llguidance cannot follow this {what}: {told}")
-        matcher = _Matcher(lambda: known.LLMatcher(tokenizer, text), grammar, ends, tokenizer)
+                message = f"{' '.join(messages[0].split()):.300}"
+                raise ConfigError(f"sampling.grammar: llguidance cannot follow this {names[grammar.kind]}: {message}")
+        matcher = _Matcher(lambda: matchers(tokenizer, text), grammar, ends, tokenizer)
         if is_new and (fault := matcher.mask(matcher.start)[1]):
             raise ConfigError(f"sampling.grammar: no output can begin: {fault}")
         self._valid.add((grammar, ends))
@@ -226,24 +226,24 @@ class Grammars:
         running.result()
 
     @cached_property
-    def _known(self) -> Any:
+    def _llguidance(self) -> Any:
         try:
             import llguidance
         except ImportError as error:
             raise ConfigError("a grammar needs the library llguidance: pip install 'emssd[grammar]'") from error
         return llguidance
 
-    def _own_tokenizer(self, end: int) -> Any:
+    def _library_tokenizer(self, end: int) -> Any:
         """The tokenizer for the library. Its EOS token is never text, so `end` is it where the tokenizer names none."""
         if self._tokenizer is None:
             raise ConfigError("a grammar speaks of text, but the engine has no tokenizer; pass one")
         from llguidance.hf import from_tokenizer
 
         try:
-            eos = end if (own := self._tokenizer.eos_token_id) is None else own
-            if eos not in self._own_tokenizers:
-                self._own_tokenizers[eos] = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
-            return self._own_tokenizers[eos]
+            eos = end if self._tokenizer.eos_token_id is None else self._tokenizer.eos_token_id
+            if eos not in self._tokenizers:
+                self._tokenizers[eos] = from_tokenizer(self._tokenizer, n_vocab=self._vocab_size, eos_token=eos)
+            return self._tokenizers[eos]
         except Exception as error:  # of a Rust library, which says no more of it
             kind = type(self._tokenizer).__name__
             raise ConfigError(f"sampling.grammar: llguidance cannot read this tokenizer, a {kind}: {error}") from error
@@ -255,13 +255,13 @@ def masked(logits: torch.Tensor, states: Seq[MatcherState | None]) -> torch.Tens
     Rows without a state are as they were. In the others no token that is allowed is at -inf or NaN, so that one of them
     is chosen whatever the model gives.
     """
-    places = [place for place, state in enumerate(states) if state is not None]
-    if not places:
+    rows = [row for row, state in enumerate(states) if state is not None]
+    if not rows:
         return logits
     words = np.stack([state.mask for state in states if state is not None])
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     allowed = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
-    if len(places) == len(states):
+    if len(rows) == len(states):
         return torch.where(allowed, logits.nan_to_num(nan=0.0), -torch.inf)
-    index = on_device(places, logits.device)
+    index = on_device(rows, logits.device)
     return logits.index_copy(0, index, torch.where(allowed, logits[index].nan_to_num(nan=0.0), -torch.inf))

@@ -20,7 +20,7 @@ MOST_SAMPLES = 65_536  # of a prompt: each takes memory before it is drawn
 # `logit_bias` is added apart, as a value that can be hashed
 _NOT_PROCESSING = ("logit_bias", "seed", "n", "logprobs", "processed_logprobs", "grammar")
 _LARGEST = 2**63  # a tensor holds integers below it
-_LONGEST = 200  # characters of what was given that an error repeats
+_LONGEST = 200  # characters of a value in an error
 _COLDEST = 1e-6  # below it, logits divided by the temperature leave the range of their numbers
 
 
@@ -36,7 +36,7 @@ class SamplingParams:
     """The choice of the next token of a request. The names are Transformers', and so is their order of effect.
 
     First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
-    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
+    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what is left by the ones before.
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token.
@@ -111,37 +111,37 @@ class SamplingParams:
         try:
             object.__setattr__(self, "method", SamplingMethod(self.method))
         except ValueError:
-            guess = did_you_mean(f"{self.method}", names := [each.value for each in SamplingMethod])
-            raise ConfigError(f"method is {_told(self.method)}{guess or ';'} choose {' or '.join(names)}") from None
+            guess = did_you_mean(f"{self.method}", names := [method.value for method in SamplingMethod])
+            raise ConfigError(f"method is {_shown(self.method)}{guess or ';'} choose {' or '.join(names)}") from None
         if not isinstance(self.logit_bias, Mapping):
-            raise ConfigError(f"logit_bias is {_told(self.logit_bias)}; it must map token ids to numbers")
+            raise ConfigError(f"logit_bias is {_shown(self.logit_bias)}; it must map token ids to numbers")
         biases = {token: _number(bias) for token, bias in self.logit_bias.items()}
         for token, bias in biases.items():
             if not _is_whole(token) or not 0 <= token < _LARGEST:
                 raise ConfigError(
-                    f"logit_bias has a token id {_told(token)}; it must be a whole number of at least 0, and in the "
+                    f"logit_bias has a token id {_shown(token)}; it must be a whole number of at least 0, and in the "
                     f"model's vocabulary"
                 )
             if math.isnan(bias) or bias == math.inf:
-                given = _told(self.logit_bias[token])
-                raise ConfigError(f"logit_bias of token {token} is {given}; it must be a finite number, or -inf")
+                shown = _shown(self.logit_bias[token])
+                raise ConfigError(f"logit_bias of token {token} is {shown}; it must be a finite number, or -inf")
         if self.grammar is not None:
             object.__setattr__(self, "grammar", Grammar.of(self.grammar))
         object.__setattr__(self, "logit_bias", MappingProxyType(biases))  # drafters see it, too
 
     def __reduce__(self) -> tuple[Callable[[], SamplingParams], tuple[()]]:
         """For pickle and copy, which take no read-only mapping."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {param.name: getattr(self, param.name) for param in fields(self)}
         return partial(SamplingParams, **values | {"logit_bias": dict(self.logit_bias)}), ()
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is that of the largest logit as the model gives it."""
+        """Whether the token has the model's largest logit."""
         return self.takes_largest and self.grammar is None
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the token is that of the largest logit, as the model gives it, among those that `grammar` allows."""
+        """Whether the token has the model's largest logit of all tokens that `grammar` allows."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
 
     @property
@@ -162,8 +162,8 @@ class SamplingParams:
     @property
     def processing(self) -> Hashable:
         """All that is done to logits: params with the same can be processed together."""
-        every = [getattr(self, each.name) for each in fields(self) if each.name not in _NOT_PROCESSING]
-        return (*every, *self.logit_bias.items(), self.grammar is None)
+        values = [getattr(self, param.name) for param in fields(self) if param.name not in _NOT_PROCESSING]
+        return (*values, *self.logit_bias.items(), self.grammar is None)
 
     @property
     def counts_output(self) -> bool:
@@ -171,11 +171,7 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Make sure that `logit_bias` speaks of tokens below `vocab_size`, and `logprobs` of no more than there are.
-
-        Raises:
-            ConfigError: one of them does not.
-        """
+        """Raises ConfigError: `logit_bias` has a token, or `logprobs` more tokens, than the vocabulary."""
         if unknown := [token for token in self.logit_bias if token >= vocab_size]:
             raise ConfigError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocab_size} tokens")
         if self.logprobs is not None and self.logprobs > vocab_size:
@@ -184,13 +180,13 @@ class SamplingParams:
     def _check_number(self, name: str, is_possible: Callable[[float], bool], possible: str) -> None:
         number = _number(getattr(self, name))
         if not math.isfinite(number) or not is_possible(number):
-            raise ConfigError(f"{name} is {_told(getattr(self, name))}; {possible}")
+            raise ConfigError(f"{name} is {_shown(getattr(self, name))}; {possible}")
         object.__setattr__(self, name, number)
 
     def _check_whole(self, name: str, possible: str, smallest: float = -math.inf, largest: float = math.inf) -> None:
         value = getattr(self, name)
         if not _is_whole(value) or math.isnan(_number(value)) or not smallest <= value <= largest:
-            raise ConfigError(f"{name} is {_told(value)}; {possible}")
+            raise ConfigError(f"{name} is {_shown(value)}; {possible}")
 
 
 def _is_whole(value: object) -> bool:
@@ -205,7 +201,7 @@ def _number(value: Any) -> float:
         return math.nan
 
 
-def _told(value: object) -> str:
+def _shown(value: object) -> str:
     """`value` as an error repeats it: Python writes no number of more than 4,300 digits."""
     if _is_whole(value) and math.isnan(_number(value)):
         return "a number of more than 308 digits"

@@ -1,7 +1,4 @@
-"""The comparison with other engines: what runners and program say to each other, its counts, and a whole run on little.
-
-Runs of other engines need their environments, which `nox -s peers` makes; without them they are skipped.
-"""
+"""The comparison with other engines: messages of runners and program, its counts, and a whole run on little."""
 
 from __future__ import annotations
 
@@ -209,60 +206,3 @@ def test_what_cannot_be_is_said_before_anything_runs(
         importlib.import_module("cpu_peers").main()
     assert stop.value.code
     assert said in f"{capsys.readouterr().err}{stop.value.code}"  # a text as code is printed by Python itself
-
-
-@pytest.mark.benchmark
-@pytest.mark.parametrize("name", ["vllm", "openvino"])
-def test_another_engine_runs_all_modes(name: str, peers: Any, tmp_path: Path) -> None:
-    try:
-        peers.workers.interpreter_of(name, {})
-    except peers.workers.PeerError as error:
-        pytest.skip(str(error))
-    done = run(tmp_path, *PAIR, "--peers", name, "--batch-sizes", "2", "--openvino-export", str(tmp_path / "export"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    cells = json.loads((tmp_path / "results" / "peers.json").read_text())["cells"]
-    assert [row["mode"] for row in cells] == ["greedy", "ngram", "draft_model"]
-    for row in cells:
-        assert row["equal_rows"] == {"HF float32": 4}
-        assert all(details.get("most_rows", 2) == 2 for details in row["details"]), "more rows ran than were allowed"
-
-
-@pytest.fixture
-def llamas(tmp_path: Path) -> tuple[str, ...]:
-    """A small Llama and a draft model for it, both with random weights: options of the program."""
-    import torch
-    from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-
-    tokenizer = AutoTokenizer.from_pretrained(PAIR[1])
-    given: list[str] = []
-    for option, layers, kv_heads in (("--model", 2, 2), ("--draft-model", 1, 4)):
-        config = LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=kv_heads, initializer_range=0.3, tie_word_embeddings=layers == 1,
-        )  # fmt: skip
-        torch.manual_seed(layers)
-        folder = tmp_path / option.strip("-")
-        LlamaForCausalLM(config).save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        given += [option, str(folder)]
-    return tuple(given)
-
-
-@pytest.mark.benchmark
-def test_llama_cpp_runs_all_modes_and_its_float32_is_exact(peers: Any, llamas: tuple[str, ...], tmp_path: Path) -> None:
-    try:
-        peers.workers.interpreter_of("llama_cpp", {})
-    except peers.workers.PeerError as error:
-        pytest.skip(str(error))
-    given = ("--peers", "llama_cpp", "llama_cpp_q8_0", "llama_cpp_q4_0", "--batch-sizes", "3", "--gguf", str(tmp_path))
-    done = run(tmp_path, *llamas, *given, "--references", str(tmp_path / "references.json"))
-    assert done.returncode == 0, done.stdout + done.stderr
-    cells = json.loads((tmp_path / "results" / "peers.json").read_text())["cells"]
-    assert [row["mode"] for row in cells] == [mode for mode in peers.protocol.MODES for _ in range(3)]
-    for row in cells:
-        if row["peer"] == "llama_cpp":
-            assert row["equal_rows"] == {"HF float32": 4}
-        assert row["equal_in_all_repeats"] == 4
-        assert all(0 < details["steps"] <= details["tokens"] for details in row["details"])
-    other = run(tmp_path, *llamas, *given, "--references", str(tmp_path / "references.json"), "--max-new-tokens", "3")
-    assert "they are of other prompts" in other.stderr

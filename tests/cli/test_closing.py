@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_lab.report.console import remarks, short_end, short_start
 
+from emssd.cli.busy import CPUTimes, OtherProcesses
+from emssd.cli.console import remarks, short_end, short_start
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
-from emssd.metrics.busy import CPUTimes, OtherProcesses
 from tests.support.tiers import looped
 
 from .conftest import RESUME

@@ -167,7 +167,6 @@ def composed(emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> Composed:
     """``composed(*arguments)`` ends where decoding would begin; gives the result, and the options of each run."""
     runs: list[RunConfig] = []
     monkeypatch.setattr(Jobs, "run", lambda self, config, *_: runs.append(config))
-    monkeypatch.setattr(Jobs, "run_of_experiment", lambda self, config, *_: runs.append(config))
     monkeypatch.setattr(Jobs, "finish", lambda self: None)
     registry = Registry()
     monkeypatch.setattr(cli, "Registry", lambda: registry)

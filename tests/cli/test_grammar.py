@@ -11,8 +11,8 @@ import pytest
 
 from emssd.cli.config import RunConfig, SamplingConfig
 from emssd.cli.resume import _request_digest
-from emssd.data.openai_batch import OpenAIBatchConfig, openai_batch_prompts
 from emssd.data.prompts import Prompt
+from emssd.integrations.openai_batch import OpenAIBatchConfig, emssd_prompt_sources
 from emssd.sampling import SamplingParams
 
 pytest.importorskip("llguidance", reason="llguidance is not installed: pip install 'emssd[grammar]'")
@@ -28,7 +28,7 @@ def test_response_formats_of_a_batch_are_grammars(tmp_path: Path) -> None:
     ]
     path = tmp_path / "batch.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    first, second, third, wrong = openai_batch_prompts(OpenAIBatchConfig(path=str(path)))
+    first, second, third, wrong = emssd_prompt_sources()[0].build(OpenAIBatchConfig(path=str(path)))
     grammars = [(each.sampling or {}).get("grammar") for each in (first, second, third)]
     assert grammars == ["json", {"type": "null"}, None]
     assert "response_format is" in wrong.error

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from emssd_lab.experiment.rows_file import RowsFile
 
 from emssd.cli import lines_file
-from emssd.cli.experiment import RowsFile
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
 from emssd.errors import ConfigError, OutputError

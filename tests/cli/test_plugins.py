@@ -231,3 +231,47 @@ def emssd_prompt_sources():
     )
     result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
     assert [row["id"] for row in result.rows] == ["a", "b", "c"]
+
+
+def test_a_prompt_source_of_a_plugin_writes_answers(install: Callable, decode: Callable) -> None:
+    install(
+        "answers",
+        """
+from dataclasses import dataclass
+from emssd.data import FailedPrompt, Prompt
+from emssd.hooks import PromptSourceSpec, hookimpl
+
+@dataclass
+class Config:
+    path: str = ""
+    temperature: float = 0.0
+    mark: str = "!"
+
+def prompts(config):
+    return [Prompt("b", "bb"), FailedPrompt("c", f"c {config.mark}"), Prompt("a", "aa")]
+
+def write(answered, failed, model, load_tokenizer):
+    assert failed[0].error != "c ?"
+    for prompt, rows in answered:
+        yield f"{prompt.prompt_id}: {[load_tokenizer().decode(row['token_ids']) == row['text'] for row in rows]}"
+    yield from (item.error for item in failed)
+
+@hookimpl
+def emssd_prompt_sources():
+    return [PromptSourceSpec("asked", Config, prompts, None, "answers.txt", write)]
+""",
+    )
+    options = ("data=asked", "max_new_tokens=2", "ignore_eos=true")
+    result = decode(*options)
+    assert result.files["answers.txt"] == "b: [True]\na: [True]\nc !\n"
+    assert "errors.jsonl, answers.txt" in result.out
+    failed = decode(*options, "data.mark=?")
+    assert failed.sentence == "data 'asked' (third-party-answers 1.2) failed in write_answers: AssertionError"
+    assert "answers.txt" not in failed.files
+    assert decode(*options).files.keys() > {"answers.txt"}
+    assert "answers.txt" not in decode().files
+    sentence = decode(*options, "sampling.temperature=1").sentence
+    assert sentence.startswith("sampling.temperature is 1.0; with data=asked each request names its own")
+    assert decode(*options, "output_dir=-", "overwrite=false").sentence.endswith(
+        "and no file, which data=asked needs; set output_dir to a folder"
+    )

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from emssd import Engine
 from emssd.cli import progress
 from emssd.cli.progress import Bar
-from emssd.metrics.stats import RunReport
 from emssd.model import ModelOptions, load_model
 from emssd.sequences import StopStrings
 from tests.support.tiers import looped
@@ -127,7 +126,7 @@ def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bo
     with Bar(console, "decoding", total, done=done) as live:
         for seconds in steps:
             now[0] += seconds
-            live.row_done(RunReport())
+            live.row_done(0.0, 0.0)
         live._progress.refresh()
     return out.getvalue()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_lab.experiment.sweep import _others, print_sweep
 from emssd_lab.report.__main__ import main as report_main
 from emssd_testing.models import tiny_model
 from hydra import compose, initialize_config_dir
@@ -23,7 +24,8 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from emssd.cli.config import RunConfig, conf_dir, register_configs
-from emssd.cli.jobs import SweptRun, print_sweep
+from emssd.cli.job import JobResult
+from emssd.cli.jobs import SweptRun
 from emssd.hooks.registry import Registry
 from tests.support.tiers import only
 
@@ -60,7 +62,7 @@ def swept(*runs: tuple[str, dict[str, Any]]) -> list[list[str]]:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             options = OmegaConf.to_object(compose("config", words.split()))
         assert isinstance(options, RunConfig)
-        made.append(SweptRun(options, words.split(), metrics, Path("out") / str(number)))
+        made.append(SweptRun(options, words.split(), Path("out") / str(number), result=JobResult(metrics)))
     console = Console(width=160, record=True, quiet=False)
     with console.capture() as capture:
         print_sweep(console, made)
@@ -164,9 +166,7 @@ def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_tol
 
 def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
     """A field that is added to the options is compared, unless it is put among the exceptions on purpose."""
-    run = SweptRun(RunConfig(), [], {}, Path())
-    from emssd.cli.jobs import _others
-
+    run = SweptRun(RunConfig(), [], Path())
     ignored = {"drafter", "speculate", "check", "output_dir"}
     for field in dataclasses.fields(RunConfig):
         options = copy(run.options)

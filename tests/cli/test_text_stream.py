@@ -8,9 +8,9 @@ import re
 from collections.abc import Callable
 
 import pytest
-from emssd_lab.report.console import harmless
 from rich.console import Console
 
+from emssd.cli.console import harmless
 from emssd.cli.text_stream import TextStream
 from emssd.sequences import Generation, Request, Row, StopStrings
 from tests.sequences.test_stopping import BYTE_LEVEL, SENTENCEPIECE

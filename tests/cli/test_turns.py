@@ -20,11 +20,11 @@ EVEN = [(10, 1.0), (10, 2.0)]
 
 
 def test_engines_by_turns_decode_as_alone_and_side_by_side(
-    oracle: Any, build: Any, make_ragged: Callable, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, build: Any, make_ragged: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafters = [RandomDrafter(oracle.vocab_size, 3), NoneDrafter()]
     engines = [build(oracle, make_ragged, drafter, 2) for drafter in drafters]
-    requests = [Request(str(i), tuple(prompt), 20) for i, prompt in enumerate(prompts[:3])]
+    requests = [Request(str(i), prompt, 20) for i, prompt in enumerate([(4, 0, 3, 1, 2), (2,), (1, 3) * 10])]
     alone = {generation.request_id: generation.token_ids for generation in engines[1].run(requests)}
     order, step = list[Engine](), Engine.step
     monkeypatch.setattr(Engine, "step", lambda self: [order.append(self), step(self)][1])

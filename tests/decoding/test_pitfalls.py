@@ -237,10 +237,7 @@ def low_precision(dtype: torch.dtype, prompts: tuple[tuple[int, ...], ...]) -> t
     return TargetModel(model), {str(i): greedy_reference(model, prompt, 12) for i, prompt in enumerate(prompts)}
 
 
-@looped(
-    ("dtype", "largest_tie"),
-    [(torch.float64, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.25)],
-)
+@looped(("dtype", "largest_tie"), [(torch.float64, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.25)])
 @looped("drafting", [True, False])
 def test_9_where_precision_is_low_the_first_difference_is_a_tie(
     drafting: bool,

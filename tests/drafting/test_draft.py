@@ -42,10 +42,7 @@ BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))
         (Draft.from_chains([[1], [1, 2, 3]]), "it drafted 3 tokens for request 'second' with a budget of 2"),
         (Draft.from_chains([[1, 1, 1, 1], []]), "it drafted 4 tokens for request 'first' with a budget of 3"),
         (Draft(torch.arange(1), (0, 3, 1)), "it drafted -2 tokens for request 'second' with a budget of 2"),
-        (
-            Draft(torch.arange(2), (0, 2, 2), (-1, -1)),
-            "it drafted a token tree.*or set drafts_trees = True",
-        ),
+        (Draft(torch.arange(2), (0, 2, 2), (-1, -1)), "it drafted a token tree.*or set drafts_trees = True"),
         (Draft.from_chains([[1], [10]]), "it drafted token id 10, outside the target's vocabulary of 10; .* 0..9"),
         (Draft.from_chains([[-1], [3]]), "it drafted token id -1, outside the target's vocabulary of 10"),
     ],
@@ -202,10 +199,7 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
     [
         ((), "its draft has extra for 0 rows of 1; give None where there is none"),
         ([(UNIT, UNIT)], "its q has 2 distributions for a row of 2 tokens; give one behind the newest token, and"),
-        (
-            [(UNIT, UNIT[1:], UNIT)],
-            r"its q has a tensor of shape \[6\] and torch.float32 behind a token with children",
-        ),
+        ([(UNIT, UNIT[1:], UNIT)], r"its q has a tensor of shape \[6\] and torch.float32 behind a token with children"),
         ([(UNIT, UNIT * math.nan, UNIT)], "its q has NaN or inf behind a token with children; give 7 probabilities"),
         ([(UNIT.long(), UNIT, UNIT)], r"shape \[7\] and torch.int64 behind a token with children; give 7 prob"),
         ([(UNIT, UNIT, torch.empty(0))], None),  # leaves need none

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
+from emssd_testing.choice_runner import ChoiceRunner
 from emssd_testing.drafters import ChainDrafter, RandomDrafter, TreeDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import References
@@ -26,7 +27,6 @@ from emssd.drafting import Draft, Drafter, HiddenStates, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import DraftError, PluginError, PluginWarning, UnsupportedModelError
 from emssd.model import TargetModel
-from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Batch, Request
 from tests.support.backends import BACKENDS, engine_of, runner_of
 from tests.support.engine_machine import EngineMachine

@@ -29,11 +29,7 @@ OPTIONS: dict[str, Any] = {
     "branches": st.integers(1, 4),
 }
 LLMA = st.builds(
-    LLMAConfig,
-    match_length=st.integers(1, 3),
-    copy_length=st.integers(1, 5),
-    search=st.sampled_from(Search),
-    **OPTIONS,
+    LLMAConfig, match_length=st.integers(1, 3), copy_length=st.integers(1, 5), search=st.sampled_from(Search), **OPTIONS
 )
 PLD = st.builds(
     lambda sizes, **options: PLDConfig(max_ngram_size=max(sizes), min_ngram_size=min(sizes), **options),

@@ -113,10 +113,7 @@ VALUES = [
     ("num_accepted_tokens", 8),
     ("kv_peak_bytes", 70),
     ("kv_peak_pool_bytes", 90),
-    (
-        "seconds",
-        phases(draft=0.5, plan=1.0, forward=4.0, verify=0.75, other=0.75) | {"total": 7.0, "decode": 4.0},
-    ),
+    ("seconds", phases(draft=0.5, plan=1.0, forward=4.0, verify=0.75, other=0.75) | {"total": 7.0, "decode": 4.0}),
 ]
 
 

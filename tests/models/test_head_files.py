@@ -250,22 +250,27 @@ def states_of(*numbers: int) -> torch.Tensor:
 
 def test_hidden_states_are_kept_until_they_are_used() -> None:
     known = KnownStates()
+
+    def add(start: int, states: torch.Tensor) -> None:
+        known.wait(start, states)
+        known.made(states)
+
     assert not known.covers(0)
-    known.add(0, states_of(0, 1))
-    known.add(2, states_of(2))
+    add(0, states_of(0, 1))
+    add(2, states_of(2))
     assert known.covers(3)
     assert not known.covers(4)
     assert known.new(3).flatten().tolist() == [0, 1, 2]
     assert known.new(3).flatten().tolist() == [0, 1, 2]  # it failed, and is tried again
     known.used(3)
     assert known.new(3).flatten().tolist() == [2]
-    known.add(3, states_of(3, 4))
-    known.add(5, states_of(5))
+    add(3, states_of(3, 4))
+    add(5, states_of(5))
     assert known.new(6).flatten().tolist() == [3, 4, 5]
     known.used(known.stop)
-    known.add(6, states_of(6, 7))
-    known.add(8, states_of(8))
+    add(6, states_of(6, 7))
+    add(8, states_of(8))
     known.used(8)
     assert (known.start, known.new(9).flatten().tolist()) == (7, [8])
     with pytest.raises(AssertionError, match="from position 8 on, and those before end at 9"):
-        known.add(8, states_of(8))
+        add(8, states_of(8))

@@ -122,7 +122,7 @@ def _as_child(work: Callable[[], None], log: Path) -> None:
 
 
 class _Watch:
-    """A plugin of pytest: which tests passed and which failed, by themselves and not for want of their fixtures."""
+    """A plugin of pytest: the tests that passed or failed by themselves, and not for want of their fixtures."""
 
     def __init__(self) -> None:
         self.passed, self.failed = dict[str, float](), dict[str, float]()

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from emssd_lab.report.__main__ import main
-from emssd_lab.report.console import summary
 from emssd_lab.report.rows import Row, read, read_rows
+from emssd_lab.report.summary import summary
 from rich.console import Console
 
 from tests.support.tiers import looped

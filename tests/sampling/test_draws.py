@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from emssd.decoding.choosing import first_node
-from emssd.draft_models.top_tokens import Choices, behind, likely_tokens, on_host
+from emssd.draft_models.top_tokens import Choices, after, likely_tokens, on_host
 from emssd.native import load_kernels
 from emssd.sampling import SamplingParams
 from emssd.sampling.choice import Node
@@ -71,7 +71,7 @@ def test_the_likeliest_come_first_at_nodes_of_any_kind(
 ) -> None:
     monkeypatch.setattr("emssd.sampling.choice.BLOCK", block)
     sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
-    nodes = [behind(first_node(row), len(path), path) for row in sequences]
+    nodes = [after(first_node(row), len(path), path) for row in sequences]
     tokens, log_probs = top_tokens(values, nodes, width, error)
     for row, own, shares, given in zip(sequences, tokens, log_probs, values.tolist(), strict=True):
         expected = by_hand(row, given, path, error)[:width]
@@ -98,8 +98,8 @@ def test_behind_a_model_that_overflowed_nothing_is_drawn(bad: float, kind: Sampl
 
 def test_a_node_behind_others_has_their_tokens_only_where_they_are_read() -> None:
     params = SamplingParams(presence_penalty=1.0)
-    assert behind(Node(params, 7, 5, [1, 2], 1), 2, [8, 9]) == Node(params, 7, 7, [1, 2, 8, 9], 1)
-    assert behind(Node(SamplingParams(), 7, 5), 2, [8, 9]) == Node(SamplingParams(), 7, 7)
+    assert after(Node(params, 7, 5, [1, 2], 1), 2, [8, 9]) == Node(params, 7, 7, [1, 2, 8, 9], 1)
+    assert after(Node(SamplingParams(), 7, 5), 2, [8, 9]) == Node(SamplingParams(), 7, 7)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]

@@ -1,6 +1,6 @@
 """A stop string ends a row with the token that completes it.
 
-Oracles: decoding everything after every token (here), and ``generate(stop_strings=…)`` (tests/demo/test_demo.py).
+Oracles: decoding everything after every token (here), and ``generate(stop_strings=…)`` (tests/data/test_demo.py).
 """
 
 from __future__ import annotations

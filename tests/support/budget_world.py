@@ -58,7 +58,7 @@ class World:
         self.tokens = self.time = 0.0
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
-        """One step. Returns what was allotted, and what was verified."""
+        """One step. Returns the allotted and the verified lengths."""
         batch = Batch(tuple(self.rows))
         step = BudgetStep(batch, tuple(limits))
         budget = list(self.policy.allot(step))

@@ -8,11 +8,10 @@ KV of the pair before, and nothing from elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from emssd_testing.models import tiny_model
@@ -23,7 +22,6 @@ __all__ = [
     "DRAFTED",
     "SIZE",
     "VOCAB",
-    "RandomHead",
     "perfect_target",
     "random_head",
     "write_perfect_eagle",
@@ -216,17 +214,9 @@ def write_perfect_mtp(folder: Path, **config: Any) -> str:
 DRAFTED = [0, 1, 3, 4, 8]  # by the heads of EAGLE-3
 
 
-class RandomHead(NamedTuple):
-    """A head, and what its files hold."""
-
-    path: str
-    config: Mapping[str, Any]
-    weights: Weights
-
-
 @cache
-def random_head(head: str) -> RandomHead:
-    """A head of a kind. Those of EAGLE-3 and P-EAGLE read the target's streams 0 and 2. That of mtp is of its kind."""
+def random_head(head: str) -> str:
+    """The folder of a head of a kind. Heads of EAGLE-3 and P-EAGLE read the target's streams 0 and 2."""
     config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
     ids: Weights = {}
@@ -246,4 +236,4 @@ def random_head(head: str) -> RandomHead:
         config |= {"pard_token": 7}
         shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
     weights = random_weights(shapes) | ids
-    return RandomHead(write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights), config, weights)
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import Any
 
-import torch
+from emssd_testing.oracle import next_logits
 from hypothesis import strategies as st
 
 from emssd.sampling import SamplingParams
@@ -90,7 +90,7 @@ def scores(logits: Seq[float], params: SamplingParams, prefix: Seq[int], num_pro
             taken += chances[token]
             if taken >= params.typical_p:
                 break
-        found = [score if each <= strangest else -math.inf for score, each in zip(found, strange, strict=True)]
+        found = [score if share <= strangest else -math.inf for score, share in zip(found, strange, strict=True)]
     return found
 
 
@@ -106,20 +106,14 @@ def choice(
     totals = scores(logits, params, prefix, num_prompt)
     if params.temperature:
         noise = [gumbel(hashed(params.seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]
-        totals = [score + each for score, each in zip(totals, noise, strict=True)]
+        totals = [score + draw for score, draw in zip(totals, noise, strict=True)]
     return totals.index(max(totals))
 
 
 def logits_behind(model: Any, tokens: Seq[int]) -> list[float]:
-    """The whole text again, by the model's own eager attention."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
-        with torch.inference_mode():
-            found: list[float] = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].tolist()
-    finally:
-        model.config._attn_implementation = before
-    return found
+    """The logits after a text."""
+    logits: list[float] = next_logits(model, tokens).tolist()
+    return logits
 
 
 def sampled(

@@ -1,4 +1,4 @@
-"""Lists of cases: which of them CI tests and which the nightly tests add, and which are one test."""
+"""Lists of cases: the share of CI and of the nightly tests, and cases that are one test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def few(cases: Iterable[Any], *, ci: int) -> list[Any]:
 
 
 def only(cases: Iterable[Any], *, ci: Iterable[Any]) -> list[Any]:
-    """`cases` for ``pytest.mark.parametrize``: those that are in `ci` as they are, the others marked ``nightly``."""
+    """`cases` for ``pytest.mark.parametrize``: those in `ci` as they are, the rest marked ``nightly``."""
     chosen = list(ci)
     return [case if case in chosen else _nightly(case) for case in cases]
 

@@ -1,1 +1,5 @@
-"""A pass of a module compiled ahead of time, with the keys under which it lies on disk."""
+"""A pass of a module compiled ahead of time, on CPUs.
+
+`compilable` decides whether there is a program; `tracing` makes one, `program` runs it, `proven` keeps it
+on disk under the key of `fingerprint`; `int8` rounds weights.
+"""

@@ -1,4 +1,4 @@
-"""`Compiling`: how much of a program is compiled, and how long the rest takes on this machine as it is now."""
+"""`Compiling`: how much of a program is compiled, and how long the rest takes."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ logger = logging.getLogger("emssd")
 
 
 def expected_seconds(num_layers: int) -> float:
-    """About how long compiling a model takes, to choose whether it pays."""
+    """About how long compiling a model takes."""
     return _seconds(_TRACING * num_layers)
 
 
 def _seconds(tracing: float, waiting: float = 1.0) -> float:
-    """Seconds on the clock, of which tracing takes some; a second of a processor takes `waiting` seconds."""
+    """Seconds on the clock for the whole; a second of a processor takes `waiting` seconds."""
     return tracing * (1 + _PER_TRACED) + _FIXED * waiting
 
 
 class Compiling:
     """Within, something is compiled: its layers are traced one by one, and then compilers run.
 
-    The more processor time tracing takes, the more they do; and the longer that is on the clock, the longer is theirs.
-    Log records hold this as their ``compiling``.
+    Their time is estimated from that of tracing, on the processor and on the clock. Log records hold this as their
+    ``compiling``.
     """
 
     def __init__(self, what: str, num_layers: int) -> None:
@@ -39,11 +39,10 @@ class Compiling:
 
     @property
     def share(self) -> float:
-        """From 0 to 1, how much is done."""
+        """The part that is done, from 0 to 1."""
         return min((monotonic() - self._start[0]) / self._total(), 0.99) if self.num_traced else 0.0
 
     def _total(self) -> float:
-        """Seconds of the whole, by the layers that are traced by now."""
         if self._seconds:
             return self._seconds
         elapsed, busy = monotonic() - self._start[0], process_time() - self._start[1]
@@ -51,7 +50,7 @@ class Compiling:
 
     @property
     def clock(self) -> str:
-        """The time that it took, and the time that it still takes."""
+        """The time since the start, and the time left."""
         elapsed, share = monotonic() - self._start[0], self.share
         left = f", about {_clock(elapsed / share - elapsed)} left" if share and not self.ended else ""
         return _clock(elapsed) + left

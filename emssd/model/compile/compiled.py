@@ -19,14 +19,16 @@ from emssd.errors import CompileError
 from emssd.model.compile import tracing
 from emssd.model.compile.fingerprint import fingerprint, refuse_hooks, short_pass
 from emssd.model.compile.program import Program
-from emssd.model.compile.tracing import NotKeptError, ProvenProgram, has_kernel, in_one_row, sources
-from emssd.model.hf import interface
+from emssd.model.compile.proven import NotKeptError, ProvenProgram, sources
+from emssd.model.compile.tracing import has_kernel, in_one_row
+from emssd.model.hf import hooked, interface
 from emssd.model.hf.probe import PROBE_TOLERANCE
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep
     from emssd.model.compile.int8 import Rounded
-    from emssd.model.hf.interface import Attend, RunnableModel
+    from emssd.model.hf.hooked import HookedModel
+    from emssd.model.hf.interface import Attend
     from emssd.model.hf.streams import Hidden
 
 __all__ = ["CompiledForward", "NotKeptError"]
@@ -35,13 +37,13 @@ __all__ = ["CompiledForward", "NotKeptError"]
 class CompiledForward(ProvenProgram):
     """The compiled forward pass of a model, which also gives the `hidden` states of these indices.
 
-    The model is left as it was; its linear weights are copied in the layout of their kernel. `reread` follows a change
-    of them. Raises CompileError as `ProvenProgram` does, and for another device, or attention sinks.
+    The model is left as it was; its linear weights are copied in the layout of their kernel. Raises CompileError as
+    `ProvenProgram` does, and for another device, or attention sinks.
     """
 
     kind = "models"
 
-    def __init__(self, target: RunnableModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...] = (), *, only_kept: bool = False) -> None:
         if target.device.type != "cpu":
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
@@ -51,22 +53,18 @@ class CompiledForward(ProvenProgram):
         super().__init__(target.model, only_kept=only_kept)
         del self._target  # which holds this
 
-    def reread(self, target: RunnableModel) -> bool:
-        """Read the weights as they are now. Returns whether this still is the program of the model."""
+    def reread(self, target: HookedModel) -> bool:
+        """Copy the weights as they are now. Returns whether this still is the program of the model."""
         self._target = target
         try:
-            return self._why_wrong(self._module, self._found, self.expected()) is None
+            return self._why_wrong(self._module, self._files, self.expected()) is None
         finally:
             del self._target
 
     def key(self) -> str:
         refuse_hooks(self._module)
-        parts = (
-            str(self._layers),
-            str(self.hidden),
-            *sources(__file__, inspect.getfile(type(self._target)), interface.__file__),
-        )
-        return fingerprint(self._module, parts)
+        code = sources(__file__, inspect.getfile(type(self._target)), hooked.__file__, interface.__file__)
+        return fingerprint(self._module, (str(self._layers), str(self.hidden), *code))
 
     def expected(self) -> Seq[torch.Tensor]:
         return short_pass(self._target, self._target.run, self.hidden)
@@ -109,13 +107,13 @@ class CompiledForward(ProvenProgram):
             return attend(layer, layers[layer], query, key, value)
 
         logits, *states = self._program(inputs, attend_layer, step)
-        for index, each in zip(self.hidden, states, strict=True):
+        for index, values in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
-                hidden[index] = each.view(batch, num_tokens, -1)
+                hidden[index] = values.view(batch, num_tokens, -1)
         return logits.view(batch, -1, logits.shape[-1])
 
     def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
-        """The same program with other linear weights; `round_to` makes them of the model's own."""
+        """The same program with linear weights that `round_to` makes of the model's."""
         other = copy.copy(self)
-        other._program = Program(self._found, self._module, round_to)
+        other._program = Program(self._files, self._module, round_to)
         return other

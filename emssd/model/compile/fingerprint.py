@@ -1,7 +1,7 @@
-"""The key of a compiled program on disk: what decides the program, by names and sources that every process finds alike.
+"""The key of a compiled program on disk: versions, values and code by names and sources that every process finds alike.
 
-Code and values without such a name, a user's own say, make a program for one process. A program that is found is proved
-by a short pass besides, see `emssd.model.compile.tracing`.
+Code and values without such a name, as a user's own, make a program for one process. `emssd.model.compile.proven` also
+compares each program with its module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from emssd.model.hf.probe import ProbeRows
 from emssd.native import kernels_key
 
 if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
+    from emssd.model.hf.hooked import HookedModel
 
 __all__ = ["UnnamedError", "fingerprint", "named_tensors", "refuse_hooks", "short_pass"]
 
@@ -38,7 +38,7 @@ _OF_A_CHECKPOINT = frozenset({
     "generation_config", "name_or_path", "_is_hf_initialized", "_name_or_path", "_attn_implementation_internal",
 })  # fmt: skip
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, range, slice, enum.Enum, torch.dtype, torch.device)
-_VERSIONED = sys.stdlib_module_names | {"torch"}  # so the key need not have their source
+_VERSIONED = sys.stdlib_module_names | {"torch"}  # their version stands for their source
 _LIBRARIES = _VERSIONED | {"transformers", "transformers_modules", "peft", "accelerate", "emssd"}
 
 
@@ -47,13 +47,13 @@ class UnnamedError(Exception):
 
 
 def fingerprint(module: torch.nn.Module, parts: Iterable[str], *, lenient: bool = False) -> str:
-    """The key of a program of `module`, which depends on these `parts` too. Every process finds the same.
+    """The key of a program of `module` that depends on these `parts` too. Every process finds the same.
 
     Args:
-        lenient: code of any distribution will do, by its source, and a type stands for values that have no name.
+        lenient: take code of any distribution by its source, and a type for values that have no name.
 
     Raises:
-        UnnamedError: there is code or a value that no library holds.
+        UnnamedError: no library holds some code or value.
     """
     import transformers
 
@@ -62,21 +62,18 @@ def fingerprint(module: torch.nn.Module, parts: Iterable[str], *, lenient: bool 
     versions = sys.version, torch.__version__, transformers.__version__, version("emssd")
     named = _Named(lenient)
     lines = chain(map(str, versions + process), parts, _layouts(module), named.modules(module), named.classes(module))
-    digest = hashlib.sha256()
-    for line in lines:
-        digest.update(line.encode() + b"\0")
-    return digest.hexdigest()[:32]
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()[:32]
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter and buffer by each of its names, but for the scales of int8 weights, which no program reads."""
-    every = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor for name, tensor in every if not name.endswith(f".{SCALE}")}
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    return {name: tensor for name, tensor in tensors if not name.endswith(f".{SCALE}")}
 
 
-def short_pass(target: RunnableModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
-    """Of two short sequences packed into one row, what `run` gives, a function like `TargetModel.run`: logits
-    ``[n, vocab]``, and for each of `hidden` the hidden states of that index ``[n, width]``.
+def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:
+    """Call `run`, as `HookedModel.run`, on two short sequences packed into one row. Returns logits ``[n, vocab]``, and
+    hidden states ``[n, width]`` for each index of `hidden`.
     """
     rows = ProbeRows(target, longest=_LONGEST)
     states = dict.fromkeys(hidden, rows.tokens)
@@ -86,25 +83,24 @@ def short_pass(target: RunnableModel, run: Callable[..., torch.Tensor], hidden: 
 
 
 def refuse_hooks(model: torch.nn.Module) -> None:
-    """Refuse hooks, and methods put into a module: they may do more than compute. Raises CompileError: there is one."""
+    """Raises CompileError: there is a hook, or a method put into a module, which may do more than compute."""
     name, of_all = type(model).__name__, torch.nn.modules.module
-    tables = [("every module", of_all._global_forward_hooks), ("every module", of_all._global_forward_pre_hooks)]
-    for place, module in model.named_modules():
-        tables += [(place or "the model", hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)]
-    for place, hooks in tables:
-        if hooks:
-            raise CompileError(f"{name} has a forward hook on {place}, which a program would not call; remove it first")
-    for place, module in model.named_modules():
-        of_class = type(module)
-        if method := next((key for key in vars(module) if inspect.isfunction(getattr(of_class, key, None))), None):
+    hooked = {"every module": (*of_all._global_forward_hooks, *of_all._global_forward_pre_hooks)}
+    for part, module in model.named_modules():
+        hooked[part or "the model"] = (*module._forward_hooks, *module._forward_pre_hooks)
+    if where := next((part for part, hooks in hooked.items() if hooks), None):
+        raise CompileError(f"{name} has a forward hook on {where}, which a program would not call; remove it first")
+    for part, module in model.named_modules():
+        methods = (key for key in vars(module) if inspect.isfunction(getattr(type(module), key, None)))
+        if method := next(methods, None):
             raise CompileError(
-                f"{name} has its {method} replaced on {place or 'the model'}, which may do more than compute; give "
+                f"{name} has its {method} replaced on {part or 'the model'}, which may do more than compute; give "
                 f"that module a class of its own"
             )
 
 
 def _layouts(module: torch.nn.Module) -> Iterator[str]:
-    """Each tensor's type, dtype, shape and strides, and which are one."""
+    """Each tensor's type, dtype, shape and strides, and names of one tensor."""
     first = dict[int, str]()
     for name, tensor in sorted(named_tensors(module).items()):
         layout = f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}"
@@ -118,7 +114,7 @@ class _Named:
         self._lenient = lenient
 
     def modules(self, model: torch.nn.Module) -> Iterator[str]:
-        """Each module's class, and what it holds beside tensors and modules, its config for one."""
+        """Each module's class, and its attributes beside tensors and modules, such as its config."""
         first = dict[torch.nn.Module, str]()
         for name, module in sorted(model.named_modules(remove_duplicate=False), key=lambda item: item[0]):
             yield f"{name} is {first.setdefault(module, name)}: {module.training}"
@@ -130,7 +126,7 @@ class _Named:
                         raise UnnamedError(f"{error} in {name or type(model).__name__}.{key}") from None
 
     def classes(self, model: torch.nn.Module) -> Iterator[str]:
-        """Sources of the classes, and what stands in them now."""
+        """Sources of the classes, and their attributes as they are now."""
         bases = {base for module in model.modules() for base in type(module).__mro__ if base is not object}
         for base in sorted(bases, key=_name):
             for key, value in sorted(vars(base).items()):
@@ -150,21 +146,21 @@ class _Named:
         if isinstance(value, (set, frozenset)):
             return f"{{{', '.join(sorted(map(self._word, value)))}}}"
         if isinstance(value, Mapping):
-            return f"{{{', '.join(sorted(f'{self._word(key)}: {self._word(each)}' for key, each in value.items()))}}}"
+            return f"{{{', '.join(sorted(f'{self._word(key)}: {self._word(entry)}' for key, entry in value.items()))}}}"
         if isinstance(value, functools.partial):
             return self._word([value.func, value.args, value.keywords])
         if isinstance(value, (type, FunctionType, BuiltinFunctionType)) and "<" not in value.__qualname__:
             return self._code(value)
         if hasattr(value, "to_json_string") or is_dataclass(value):  # a config of Transformers, or of PEFT
             names = vars(value) if hasattr(value, "__dict__") else (field.name for field in fields(value))
-            held = {name: getattr(value, name) for name in names if name not in _OF_A_CHECKPOINT}
-            return f"{self._code(type(value))}({self._word(held)})"
+            values = {name: getattr(value, name) for name in names if name not in _OF_A_CHECKPOINT}
+            return f"{self._code(type(value))}({self._word(values)})"
         if self._lenient:
             return _name(type(value))
         raise UnnamedError(f"a {_name(type(value))} is no library's")
 
     def _code(self, value: Any) -> str:
-        """The name of a class or function, whose code stands in a library, as does that of all it wraps."""
+        """The name of a class or function. Its code, and that of all it wraps, stands in a library."""
         inner: Any = value
         while inner is not None:
             module = inner.__globals__["__name__"] if isinstance(inner, FunctionType) else inner.__module__

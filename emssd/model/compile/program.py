@@ -1,4 +1,4 @@
-"""`Program`: a program of `emssd.model.compile.tracing`, with the tensors of a module, and attention handed to it."""
+"""`Program`: a compiled program that reads the tensors of a module, and calls attention that it is handed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from functools import cache
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -22,21 +22,21 @@ PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer's index, queries, keys and values ``[t, heads, dim]``, what attention gives, ``[t, heads, dim]``."""
+"""Attention ``[t, heads, dim]`` of a layer's index, queries, keys and values ``[t, heads, dim]``."""
 
 
 class Program:
-    """A compiled program of a module, whose tensors it reads. They must stay what and where they are.
+    """A compiled program of a module. It reads the module's tensors, which must stay what and where they are.
 
-    Weights of linear layers are copied, or what `round_to` makes of them. If something else was found on disk, this
-    raises an exception of almost any kind.
+    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `files` are no
+    such program.
 
     Attributes:
         other_products: names of PyTorch's operators in it that add up products, other than linear layers.
     """
 
     def __init__(
-        self, found: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
+        self, files: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
     ) -> None:
         kernels = load_kernels()
         self._attend: Attend | None = None
@@ -47,7 +47,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        products = json.loads((found.folder / LINEARS).read_bytes())
+        products = json.loads((files.folder / LINEARS).read_bytes())
         self.other_products: list[str] = products["others"]
         for linear in products["linears"]:
             biases = [tensors[name].detach() for name in linear["biases"]]
@@ -57,19 +57,19 @@ class Program:
             scale = None
             if round_to is not None:
                 copies = [round_to(weight) for weight in weights]
-                weights, scale = [each.values for each in copies], torch.cat([each.scale for each in copies])
+                weights, scale = [copy.values for copy in copies], torch.cat([copy.scale for copy in copies])
             elif all(weight.data_ptr() in scales for weight in weights):
-                each_scale = [scales[weight.data_ptr()] for weight in weights]
-                rounded = [bytes_of(*pair) for pair in zip(weights, each_scale, strict=True)]
-                if all(map(is_rounded, weights, rounded, each_scale)):  # else they were written to since
-                    weights, scale = rounded, torch.cat(each_scale)
+                scale_of = [scales[weight.data_ptr()] for weight in weights]
+                rounded = [*map(bytes_of, weights, scale_of)]
+                if all(map(is_rounded, weights, rounded, scale_of)):  # else they were written to since
+                    weights, scale = rounded, torch.cat(scale_of)
             bias = torch.cat(biases) if biases else None
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
-        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
-        known = torch.load(found.folder / CONSTANTS, weights_only=True)
-        known |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
-        self._constants = [known[name] for name in names]  # not copied: they must stay
+        names = kernels.open_program(self._handle, str(files.folder / PROGRAM))
+        constants = torch.load(files.folder / CONSTANTS, weights_only=True)
+        constants |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
+        self._constants = [constants[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)
         self._run = kernels.run_program.default
 
@@ -77,14 +77,11 @@ class Program:
         self, inputs: list[torch.Tensor], attend: Attend, step: NativeStep | None = None
     ) -> list[torch.Tensor]:
         """Run it on the inputs that it was traced with, but the handle. `step` does what `attend` does, in C++."""
-        outputs: list[torch.Tensor]
         if step is not None:
-            outputs = step.run(self._handle, inputs)
-            return outputs
+            return cast("list[torch.Tensor]", step.run(self._handle, inputs))
         self._attend = attend
         try:
-            outputs = self._run(self._handle, inputs)
-            return outputs
+            return cast("list[torch.Tensor]", self._run(self._handle, inputs))
         except Exception:
             if self._failure is not None:
                 raise self._failure from None
@@ -125,10 +122,8 @@ def attend(
     return out.contiguous()  # as the program takes it to be, and does not check
 
 
-def _attend_shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
-) -> torch.Tensor:
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
 
 
 for _device in ("CPU", "CUDA"):
@@ -136,17 +131,13 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
-def _linear_shape(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
-    return source.new_empty(*source.shape[:-1], out_features)
-
-
-def declare_operators() -> None:
-    """Tell the compiler the shapes that our operators give; they are there once the kernels are loaded."""
-    load_kernels()
-    _declare_shapes()
-
-
 @cache
-def _declare_shapes() -> None:
-    torch.library.register_fake("emssd_native::linear", _linear_shape)
+def declare_operators() -> None:
+    """Tell the compiler the shapes of our operators' results. Raises NativeError: there are no kernels."""
+    load_kernels()
+
+    def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
+        return source.new_empty(*source.shape[:-1], out_features)
+
+    torch.library.register_fake("emssd_native::linear", linear)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

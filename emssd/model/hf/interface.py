@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,12 +17,11 @@ __all__ = [
     "ATTENTION_NAME",
     "MASKED_NAME",
     "Attend",
+    "PassAttention",
     "Visible",
     "implementation",
     "in_a_pass",
-    "keywords_known",
     "register",
-    "with_windows",
 ]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
@@ -38,43 +36,41 @@ Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 """A mask function of Transformers: whether, by indices of batch, head, query and key, the query sees the key."""
 
 
+@dataclass(frozen=True, slots=True)
+class PassAttention:
+    """The attention of one pass of a model.
+
+    Attributes:
+        attend: computes it.
+        read_sinks: gives the numbers of a tensor of attention sinks.
+        calls: numbers the calls, of a model whose layers do not attend once each; ``None`` for the layers' own indices.
+        masks: gets the mask function of each layer; ``None`` lets the model make no masks.
+    """
+
+    attend: Attend
+    read_sinks: Callable[[torch.Tensor], tuple[float, ...]] = lambda sinks: tuple(sinks.tolist())
+    calls: Iterator[int] | None = None
+    masks: dict[int, Visible] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name under which Transformers knows it."""
+        return ATTENTION_NAME if self.masks is None else MASKED_NAME
+
+
 # Keywords that models hand to every attention function and that do not change what attention computes here:
 # positions are applied already, caching is ours, and the rest is bookkeeping of other implementations.
-class RunnableModel(Protocol):
-    """The part of a `TargetModel` that probes, traces and compilers use."""
-
-    model: Any
-    layers: tuple[LayerSpec, ...]
-    device: torch.device
-    dtype: torch.dtype
-    vocab_size: int
-    max_model_len: int
-    bytes_per_row: int
-    lock: Any
-    arithmetic: Any
-    keeps_states: bool
-    counts_calls: bool
-    takes_positions: bool
-
-    @property
-    def run(self) -> Callable[..., torch.Tensor]: ...
-
-    @property
-    def call(self) -> Callable[..., Any]: ...
-
-
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict",
      "is_causal", "layer_head_mask", "head_mask", "cache_position", "position_embeddings", "deterministic",
-     "logits_to_keep", "emssd_masks"}
+     "logits_to_keep"}
 )  # fmt: skip
 
 
 def register(model: torch.nn.Module) -> None:
     """Make both names known to Transformers, and `implementation` to the classes of the configs that `model` reads.
 
-    Nothing else tells threads apart: a value of the config would be that of a user's own call, too, and `torch.compile`
-    does not trace a `ContextVar`.
+    A value of the config would be that of a user's own call in another thread, too.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -89,15 +85,16 @@ def register(model: torch.nn.Module) -> None:
                 setattr(kind, field, _OfThisPass(_getter(original, field), original.fset))
 
 
-_PASSES: dict[int, tuple[str | None, bool]] = {}
+_PASSES: dict[int, tuple[str | PassAttention | None, bool]] = {}
 """By thread in a pass of a model: its attention, and whether experts run one by one. `torch.compile` guards a dict."""
 
 
 @contextmanager
-def implementation(attention: str | None = None, *, experts_in_loops: bool = False) -> Iterator[None]:
-    """Within, models that this thread calls compute the `attention` of this name. No config is written to.
+def implementation(attention: str | PassAttention | None = None, *, experts_in_loops: bool = False) -> Iterator[None]:
+    """Within, models that this thread calls compute this `attention`, ours or Transformers' of that name.
 
-    With `experts_in_loops`, a mixture runs one expert after another, and not all in one grouped matrix product.
+    With `experts_in_loops`, a mixture runs one expert after another, and not all in one grouped matrix product. No
+    config is written to.
     """
     thread = get_ident()
     before = _PASSES.get(thread)
@@ -126,37 +123,12 @@ def _getter(original: property, field: str) -> Callable[[Any], Any]:
         value = original.fget(config)  # type: ignore[misc]  # every property of a config can be read
         if not _PASSES or (chosen := _PASSES.get(get_ident())) is None:
             return value
+        attention, experts_in_loops = chosen
         if field == "_attn_implementation":
-            return chosen[0] or value
-        return "eager" if chosen[1] and value == "grouped_mm" else value
+            return attention.name if isinstance(attention, PassAttention) else attention or value
+        return "eager" if experts_in_loops and value == "grouped_mm" else value
 
     return get
-
-
-_KEYWORDS: ContextVar[Mapping[str, Any] | None] = ContextVar("_KEYWORDS", default=None)
-
-
-@contextmanager
-def keywords_known(keywords: Mapping[str, Any]) -> Iterator[None]:
-    """Give the attention functions `keywords` in a call of a model, for models whose code does not pass them on."""
-    token = _KEYWORDS.set(keywords)
-    try:
-        yield
-    finally:
-        _KEYWORDS.reset(token)
-
-
-def with_windows(attend: Attend, windows: Mapping[int, int]) -> Attend:
-    """`attend`, with the sliding windows of layers that do not pass them on."""
-    if not windows:
-        return attend
-
-    def attend_within(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        if layer in windows:
-            seen = replace(seen, sliding_window=windows[layer])
-        return attend(layer, seen, *qkv)
-
-    return attend_within
 
 
 def _attention(
@@ -171,22 +143,19 @@ def _attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    emssd_attend: Attend | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
     """The registered attention function: ``query [b, heads, n, dim]`` in, ``[b, n, heads, dim]`` out.
 
     It notes the function behind a mask of `_mask`, and refuses any other mask.
     """
-    keywords = _KEYWORDS.get() or {}
-    name, emssd_attend = type(module).__name__, emssd_attend or keywords.get("emssd_attend")
-    if emssd_attend is None:
-        raise UnsupportedModelError(f"{name} does not pass keywords on to its attention function, so no KV cache")
+    name = type(module).__name__
+    ours, _ = _PASSES.get(get_ident(), (None, False))
+    if not isinstance(ours, PassAttention):
+        raise UnsupportedModelError(f"{name} attends outside of a pass of emssd, where there is no KV cache")
     visible = getattr(attention_mask, "emssd_visible", None)
     attention_mask = attention_mask if visible is None else None
-    refused = features.keys() - _HARMLESS
-    if refused:
-        refused = {key for key in refused if features[key] is not None}
+    refused = {key for key in features.keys() - _HARMLESS if features[key] is not None}
     if refused or dropout or attention_mask is not None:
         what = ", ".join(sorted(refused)) or ("dropout" if dropout else "an attention mask of its own")
         raise UnsupportedModelError(f"{name} asks its attention for {what}, which emssd does not compute")
@@ -199,13 +168,12 @@ def _attention(
         scale=float(scaling) if scaling is not None else key_dim**-0.5,
         sliding_window=sliding_window,
         softcap=softcap,
-        sinks=None if s_aux is None else keywords["emssd_numbers"](s_aux),
+        sinks=None if s_aux is None else ours.read_sinks(s_aux),
     )
-    calls = keywords.get("emssd_calls")
-    layer = int(module.layer_idx) if calls is None else next(calls)  # type: ignore[arg-type]  # an integer then
-    if visible is not None:
-        keywords["emssd_masks"][layer] = visible
-    out = emssd_attend(
+    layer = int(module.layer_idx) if ours.calls is None else next(ours.calls)  # type: ignore[arg-type]  # an integer
+    if visible is not None and ours.masks is not None:
+        ours.masks[layer] = visible
+    out = ours.attend(
         layer,
         spec,
         query.transpose(1, 2).reshape(batch * num_tokens, num_heads, key_dim),

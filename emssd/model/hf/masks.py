@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Visible
 from emssd.model.hf.probe import look_at_layers, running
-
-if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
 
 __all__ = ["learn_windows"]
 
 _ALL_KEYS = 1 << 17
 
 
-def learn_windows(target: RunnableModel) -> dict[int, int]:
+def learn_windows(target: HookedModel) -> dict[int, int]:
     """The sliding windows that go through a layer's mask alone, by layer.
 
-    Transformers gives a model's masks to the attention function as functions of positions. Here these are evaluated up
-    to the longest sequence, which needs no run of that length.
+    Transformers gives masks to the attention function as functions of positions. They are evaluated up to the longest
+    sequence, which needs no run of that length.
     """
-    name = type(target.model).__name__
+    name, windows = type(target.model).__name__, dict[int, int]()
     passed: dict[int, int | None] = {}
     masks: dict[int, Visible] = {}
 
@@ -36,12 +34,9 @@ def learn_windows(target: RunnableModel) -> dict[int, int]:
 
     look_at_layers(target, note, masks)
     with running(target):
-        by_mask = {
-            id(visible): window_of(visible, target.max_model_len, name, target.device) for visible in masks.values()
-        }
-    windows: dict[int, int] = {}
+        by_mask = {mask: window_of(mask, target.max_model_len, name, target.device) for mask in {*masks.values()}}
     for layer, visible in masks.items():
-        masked, window = by_mask[id(visible)], passed[layer]
+        masked, window = by_mask[visible], passed[layer]
         if window is None and masked is not None:
             windows[layer] = masked
         elif masked != window and not (masked is None and window is not None and window >= target.max_model_len):
@@ -53,8 +48,8 @@ def learn_windows(target: RunnableModel) -> dict[int, int]:
 
 
 def window_of(visible: Visible, length: int, name: str, device: torch.device | str = "cpu") -> int | None:
-    """The sliding window of a mask function in sequences of up to `length` tokens; ``None`` for all that came before.
-    Raises UnsupportedModelError: a query sees anything else than the latest tokens, as many as there are or the window.
+    """The sliding window of a mask function in sequences of up to `length` tokens; ``None`` if it hides no earlier one.
+    Raises UnsupportedModelError: it is no sliding window.
     """
     refusal = UnsupportedModelError(
         f"{name} has an attention mask that is neither causal nor a sliding window in sequences of {length} tokens, "
@@ -75,15 +70,15 @@ def window_of(visible: Visible, length: int, name: str, device: torch.device | s
         keys = every
         if length > _ALL_KEYS:  # then those near an edge, and some everywhere
             near = [range(edge - 64, edge + 64) for edge in (0, query - window, query, length)]
-            places = {place for places in (*near, range(0, length, length // 4096)) for place in places}
-            keys = torch.tensor(sorted(place for place in places if 0 <= place < length), device=device)
+            sample = {*range(0, length, length // 4096)}.union(*near)
+            keys = torch.tensor(sorted(key for key in sample if 0 <= key < length), device=device)
         if not torch.equal(seen(query, keys), (keys <= query) & (keys > query - window)):
             raise refusal
     return None if window >= length else window
 
 
 def _of_text(visible: Visible) -> Visible:
-    """A mask function without what it adds for the blocks of images, where there are none."""
+    """A mask function without its part for blocks of images, where there are none."""
     from transformers.masking_utils import and_masks, or_masks
 
     parts = _captured(visible).get("mask_functions")
@@ -106,13 +101,13 @@ def _is_made_by(visible: Visible, maker: Callable[..., Any]) -> bool:
 
 
 def _of_positions(visible: Any) -> bool:
-    """Whether a function holds no tensor about this call's tokens, which other positions would be outside of."""
+    """Whether a function holds no tensor about this call's tokens, and so can be evaluated anywhere."""
     if isinstance(visible, torch.Tensor):
         return visible.numel() == 1  # of the one row
     if isinstance(visible, list | tuple):
-        return all(_of_positions(each) for each in visible)
+        return all(map(_of_positions, visible))
     if isinstance(visible, FunctionType):
-        return all(_of_positions(each) for each in _captured(visible).values())
+        return all(map(_of_positions, _captured(visible).values()))
     return visible is None or isinstance(visible, int | float | str)
 
 

@@ -1,32 +1,23 @@
-"""A model is run before it is served: its layers' shapes and rules are learnt, and that it can be packed is proved."""
+"""Runs a model before it is served, to learn its layers' shapes and rules, and to prove that it can be packed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from emssd.attention import Kept, LayerSpec, StepMask, masked_attention
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.culprit import culprit
+from emssd.model.hf.batch_invariance import Audit
+from emssd.model.hf.differing_module import differing_module
+from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Attend, Visible, implementation
-from emssd.model.hf.invariant import Audit
-from emssd.model.hf.states import Feed, StateCache
+from emssd.model.hf.recurrent_states import Feed, StateCache
 
-if TYPE_CHECKING:
-    from emssd.model.hf.interface import RunnableModel
-
-__all__ = [
-    "PROBE_TOLERANCE",
-    "ProbeRows",
-    "layer_devices",
-    "look_at_layers",
-    "probe_layers",
-    "running",
-]
+__all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "look_at_layers", "probe_layers", "running"]
 
 # Largest difference of logits, in standard deviations of the logits, between a packed run and the model's own. A
 # feature that is lost or sequences that see each other move logits by about one; rounding stays far below. Many models
@@ -35,14 +26,12 @@ PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5
 _LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
 
 
-def probe_layers(target: RunnableModel) -> tuple[LayerSpec, ...]:
-    """Run two short sequences packed into one and learn, and prove, how the model attends.
+def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
+    """Run two short sequences packed into one, and learn and prove how the model attends.
 
-    The packed run records every layer's shapes and rules; its logits must be those that the model's own eager attention
-    gives for each sequence alone. That catches what no config tells: layers that keep a state, positions that are not
-    taken from ``position_ids``, features that never reach the attention function. The sequences' tokens alternate, so
-    that their places in the pack have nothing in common with their positions; and the positions of the second go up to
-    the longest sequence, beyond any threshold that a sequence can pass. Raises UnsupportedModelError with the reason.
+    The packed run records every layer's shapes and rules. Its logits must be those of the model's own eager attention
+    for each sequence alone: so no layer keeps a state, positions are taken from ``position_ids``, and every feature
+    reaches the attention function. Raises UnsupportedModelError with the reason.
     """
     model, name = target.model, type(target.model).__name__
     rows = ProbeRows(target)
@@ -83,7 +72,7 @@ class _CalledTwiceError(Exception):
     """A layer attends more than once in a pass."""
 
 
-def layer_devices(target: RunnableModel) -> tuple[torch.device, ...]:
+def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
     """The device on which each layer attends, as a short pass shows."""
     devices: dict[int, torch.device] = {}
 
@@ -95,9 +84,9 @@ def layer_devices(target: RunnableModel) -> tuple[torch.device, ...]:
 
 
 def look_at_layers(
-    target: RunnableModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
+    target: HookedModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
 ) -> None:
-    """Run two tokens, and tell `note` of each layer its rules and queries. `masks` are as of `TargetModel.run`."""
+    """Run two tokens, and call `note` with each layer's rules and queries. `masks` are those of `HookedModel.run`."""
 
     def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         note(layer, seen, qkv[0])
@@ -109,52 +98,43 @@ def look_at_layers(
         target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
 
 
-class _OneRow:
-    """The KV of one row, and its attention."""
-
-    def __init__(self) -> None:
-        self.num_cached = 0
-        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def attend(
-        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        old = self._cache.get(layer, (key[:0], value[:0]))
-        key, value = (torch.cat([past[: self.num_cached], new]) for past, new in zip(old, (key, value), strict=True))
-        self._cache[layer] = key, value
-        indices = torch.arange(len(key), device=query.device)
-        bias = StepMask(indices[None, self.num_cached :], indices).additive(seen.sliding_window, query)
-        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
-
-
-def _probe_states(target: RunnableModel) -> None:
+def _probe_states(target: HookedModel) -> None:
     """Decode a row in steps of several sizes, with drafts that are rejected, and compare with one pass over its text.
 
-    That two sequences can be packed proves nothing about tokens that follow a state.
+    Two sequences that can be packed prove nothing about tokens that follow a state.
     """
     tokens = [(7 * index + 2) % target.vocab_size for index in range(13)]
-    states, row, logits = StateCache(), _OneRow(), list[torch.Tensor]()
+    states, cache, logits = StateCache(), dict[int, tuple[torch.Tensor, torch.Tensor]](), list[torch.Tensor]()
+    start = 0
+
+    def attend(
+        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        old = cache.get(layer, (key[:0], value[:0]))
+        key, value = (torch.cat([past[:start], new]) for past, new in zip(old, (key, value), strict=True))
+        cache[layer] = key, value
+        indices = torch.arange(len(key), device=query.device)
+        bias = StepMask(indices[None, start:], indices).additive(seen.sliding_window, query)
+        return masked_attention(query[None], key[None], value[None], bias, seen)[0]
+
     with running(target):
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
-            new = tokens[row.num_cached : row.num_cached + size] + tokens[:num_drafts]
-            positions = torch.tensor([*range(row.num_cached, row.num_cached + len(new))], device=target.device)
-            every = torch.tensor([*range(len(new))], device=target.device)
-            feed = Feed(tuple(every.tolist()), row.num_cached + len(new), num_drafts)
-            with states.pass_of({"": feed}):
-                ids = torch.tensor([new], device=target.device)
-                logits.append(target.run(ids, positions[None], row.attend, every)[0, :size])
-            row.num_cached += size
-            states.commit(Kept(("",), (row.num_cached,)))
+            new = tokens[start : start + size] + tokens[:num_drafts]
+            ids, indices = torch.tensor([new], device=target.device), torch.arange(len(new), device=target.device)
+            with states.pass_of({"": Feed(tuple(range(len(new))), start + len(new), num_drafts)}):
+                logits.append(target.run(ids, indices[None] + start, attend, indices)[0, :size])
+            start += size
+            states.commit(Kept(("",), (start,)))
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = target.call(input_ids=torch.tensor([tokens], device=target.device), use_cache=False).logits[0]
     _compare(target, torch.cat(logits), alone)
 
 
-def _refuse_counted_positions(target: RunnableModel, rows: ProbeRows) -> None:
-    """Refuse a model whose logits change where `torch.arange` gives it the positions that its tokens really have.
+def _refuse_counted_positions(target: HookedModel, rows: ProbeRows) -> None:
+    """Refuse a model whose logits change where `torch.arange` gives it the true positions of its tokens.
 
-    Such a model counts the tokens of a call. What it does with the numbers may only show far beyond a short probe.
-    Grouped experts count tokens as well, to sort them.
+    Such a model counts the tokens of a call, which may only matter far beyond a short probe. Experts are run in loops,
+    as grouped ones count tokens to sort them.
     """
     with running(target), implementation(experts_in_loops=True):
         packed = rows.run_packed(target, rows.attend)
@@ -172,7 +152,7 @@ def _refuse_counted_positions(target: RunnableModel, rows: ProbeRows) -> None:
 
 
 @contextmanager
-def running(target: RunnableModel) -> Iterator[None]:
+def running(target: HookedModel) -> Iterator[None]:
     """Turns a model's failure into a sentence: no kernel for this dtype or device, inputs beyond tokens, no memory."""
     try:
         with torch.inference_mode():
@@ -187,9 +167,12 @@ def running(target: RunnableModel) -> Iterator[None]:
 
 
 class ProbeRows:
-    """Two sequences whose tokens alternate: the first from position 0 on, the second at any up to the `longest`."""
+    """Two sequences whose tokens alternate in the pack, so that indices in it are no positions.
 
-    def __init__(self, target: RunnableModel, longest: int | None = None) -> None:
+    The first begins at position 0. The positions of the second go up to the `longest` sequence, beyond any threshold.
+    """
+
+    def __init__(self, target: HookedModel, longest: int | None = None) -> None:
         longest, device = min(longest or target.max_model_len, target.max_model_len), target.device
         lengths = [min(length, longest) for length in _LENGTHS]
         # Half of each row is one token, so that it goes to the same experts wherever routing is by token.
@@ -198,13 +181,12 @@ class ProbeRows:
             for row, length in enumerate(lengths)
         ]
         far = [max(i, round(longest ** (i / (lengths[1] - 1))) - 1) for i in range(lengths[1])]
-        places = sorted((i, row) for row, length in enumerate(lengths) for i in range(length))
-        self.num_tokens = len(places)
-        self.tokens = torch.tensor([self.rows[row][i] for i, row in places], device=device)
-        self.positions = torch.tensor([far[i] if row else i for i, row in places], device=device)
-        self.kept = torch.arange(len(places), device=device)  # all, in the form in which a step asks
-        self.index = torch.tensor([i for i, _ in places], device=device)
-        self.owner = torch.tensor([row for _, row in places], device=device)
+        pack = sorted((i, row) for row, length in enumerate(lengths) for i in range(length))
+        self.num_tokens = len(pack)
+        self.tokens = torch.tensor([self.rows[row][i] for i, row in pack], device=device)
+        self.positions = torch.tensor([far[i] if row else i for i, row in pack], device=device)
+        self.kept = torch.arange(len(pack), device=device)  # all, in the form of a step's `logits_to_keep`
+        self.index, self.owner = torch.tensor(pack, device=device).unbind(1)
         self._mask = StepMask(self.index[None], self.index, (self.owner[:, None] != self.owner)[None])
 
     def attend(
@@ -214,36 +196,29 @@ class ProbeRows:
         bias = self._mask.additive(seen.sliding_window, query)
         return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
 
-    def run_packed(self, target: RunnableModel, attend: Attend) -> torch.Tensor:
+    def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
-        feeds = {
-            str(row): Feed(tuple((self.owner == row).nonzero().flatten().tolist()), len(tokens), 0)
-            for row, tokens in enumerate(self.rows)
-        }
-        states = StateCache()
+        owners, states = self.owner.tolist(), StateCache()
+        indices = [tuple(i for i, owner in enumerate(owners) if owner == row) for row in range(2)]
+        feeds = {str(row): Feed(fed, len(fed), 0) for row, fed in enumerate(indices)}
         with states.pass_of(feeds) if target.keeps_states else nullcontext():
             logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
         target.bytes_per_row = states.bytes_per_row
         return torch.cat([logits[self.owner == row] for row in range(2)])
 
-    def run_one_alone(self, target: RunnableModel, row: int) -> torch.Tensor:
-        """The same of one row from the model itself: as anybody would call it, or the second with its positions."""
+    def run_one_alone(self, target: HookedModel, row: int) -> torch.Tensor:
+        """The same from the model itself for one row: as anybody would call it, or the second with its positions."""
         ids, keywords = self.tokens[self.owner == row].unsqueeze(0), dict[str, torch.Tensor]()
         if row == 1 and target.takes_positions:
-            # The mask hides nothing; without one, Transformers takes steps of several positions for other sequences.
-            keywords = {
-                "position_ids": self.positions[self.owner == 1].unsqueeze(0),
-                "attention_mask": torch.ones_like(ids),
-            }
+            keywords["position_ids"] = self.positions[self.owner == 1].unsqueeze(0)
+            # It hides nothing; without one, Transformers takes steps of several positions for other sequences.
+            keywords["attention_mask"] = torch.ones_like(ids)
         logits: torch.Tensor = target.call(input_ids=ids, use_cache=False, **keywords).logits[0]
         return logits
 
 
 class _Aranges(TorchFunctionMode):
-    """Counts calls of `torch.arange` for `count` numbers, which models take for the positions of `count` tokens.
-
-    They get `instead`, if that is given.
-    """
+    """Counts calls of `torch.arange` for `count` numbers, which are taken for positions; they return `instead`."""
 
     def __init__(self, count: int, instead: torch.Tensor | None = None) -> None:
         super().__init__()
@@ -258,7 +233,7 @@ class _Aranges(TorchFunctionMode):
         return result if self._instead is None else self._instead.to(result)
 
 
-def _compare(target: RunnableModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
+def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
     packed, alone = packed.double(), alone.double()
     difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
     if difference <= PROBE_TOLERANCE[target.dtype]:
@@ -267,13 +242,13 @@ def _compare(target: RunnableModel, packed: torch.Tensor, alone: torch.Tensor) -
     if torch.is_autocast_enabled(target.device.type):
         reason = "cannot be served under torch.autocast, which rounds in other places for other shapes; leave its block"
     elif not alone.isfinite().all():
-        where = next((key for key, weight in target.model.named_parameters() if not weight.isfinite().all()), None)
-        reason = f"gives logits that are not finite: {where or 'a layer'} has NaN or infinite values"
+        weights = (key for key, weight in target.model.named_parameters() if not weight.isfinite().all())
+        reason = f"gives logits that are not finite: {next(weights, 'a layer')} has NaN or infinite values"
     else:
         reason = (
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
-        if (module := culprit(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
+        if (module := differing_module(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
             reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
     raise UnsupportedModelError(f"{name} {reason}")

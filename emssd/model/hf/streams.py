@@ -1,4 +1,4 @@
-"""Modules that are listened to, or compute something else, in one thread and for the time of one call: `Streams`."""
+"""Modules that are listened to, or compute something else, in one thread and for one call: `Streams`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 
-__all__ = [
-    "Hidden",
-    "Streams",
-    "hear_input",
-    "hear_output",
-    "lock_of",
-    "only_here",
-    "replaced_forward",
-    "stream_of",
-]
+__all__ = ["Hidden", "Streams", "hear_input", "hear_output", "lock_of", "only_here", "replaced_forward", "stream_of"]
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 _MAKING = RLock()
@@ -36,7 +27,7 @@ def lock_of(model: torch.nn.Module) -> Any:
 
 
 def only_here(function: Callable[..., Any], elsewhere: Callable[..., Any] = lambda *_: None) -> Callable[..., Any]:
-    """`function` in this thread, and `elsewhere` in others, which call the same modules; without, they do nothing."""
+    """`function` in this thread. Other threads that call the same module get `elsewhere`, or nothing."""
     thread = get_ident()
     return lambda *args, **kwargs: (function if get_ident() == thread else elsewhere)(*args, **kwargs)
 
@@ -67,18 +58,18 @@ Hidden = dict[int, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """The places of a model where hidden states are taken; `emssd.model.hf.finding.find_streams` finds them.
+    """The residual stream of a model between its decoder layers; `emssd.model.hf.find_streams` finds it.
 
-    Index ``k`` is the residual stream in front of decoder layer ``k``: 0 is what the first layer gets, and ``n`` of
-    ``n`` layers is what the last one gives, before the final norm. `NORMED` is what comes out after that norm.
-    ``hidden_states`` of Transformers has it in the place of index ``n``.
+    Index ``k`` is the stream in front of decoder layer ``k``: 0 is the input of the first layer, and ``n`` of ``n``
+    layers is the output of the last one, before the final norm. `NORMED` comes out after that norm; ``hidden_states``
+    of Transformers has it in the place of index ``n``.
 
     Attributes:
         decoder: the module that owns the layers.
-        gives_more: whether a layer gives something beside the stream.
+        gives_more: whether a layer returns something beside the stream.
         changed: indices whose tensors the model writes to later in its pass.
-        tail: the modules that make `NORMED` of index ``n``, in order; ``None`` if it is something else that does.
-        output_type: what `decoder` returns.
+        tail: the modules that make `NORMED` of index ``n``, in order; ``None`` if other code does.
+        output_type: of `decoder`.
         ids: ``[n]`` tokens of a short pass.
         first: ``[1, n, width]`` index 0 in that pass.
     """
@@ -98,14 +89,13 @@ class Streams:
         last = len(self.layers)
         if beyond := [index for index in indices if not NORMED <= index <= last]:
             raise UnsupportedModelError(
-                f"a drafter asks for hidden states {beyond[0]}, and {self.name} has {last} layers; choose "
-                f"0 (what the first layer gets) to {last} (what the last one gives), or {NORMED} (what the "
-                f"LM head is given)"
+                f"a drafter asks for hidden states {beyond[0]}, and {self.name} has {last} layers; choose 0 (what the "
+                f"first layer gets) to {last} (what the last one gives), or {NORMED} (what the LM head is given)"
             )
 
     @contextmanager
     def taken(self, into: Hidden) -> Iterator[None]:
-        """A pass of the model within this fills `into`, ``[b, n, width]``; its keys are the indices that are wanted."""
+        """A pass of the model within this fills `into`, ``[b, n, width]`` for each index that is a key of it."""
 
         def take(index: int) -> Callable[[Any], None]:
             def keep(output: Any) -> None:
@@ -132,33 +122,26 @@ class Streams:
 
     @contextmanager
     def cut(self, num_layers: int) -> Iterator[None]:
-        """A pass of the model within this ends early: layers after the first `num_layers` hand on what they get."""
+        """A pass of the model within this ends early: layers after the first `num_layers` return their input."""
         with ExitStack() as cuts:
             for layer in self.layers[num_layers:]:
                 cuts.enter_context(replaced_forward(layer, _handed_on))
             yield
 
 
-def hear_input(module: torch.nn.Module, listener: Callable[[torch.Tensor], None]) -> Any:
+def hear_input(module: torch.nn.Module, listener: Callable[[Any], None]) -> Any:
     """A hook of this thread: `listener` gets the residual stream that `module` is called with."""
-
-    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        listener(_handed_on(*arguments, **keywords))
-
-    return module.register_forward_pre_hook(only_here(hook), with_kwargs=True)
+    hook = only_here(lambda _, arguments, keywords: listener(_handed_on(*arguments, **keywords)))
+    return module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def hear_output(module: torch.nn.Module, listener: Callable[[Any], None]) -> Any:
-    """A hook of this thread: `listener` gets what `module` gives."""
-
-    def hook(module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        listener(output)
-
-    return module.register_forward_hook(only_here(hook))
+    """A hook of this thread: `listener` gets the output of `module`."""
+    return module.register_forward_hook(only_here(lambda module, arguments, output: listener(output)))
 
 
 def stream_of(output: Any) -> torch.Tensor:
-    """The residual stream among what a layer gives."""
+    """The residual stream in the output of a layer."""
     stream: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return stream
 

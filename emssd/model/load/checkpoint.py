@@ -1,4 +1,4 @@
-"""Reads config, weights and tokenizer of a folder or hub id, whole or not at all; if not, one sentence on why."""
+"""Reads config, weights and tokenizer of a folder or hub id, whole, or refuses them with one sentence."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
-from emssd.model.hf import support
-from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
+from emssd.model.hf.refusals import check_config, resolve_max_model_len
+from emssd.model.hf.sharding import count_heads, shards_of
+from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +30,7 @@ _TRUST = (
     "it needs code that comes with the checkpoint; model.trust_remote_code=true (trust_remote_code=True in Python) "
     "runs that code, so set it only if you trust where it comes from"
 )
-# What older versions of Transformers stored and newer ones compute; the ignore lists of some models lack it.
+# Older versions of Transformers stored these and newer ones compute them; the ignore lists of some models lack them.
 _COMPUTED = re.compile(r"(attn|attention)\.(masked_)?bias$|rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
 _TALKATIVE = ("modeling_utils", "distributed.tensor_parallel")
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -42,10 +43,7 @@ def load_checkpoint(
     num_shards: int = 1,
     accept: Callable[[Any], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Load a causal LM, with all of its weights, and its tokenizer; see `emssd.model.load_model`.
-
-    A model that cannot be served is refused before weights are read. Without a ``device_map``, weights are loaded to
-    the host.
+    """Load a causal LM and its tokenizer, see `emssd.model.load_model`; without a ``device_map``, to the host.
 
     Args:
         dtype: ``None`` takes the checkpoint's.
@@ -56,19 +54,19 @@ def load_checkpoint(
     path, trust = options.path, options.trust_remote_code
     source = source_of(path)
     check_folder(path)
-    with _told(path, "its config.json is none that Transformers can read"):
+    with _explained(path, "its config.json is none that Transformers can read"):
         check_json(source)
         check_layers(path)
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
-            support.check_config(config, None)
-        support.resolve_max_model_len(config, options.max_model_len)
-        shards = {"distributed_config": support.shards_of(config, num_shards)} if num_shards > 1 else {}
+            check_config(config, None)
+        resolve_max_model_len(config, options.max_model_len)
+        shards = {"distributed_config": shards_of(config, num_shards)} if num_shards > 1 else {}
     tokenizer = load_tokenizer(path, trust_remote_code=trust)
     if accept is not None:
         accept(tokenizer)
-    what = "Transformers cannot make the model of its config.json and weights"
-    with _told(path, what, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
+    problem = "Transformers cannot make the model of its config.json and weights"
+    with _explained(path, problem, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
             dtype=dtype or "auto",
@@ -81,15 +79,14 @@ def load_checkpoint(
     model, info = loaded
     _check_whole(path, info)
     if num_shards > 1:
-        support.count_heads(model, num_shards)
+        count_heads(model, num_shards)
     return model, tokenizer
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model's folder or hub id.
 
-    Raises:
-        ConfigError: there is none, or it is damaged or needs code that is not trusted.
+    Raises ConfigError: there is none, or it is damaged or needs code that is not trusted.
     """
     from transformers import AutoTokenizer
 
@@ -100,9 +97,9 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     )
 
     def fault() -> str | None:
-        return tokenizer_fault(source) if has_vocabulary(source) else missing
+        return json_fault(Path(source) / "tokenizer.json") if has_vocabulary(source) else missing
 
-    with _told(path, "its tokenizer is none that Transformers can read", fault):
+    with _explained(path, "its tokenizer is none that Transformers can read", fault):
         check_json(source)
         tokenizer: Any = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code)
         only_special = set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens)
@@ -125,10 +122,10 @@ def files_of(path: str) -> list[Path]:
 
 
 @contextmanager
-def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
-    """Say an error inside in one sentence: what `find_fault` says, or `what` happened and what was raised.
+def _explained(path: str, problem: str, find_fault: Callable[[], str | None] = lambda: None) -> Iterator[None]:
+    """Turn any error inside into one sentence: that of `find_fault`, or the `problem` and the error.
 
-    Reading a checkpoint runs code of several libraries on files that may hold anything, and they raise what they like.
+    Reading a checkpoint runs code of several libraries on files that may hold anything.
     """
     try:
         yield
@@ -137,38 +134,37 @@ def _told(path: str, what: str, find_fault: Callable[[], str | None] = lambda: N
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise OutOfMemoryError(f"there is no memory for the model {path!r}; take a smaller one or dtype") from error
     except Exception as error:
-        said = _sentence(error)
+        sentence = _sentence(error)
         if "trust_remote_code" in str(error):
             why = _TRUST
         elif fault := find_fault():
             why = fault
         elif isinstance(error, ImportError):
-            why = f"it needs a package that is not installed: {said}"
+            why = f"it needs a package that is not installed: {sentence}"
         elif isinstance(error, OSError):
-            why = f"{said} {WHAT_TO_GIVE}"
+            why = f"{sentence} {WHAT_TO_GIVE}"
         else:
-            why = f"{what} ({said.rstrip('.')})"
+            why = f"{problem} ({sentence.rstrip('.')})"
         raise cannot_load(path, why) from error
 
 
 def _check_whole(path: str, info: Mapping[str, Iterable[Any]]) -> None:
-    """Refuse weights that are not those of the config: Transformers would fill what is missing with random numbers.
-
-    Its report `info` knows tied weights, and of many models what may be left out or is left over.
-    """
-    mismatched = [f"{name} ({_shape(is_)} in place of {_shape(asked)})" for name, is_, asked in info["mismatched_keys"]]
+    """Refuse weights that are not those of the config, by Transformers' report `info`. It would fill gaps at random."""
+    mismatched = [
+        f"{name} ({'x'.join(map(str, is_))} in place of {'x'.join(map(str, expected))})"
+        for name, is_, expected in info["mismatched_keys"]
+    ]
     unexpected = [name for name in info["unexpected_keys"] if not _COMPUTED.search(name)]
     faults = [
         ("are missing", list(info["missing_keys"])),
         ("have another shape than config.json says", mismatched),
         ("have no place in the model of config.json", unexpected),
     ]
-    told = [f"{_names(names)} {what}" for what, names in faults if names]
-    if told:
+    if reasons := [f"{_names(names)} {fault}" for fault, names in faults if names]:
         raise cannot_load(
             path,
-            f"its weights are not those of its config.json: {'; '.join(told)}. Bring weights and config from one place "
-            f"again; if you know that it is right so, save what Transformers makes of it with save_pretrained",
+            f"its weights are not those of its config.json: {'; '.join(reasons)}. Bring weights and config from one "
+            f"place again; if you know that it is right so, save what Transformers makes of it with save_pretrained",
         )
 
 
@@ -176,10 +172,6 @@ def _names(names: list[str]) -> str:
     names = sorted(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
-
-
-def _shape(sizes: Iterable[int]) -> str:
-    return "x".join(map(str, sizes))
 
 
 def _sentence(error: Exception) -> str:
@@ -198,23 +190,27 @@ class _MadeEmpty(TorchFunctionMode):
     """Leaves out random numbers for tensors without memory, which a checkpoint fills: PyTorch loads SymPy for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = kwargs or {}
+        kwargs = kwargs or {}
         if getattr(func, "__module__", None) == "torch.nn.init":
-            tensor: torch.Tensor = args[0] if args else given["tensor"]
+            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
-        return func(*args, **given)
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def _report_kept_back(path: str) -> Iterator[None]:
-    """Keep back what Transformers prints of weights that do not fit, and of tensor parallelism that nobody asked for.
+    """Silence Transformers' loggers of weights that do not fit and of tensor parallelism.
 
     Its report names tensors that it could not put together, as those of experts; its error does not.
     """
     loggers = [logging.getLogger(f"transformers.{name}") for name in _TALKATIVE]
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
     for logger in loggers:
-        logger.addFilter(_nothing)
+        logger.addFilter(nothing)
     try:
         yield
     except RuntimeError as error:
@@ -227,8 +223,4 @@ def _report_kept_back(path: str) -> Iterator[None]:
         raise
     finally:
         for logger in loggers:
-            logger.removeFilter(_nothing)
-
-
-def _nothing(record: logging.LogRecord) -> bool:
-    return False
+            logger.removeFilter(nothing)

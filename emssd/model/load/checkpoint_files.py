@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder: which of them is damaged."""
+"""The files of a checkpoint's folder, and their damages."""
 
 from __future__ import annotations
 
@@ -11,19 +11,11 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = [
-    "check_json",
-    "content_digest",
-    "file_fault",
-    "files_read",
-    "has_vocabulary",
-    "tokenizer_fault",
-    "weights_fault",
-]
+__all__ = ["check_json", "content_digest", "file_fault", "files_read", "has_vocabulary", "json_fault", "weights_fault"]
 
-# Transformers passes over some of these without a word if they are damaged, and so would lose the EOS ids.
+# Transformers ignores some of these if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-_WEIGHTS = (  # files, and the list of what is in which; the first kind that is there is read
+_WEIGHTS = (  # files and their index; the first kind that is there is read
     ("model*.safetensors", "model.safetensors.index.json"),
     ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
 )
@@ -35,20 +27,14 @@ _AGAIN = "copy or download it again"
 
 
 def check_json(source: str) -> None:
-    """Refuse the folder `source` if a small file is no object of JSON, or a shard of its weights is missing."""
+    """Raises ConfigError: a small file of the folder `source` is no object of JSON, or a shard is missing."""
     folder = Path(source)
     if not folder.is_dir():
         return  # the hub's files are checked when they are downloaded
     indexes = sorted(folder.glob("*.index.json"))
     for file in (*(folder / name for name in _OBJECTS), *indexes):
-        if file.is_file() and (fault := _json_fault(file) or (_index_fault(file) if file in indexes else None)):
+        if fault := json_fault(file) or (_index_fault(file) if file in indexes else None):
             raise ConfigError(f"cannot load the model {source!r}: {fault}")
-
-
-def tokenizer_fault(source: str) -> str | None:
-    """The fault of ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
-    file = Path(source) / "tokenizer.json"
-    return _json_fault(file) if file.is_file() else None
 
 
 def weights_fault(source: str) -> str | None:
@@ -58,12 +44,12 @@ def weights_fault(source: str) -> str | None:
 
 def files_read(folder: Path) -> list[Path]:
     """The files of `folder` that Transformers reads of a model and its tokenizer, in order."""
-    found = {file for name in (*_OBJECTS, *_VOCABULARIES, *_OTHERS) for file in folder.glob(name)}
-    return sorted(file for file in found.union(_weights(folder)) if file.is_file())
+    files = {file for name in (*_OBJECTS, *_VOCABULARIES, *_OTHERS) for file in folder.glob(name)}
+    return sorted(file for file in files.union(_weights(folder)) if file.is_file())
 
 
 def content_digest(file: Path) -> str:
-    """A digest of the content. Of a large file of weights, it is one of the size, the header and pieces all over it."""
+    """A digest of the content; for a large file of weights, of its size, its header and pieces all over it."""
     with file.open("rb", buffering=0) as content:
         size = file.stat().st_size
         if file.suffix not in (".safetensors", ".bin") or size <= _PIECES * _PIECE:
@@ -79,21 +65,24 @@ def content_digest(file: Path) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Only those that Transformers would read: training leaves others behind."""
+    """The files of weights that Transformers would read; training leaves more behind."""
     for pattern, index in _WEIGHTS:
-        named = _shards(folder / index) if (folder / index).is_file() else ()
-        if files := sorted({*folder.glob(pattern), *(folder / name for name in named)}):
+        names = _shards(folder / index) if (folder / index).is_file() else ()
+        if files := sorted({*folder.glob(pattern), *(folder / name for name in names)}):
             return files
     return []
 
 
 def has_vocabulary(source: str) -> bool:
-    """Whether the folder `source` holds anything that a tokenizer could be made of; of a hub id, nobody knows."""
+    """Whether a tokenizer could be made of the folder `source`. A hub id is taken for one that could."""
     folder = Path(source)
     return not folder.is_dir() or any(next(folder.glob(name), None) for name in _VOCABULARIES)
 
 
-def _json_fault(file: Path) -> str | None:
+def json_fault(file: Path) -> str | None:
+    """The reason why `file` holds no JSON object, as a sentence; ``None`` if it does, or is not there."""
+    if not file.is_file():
+        return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -104,8 +93,7 @@ def _json_fault(file: Path) -> str | None:
 
 
 def _index_fault(file: Path) -> str | None:
-    shards = _shards(file)
-    if not shards:
+    if not (shards := _shards(file)):
         return f"{file} has no weight_map from tensors to files; {_AGAIN}"
     missing = sorted(name for name in shards if not (file.parent / name).is_file())
     return f"{file.parent / missing[0]} is missing, which {file.name} names; {_AGAIN}" if missing else None
@@ -114,12 +102,12 @@ def _index_fault(file: Path) -> str | None:
 def _shards(index: Path) -> set[str]:
     """The files that `index` names; none if it names anything else."""
     shards: Any = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
-    named = list(shards.values()) if isinstance(shards, dict) else []
-    return set(named) if all(isinstance(name, str) for name in named) else set()
+    names = list(shards.values()) if isinstance(shards, dict) else []
+    return set(names) if all(isinstance(name, str) for name in names) else set()
 
 
 def file_fault(file: Path) -> str | None:
-    """The reason why a file of weights cannot be read, as a sentence; ``None`` if it can. None of its code is run."""
+    """The reason why a file of weights cannot be read, as a sentence; ``None`` if it can. No code in it is run."""
     try:
         if not file.is_file():
             return f"{file} is no file"
@@ -131,11 +119,11 @@ def file_fault(file: Path) -> str | None:
         torch.load(file, map_location="meta", weights_only=True)
     except OSError as error:
         return f"{file} cannot be read: {error.strerror or error}"
-    except Exception as error:  # both libraries have errors of their own, and those of what they build on
-        if file.suffix != ".safetensors":
-            return (
-                f"{file} is damaged, or holds Python objects that are no tensors, which may run any code; convert it "
-                f"to safetensors where it can be trusted"
-            )
-        return f"{file} is damaged or not complete ({error}); {_AGAIN}"
+    except Exception as error:  # both libraries have errors of their own
+        if file.suffix == ".safetensors":
+            return f"{file} is damaged or not complete ({error}); {_AGAIN}"
+        return (
+            f"{file} is damaged, or holds Python objects that are no tensors, which may run any code; convert it to "
+            f"safetensors where it can be trusted"
+        )
     return None

@@ -13,8 +13,8 @@ from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.errors.faults import described
 from emssd.model.compile.int8 import round_drafter, round_weights
-from emssd.model.hf.devices import check_device_map
-from emssd.model.hf.support import check_heads
+from emssd.model.hf.device_map import check_device_map
+from emssd.model.hf.sharding import check_heads
 from emssd.model.load.checkpoint import load_checkpoint
 from emssd.model.run.parallel import join
 from emssd.model.run.target import TargetModel
@@ -31,11 +31,10 @@ def load_model(
     """Load a causal LM and its tokenizer from a local folder or the hub.
 
     Args:
-        options: with ``tensor_parallel``, all processes that torchrun started call this, and each loads a shard; if it
-            fails in one, it fails in all. With ``weights="int8"``, ``compile="auto"`` compiles, as only a program is
-            faster.
+        options: with ``tensor_parallel``, all processes that torchrun started call this, each loads a shard, and a
+            failure is one of all. With ``weights="int8"``, ``compile="auto"`` compiles, as only a program is faster.
         accept: called with the tokenizer before weights are read; it may raise.
-        draft_of: the target that the model drafts for. It is compiled if that is, with its weights rounded to int8.
+        draft_of: the target of this draft model, which is compiled if that is, with its weights rounded to int8.
 
     Raises:
         ConfigError: no such model, dtype or device; or a checkpoint that is damaged or not whole.
@@ -61,7 +60,12 @@ def load_model(
                 f"{device} has no room for the weights of {options.path!r}; take a smaller one"
             ) from error
     if options.weights == "int8":
-        _round(model)
+        if model.device.type != "cpu":
+            raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
+        if round_weights(model) == 0:
+            raise ConfigError(
+                f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
+            )
         options = replace(options, compile=bool(options.compile))
     if draft_of is not None and draft_of.compiled is not None:
         options = replace(options, compile=draft_of.may_compile)
@@ -69,21 +73,8 @@ def load_model(
     return TargetModel(model, options, frozen=True), tokenizer
 
 
-def _round(model: Any) -> None:
-    if model.device.type != "cpu":
-        raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")
-    if round_weights(model) == 0:
-        raise ConfigError(
-            f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
-        )
-
-
 class ModelCache:
-    """Loads each model once, as `load_model` does, as long as one target is in use.
-
-    With the next target, the models of the one before are dropped; so a sweep that alternates targets loads one for
-    each run (see *Several models* in ``docs/experiments.md``).
-    """
+    """Loads each model once, as `load_model` does, while one target is in use. The next target drops them all."""
 
     def __init__(self) -> None:
         self._target = ""
@@ -93,7 +84,7 @@ class ModelCache:
         """The target of a run."""
         if repr(options) != self._target:
             self._models.clear()
-            gc.collect()  # models hold themselves, and there is to be room for the next one
+            gc.collect()  # models hold themselves, and the next one needs the room
             self._target = repr(options)
         return self.load(options)
 

@@ -18,11 +18,10 @@ _PROJECTION = 0.02  # of the embeddings' size, so that logits stay in the range 
 def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
     """A causal LM whose greedy continuation of a text that ends in token ``t`` is ``t + 1, t + 2, …``.
 
-    All weights are random (seed 0) and all of them are used; but embeddings outweigh what the layers add to them, and
-    the vocabulary projection is the embeddings moved on by one. So the next token is certain by a wide margin, rounding
-    flips nothing, and every engine must generate the same text. The work per token is that of any model of the shape.
+    Weights are random (seed 0), but embeddings outweigh the layers, and the vocabulary projection is the embeddings
+    moved on by one. So the next token is certain by a wide margin, and every engine must generate the same text.
 
-    `architecture` has ``model_type`` and whatever differs from the defaults of its config. Embeddings are untied,
+    `architecture` has ``model_type`` and values that differ from the defaults of its config. Embeddings are untied,
     whatever ``tie_word_embeddings`` says: the projection needs its own weights.
     """
     from huggingface_hub.errors import StrictDataclassError
@@ -34,7 +33,7 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
         raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
     try:
         default = AutoConfig.for_model(model_type)
-        if unknown := [name for name in values if not hasattr(default, name)]:  # which Transformers would keep
+        if unknown := [name for name in values if not hasattr(default, name)]:  # Transformers would keep it
             guess = did_you_mean(unknown[0], default.to_dict())
             raise ConfigError(f"model.architecture of type {model_type!r} has no value {unknown[0]!r}{guess}")
         config = AutoConfig.for_model(model_type, **(values | {"tie_word_embeddings": False}))
@@ -45,9 +44,9 @@ def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: 
     except ConfigError:
         raise
     except Exception as error:  # the code of a hundred architectures meets values that it was never meant for
-        said = " ".join(str(error).split())[:300]  # some are of several lines, or list all models
+        message = " ".join(str(error).split())[:300]  # some are of several lines, or list all models
         kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
-        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {kind}{said}") from error
+        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {kind}{message}") from error
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():

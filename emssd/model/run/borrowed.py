@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from emssd.attention import AttentionBackend
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.finding import find_streams
+from emssd.model.hf.find_streams import find_streams
 from emssd.model.hf.streams import Streams, replaced_forward
 from emssd.model.run.rounded import RoundedRunner
 from emssd.model.run.runner import CausalLMRunner, ModelRunner
@@ -27,20 +27,20 @@ class BorrowedTarget:
     """The parts of the target that a drafter may use. Nothing is copied: the weights are the target's own.
 
     Attributes:
-        vocab_size, device, dtype: of the model; where and as what its hidden states and logits are.
+        vocab_size: of the model.
+        num_layers: decoder layers ``n``; hidden states have indices 0 to ``n``, and -1.
+        device, dtype: of hidden states and logits.
     """
 
     def __init__(self, target: TargetModel) -> None:
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
+        self.num_layers = target.num_layers
         self._target, self._model = target, target.model
         self._sharing: list[RoundedRunner] = []
         self._runner: Callable[[], CausalLMRunner | None] = lambda: None
 
     def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
-        """The model with rounded weights, which shares the KV cache of the target; see `RoundedRunner`.
-
-        It is of use from `Drafter.propose` on, in an engine that was made with the drafter's context.
-        """
+        """The model with rounded weights and the KV cache of the target, for `Drafter.propose`; see `RoundedRunner`."""
         self._check_together()
         if self._target.group.size > 1:
             raise UnsupportedModelError(
@@ -53,15 +53,15 @@ class BorrowedTarget:
         return made
 
     def attach(self, runner: CausalLMRunner) -> None:
-        """The target runs in `runner`, whose KV cache is to be shared by those that `rounded` gives."""
+        """Share the KV cache of `runner`, which runs the target, with the runners that `rounded` makes."""
         self._runner = weakref.ref(runner)
         for sharing in self._sharing:
             sharing.attach(runner)
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers ``n``: hidden states have indices 0 to ``n``, and -1."""
-        return self._target.num_layers
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self._model.config.get_text_config().hidden_size)
 
     @property
     def has_program(self) -> bool:
@@ -70,19 +70,14 @@ class BorrowedTarget:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether the model runs as a compiled program, and parts of a drafter may be compiled as well."""
+        """Whether the model runs as a compiled program, and parts of a drafter may be compiled too."""
         return self._target.compiled is not None and self._target.may_compile is True
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return int(self._model.config.get_text_config().hidden_size)
-
-    @property
     def model(self) -> Any:
-        """The model itself, for drafters with layers of its own classes. It must stay as it is.
+        """The model itself, for drafters with layers of its classes. It must stay as it is.
 
-        `Drafter.propose` and `observe` may call it, with a cache of their own; nothing of the engine's KV is read.
+        `Drafter.propose` and `observe` may call it, with a KV cache that is not the engine's.
         """
         self._check_together()
         return self._model
@@ -90,15 +85,12 @@ class BorrowedTarget:
     @property
     def config(self) -> dict[str, Any]:
         """The values of the model's config, for drafters with layers like the target's own."""
-        values: dict[str, Any] = self._model.config.get_text_config().to_dict()
-        return values
+        return cast("dict[str, Any]", self._model.config.get_text_config().to_dict())
 
     def embed(self, token_ids: torch.Tensor, *, raw: bool = False) -> torch.Tensor:
         """``[n, width]`` embeddings of ``token_ids [n]`` as the model makes them, without positions.
 
-        Args:
-            token_ids: on the target's device.
-            raw: the rows of the table as they are, where the model multiplies them by a number (Gemma, Granite).
+        Some models multiply rows of the table by a number (Gemma, Granite); `raw` gives the rows as they are.
         """
         table = self._model.get_input_embeddings()
         if raw:
@@ -111,10 +103,9 @@ class BorrowedTarget:
         return embedded if self._scale == 1.0 else embedded * self._scale
 
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, width]`` what the model makes of a residual stream ``hidden [n, hidden_size]`` after its last layer.
+        """``[n, width]`` the model's final norm of a residual stream ``hidden [n, hidden_size]``.
 
-        Raises:
-            UnsupportedModelError: that is more than a chain of modules.
+        Raises UnsupportedModelError: other code than a chain of modules follows the last layer.
         """
         if self._streams.tail is None:
             raise UnsupportedModelError(
@@ -125,36 +116,26 @@ class BorrowedTarget:
         return hidden.to(self.device)
 
     def project(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is after `norm`.
+        """``[n, vocab]`` the logits that the model's own code makes of ``hidden [n, width]``, which is after `norm`."""
+        token_ids = torch.zeros(len(hidden), dtype=torch.int64, device=hidden.device)
+        output = self._streams.output_type(last_hidden_state=hidden.unsqueeze(0))
+        with self._target.lock, replaced_forward(self._streams.decoder, lambda *_, **__: output):
+            return self._logits(token_ids)
 
-        Scales, soft-caps and biases of logits are the model's.
-        """
-        fed = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
-        output_type = self._streams.output_type
-
-        def give(*arguments: Any, **keywords: Any) -> Any:
-            return output_type(last_hidden_state=hidden.unsqueeze(0))
-
-        with self._target.lock, replaced_forward(self._streams.decoder, give):
-            logits: torch.Tensor = self._model(input_ids=fed, use_cache=False).logits
-        return logits[0].to(self.device)
-
+    @torch.inference_mode()
     def logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """``[n, vocab]`` what the model says after each of ``token_ids [n]``, a whole text; nothing is cached."""
-        with torch.inference_mode():
-            logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
+        """``[n, vocab]`` the model's logits after each of ``token_ids [n]``, a whole text; nothing is cached."""
+        return self._logits(token_ids)
+
+    def _logits(self, token_ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self._model(input_ids=token_ids.unsqueeze(0), use_cache=False).logits
         return logits[0].to(self.device)
 
     def first_layers(self, num_layers: int, cache: AttentionBackend) -> ModelRunner:
-        """The model's first `num_layers` decoder layers, and its final norm and LM head, as a model to draft with.
+        """The model's first `num_layers` decoder layers, from 1 to all, its final norm and its LM head, to draft with.
 
-        Args:
-            num_layers: from 1 to all.
-            cache: holds their KV. ``make_cache`` of the drafter's context gives it, for the target's spec with the
-                first `num_layers` of its layers.
-
-        Raises:
-            UnsupportedModelError: the layers are not found, or cannot be left out.
+        `cache` holds their KV: ``make_cache`` of the drafter's context makes it, for the target's spec with only these
+        layers. Raises UnsupportedModelError: the layers are not found, or others cannot be left out.
         """
         self._check_together()
         return CausalLMRunner(self._target, cache, num_layers)
@@ -173,7 +154,7 @@ class BorrowedTarget:
 
     @cached_property
     def _scale(self) -> float:
-        """By what the model multiplies its embeddings, if they go to the first layer as multiples of themselves."""
+        """The factor of the model's embeddings in the input of its first layer; 1 if that is no multiple of them."""
         with torch.inference_mode():
             embedded = self._model.get_input_embeddings()(self._streams.ids).double()
             first = self._streams.first[0].double()

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -39,8 +39,8 @@ _Result = TypeVar("_Result")
 class Group:
     """The ranks of a run, which do the same at the same time. A rank that is alone exchanges nothing.
 
-    An exchange is one tensor of always the same size, with a digest of what a rank is about to do. So ranks that do
-    different things find out, and none waits in vain.
+    An exchange is one tensor of always the same size, with a digest of the rank's next action. So ranks whose actions
+    differ find out, and none waits in vain.
 
     Args:
         ranks: their `torch.distributed.ProcessGroup` for tensors on the host.
@@ -81,21 +81,17 @@ class Group:
         with self.agreed():
             if self.rank == 0:
                 result = make()
-        made: _Result = self._gathered(result)[0]
-        return made
+        return cast("_Result", self._gathered(result)[0])
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """The body succeeds in all ranks, or is an error in all."""
-        fault: EmssdError | None = None
         try:
             yield
         except EmssdError as error:
-            fault = error
-        messages = self._gathered(None if fault is None else str(fault))
-        if fault is not None:
-            raise fault
-        for rank, message in enumerate(messages):
+            self._gathered(str(error))
+            raise
+        for rank, message in enumerate(self._gathered(None)):
             if message is not None:
                 raise ConfigError(f"process {rank} cannot do what process {self.rank} can: {message}")
 
@@ -117,13 +113,13 @@ class Group:
             dist.all_gather_object(values, value, group=self._ranks)
         return values
 
-    def _exchange(self, what: object, numbers: Seq[float] = ()) -> list[list[float]]:
-        """The `numbers` of all ranks. Raises GroupError: they are about to do something else than `what`."""
+    def _exchange(self, action: object, numbers: Seq[float] = ()) -> list[list[float]]:
+        """The `numbers` of all ranks. Raises GroupError: the `action` of another rank differs."""
         if self.size == 1:
             return [[*numbers]]
         if self.is_broken:
             raise GroupError("an earlier step of this tensor parallel run failed, so the run must be started again")
-        digest = _digest(what)
+        digest = _digest(action)
         message = torch.zeros(1 + _MOST_NUMBERS, dtype=torch.float64)
         message[: 1 + len(numbers)] = torch.tensor([digest, *numbers], dtype=torch.float64)
         messages = [torch.empty_like(message) for _ in range(self.size)]
@@ -135,9 +131,7 @@ class Group:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """For what all ranks do together. If it fails here, the others wait in vain, so this rank does no more with
-        them. Raises GroupError: the connection to another rank is lost.
-        """
+        """For actions of all ranks; after a failure this rank is broken. Raises GroupError: another rank is lost."""
         try:
             yield
         except BaseException as error:
@@ -148,9 +142,9 @@ class Group:
             raise
 
 
-def _digest(what: object) -> int:
-    """Of the text of `what`; a float64 holds it."""
-    return int.from_bytes(blake2b(repr(what).encode(), digest_size=6).digest())
+def _digest(action: object) -> int:
+    """A number that a float64 holds, by the text of an action."""
+    return int.from_bytes(blake2b(repr(action).encode(), digest_size=6).digest())
 
 
 @cache
@@ -178,8 +172,9 @@ def join() -> Group:
 
 
 def _end_by_sentence() -> None:
-    """After SIGTERM, which torchrun sends when another process has ended, this one should end by a GroupError. End it
-    some seconds later if it does not, as NCCL may wait for ever.
+    """End this process some seconds after SIGTERM, which torchrun sends when another process has ended.
+
+    It should have ended by a GroupError then, but NCCL may wait for ever.
     """
 
     def end() -> None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from emssd.attention import AttentionBackend, PackedInputs, StepPlan
 from emssd.errors import ConfigError
 from emssd.model.compile.int8 import Rounded, rounded
-from emssd.model.hf.states import StateCache
+from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.runner import CausalLMRunner, ModelOutput
 from emssd.model.run.target import Computed, TargetModel
 from emssd.native import free_module, load_kernels, why_unavailable
@@ -23,16 +23,14 @@ __all__ = ["RoundedRunner"]
 
 
 class RoundedRunner(CausalLMRunner):
-    """Runs steps of a model with rounded linear weights, and shares the KV cache of the runner it is `attached` to.
+    """Runs steps of a model with rounded linear weights, and shares the KV cache of the runner it is attached to.
 
-    It reads the KV that the target has committed. What it computes goes to the slots after it, which the target's next
-    step writes before it reads them. So it has nothing to commit, to release or to catch up with. Whatever is no
-    linear layer is the target's own, and so is the compiled program.
-
-    The weights are rounded when it is attached, and again when the model was renewed.
+    It reads the KV that the target has committed, and writes to the slots after it. The target's next step writes these
+    before it reads them, so there is nothing to commit, to release or to catch up with. All but the linear weights is
+    the target's own, also its compiled program. The weights are rounded again when the model was renewed.
 
     Args:
-        model: whose weights they are.
+        model: the target.
         bits: 4, in groups of 32 inputs, or 8, by output.
         num_layers: only so many of the first layers are run, uncompiled; ``None`` for all.
 
@@ -52,12 +50,12 @@ class RoundedRunner(CausalLMRunner):
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
         self._owner: Callable[[], CausalLMRunner | None] = lambda: None
-        self._made_of: tuple[int, Any] | None = None  # the state of the model that was rounded, and its program
+        self._made_of: tuple[int, Any] = -1, None  # renewals of the model when it was rounded, and its program
         self._weights: RoundedWeights | None = None
         self._program: Any = None
 
     def attach(self, runner: CausalLMRunner) -> None:
-        """Share the KV cache of `runner`, of the same model, and round the weights."""
+        """Share the KV cache of `runner`, which runs the same model, and round the weights."""
         self._owner = weakref.ref(runner)
         self._follow()
 
@@ -86,25 +84,22 @@ class RoundedRunner(CausalLMRunner):
         return super().run(packed)
 
     def _compute(self, plan: StepPlan) -> Computed:
-        plan = replace(plan, replay=None)  # a recorded pass is one of the target's own weights
-        within = nullcontext() if self._weights is None else self._weights
-        with within:
-            return self.model(plan, self.backend, (), self.num_layers, self._program or self._eager)
-
-    def _eager(self, *args: Any, step: Any, **kwargs: Any) -> torch.Tensor:
-        return self.model.run(*args, **kwargs)
+        plan = replace(plan, replay=None)  # a recorded pass reads the target's own weights
+        program = self._program or (lambda *args, step, **kwargs: self.model.run(*args, **kwargs))
+        with nullcontext() if self._weights is None else self._weights:
+            return self.model(plan, self.backend, (), self.num_layers, program)
 
     def _follow(self) -> None:
         """Round the weights again if the model was renewed."""
         compiled = self.model.compiled if self.num_layers is None else None
-        state = self.model.num_renewals, compiled
-        if self._made_of is None or self._made_of[0] != state[0] or self._made_of[1] is not state[1]:
-            self._made_of = self._weights = self._program = None  # memory first
+        if self._made_of[0] != self.model.num_renewals or self._made_of[1] is not compiled:
+            self._weights = self._program = None  # memory first
+            self._made_of = -1, None
             if compiled is not None:
                 self._program = compiled.with_weights(lambda weight: rounded(weight, self.bits))
             else:
                 self._weights = RoundedWeights(self.model.model, self.bits)
-            self._made_of = state
+            self._made_of = self.model.num_renewals, compiled
 
 
 class RoundedWeights(TorchFunctionMode):
@@ -112,12 +107,12 @@ class RoundedWeights(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, bits: int) -> None:
         super().__init__()
-        linears = [each for each in model.modules() if isinstance(each, torch.nn.Linear)]
-        self._own: dict[int, Rounded] = {}
-        self._places: dict[int, int] = {}
-        weights = {id(each.weight): each.weight.detach() for each in linears if each.weight.ndim == 2}
-        first = next(iter(weights.values()), torch.empty(0, device="meta"))
+        linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+        weights = {id(linear.weight): linear.weight.detach() for linear in linears if linear.weight.ndim == 2}
+        self._copies: dict[int, Rounded] = {}  # without kernels
+        self._indices: dict[int, int] = {}  # in the module of the kernels
         self._kernels: Any = None
+        first = next(iter(weights.values()), torch.empty(0, device="meta"))
         if first.device.type == "cpu" and first.dtype in (torch.float32, torch.bfloat16) and why_unavailable() is None:
             self._kernels = load_kernels()
             self._handle = self._kernels.new_module()
@@ -125,21 +120,21 @@ class RoundedWeights(TorchFunctionMode):
         for name, weight in weights.items():
             if weight.is_meta:
                 continue
-            own = rounded(weight, bits)
+            copy = rounded(weight, bits)
             if self._kernels is None:
-                self._own[name] = own
+                self._copies[name] = copy
             else:
-                self._places[name] = len(self._places)
-                self._kernels.add_weight(self._handle, own.values, None, own.scale)
+                self._indices[name] = len(self._indices)
+                self._kernels.add_weight(self._handle, copy.values, None, copy.scale)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if func is not torch.nn.functional.linear:
             return func(*args, **(kwargs or {}))
         source, weight = args[:2]
         bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-        if (place := self._places.get(id(weight))) is not None and source.dtype == weight.dtype:
-            out = self._kernels.linear(source, self._handle, place, len(weight))
+        if (index := self._indices.get(id(weight))) is not None and source.dtype == weight.dtype:
+            out = self._kernels.linear(source, self._handle, index, len(weight))
             return out if bias is None else out + bias
-        if (own := self._own.get(id(weight))) is not None:
-            return func(source, own.dense(weight.dtype), bias)
+        if (copy := self._copies.get(id(weight))) is not None:
+            return func(source, copy.dense(weight.dtype), bias)
         return func(*args, **(kwargs or {}))

@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention import AttentionBackend, Kept, KVUsage, PackedInputs, StepPlan
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.states import StateCache
+from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.target import Computed, TargetModel
 
 __all__ = ["CausalLMRunner", "ModelOutput", "ModelRunner", "likeliest", "run_planned"]
@@ -26,9 +26,8 @@ class ModelOutput:
     Attributes:
         logits: ``[R, vocab]``, one row for each of the step's `PackedInputs.logit_rows`.
         num_padding: padding tokens that were computed beside the ``nnz`` real ones.
-        hidden: by index, ``[nnz, width]``, the hidden states that `ModelRunner.take_hidden` asked for; good until the
-            next step.
-        plan_seconds: host time of planning attention, which is not time of the forward pass.
+        hidden: ``[nnz, width]`` by index, the hidden states of `ModelRunner.take_hidden`; good until the next step.
+        plan_seconds: host time of planning attention, apart from the forward pass.
         greedy: ``[R]`` the most probable tokens, on their way to pinned memory, if the pass was recorded with them; see
             `PackedInputs.greedy`.
     """
@@ -46,7 +45,7 @@ class ModelRunner(ABC):
     Attributes:
         vocab_size: token ids are below it.
         max_model_len: no sequence grows beyond it.
-        device, dtype: where and in which precision it computes.
+        device, dtype: of its computation.
     """
 
     vocab_size: int
@@ -55,43 +54,36 @@ class ModelRunner(ABC):
     dtype: torch.dtype
 
     def begin(self) -> None:
-        """A run begins: no row holds KV. What was computed by a model that has changed since is used no more.
-
-        Raises:
-            UnsupportedModelError: it cannot be served as it is now.
-        """
+        """A run begins: no row holds KV. Raises UnsupportedModelError: the model cannot be served as it is now."""
 
     @abstractmethod
     def run(self, packed: PackedInputs) -> ModelOutput:
         """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
 
-        A step may fail, and the same or other rows be run next, without a commit between.
+        After a step that fails, the same or other rows may be run without a commit.
         """
 
     def run_chain(
         self, packed: PackedInputs, lengths: Seq[int], vocab_size: int, temperature: float
     ) -> torch.Tensor | None:
-        """Compute passes of one token for each row as one recording, each after the likeliest token of the one before.
+        """Compute passes of one token for each row as one recording; each pass reads the likeliest tokens of the last.
 
         Args:
             packed: the first pass.
-            lengths: ``[B]`` in how many of the passes a row has part, at least 1.
+            lengths: ``[B]`` number of passes in which a row takes part, at least 1.
             vocab_size: tokens are below it.
-            temperature: that logits are divided by before they are probabilities.
+            temperature: divides the logits.
 
         Returns:
-            ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of how likely it is. After
-            the last of a row stands anything. ``None``: nothing was done, as nothing can be recorded.
+            ``[2, k, B]`` float64: the likeliest token after each pass, and the logarithm of its probability; anything
+            after the last pass of a row. ``None``: nothing was done, as the backend records nothing.
         """
         return None
 
     def take_hidden(self, indices: Seq[int]) -> None:
-        """From now on, give these hidden states in each `ModelOutput`; see `Drafter.hidden_layers` for the indices.
+        """Give these hidden states, see `Drafter.hidden_layers`, in each `ModelOutput`. Called before the first step.
 
-        Asked once, before the first step. Whatever is not asked for costs nothing.
-
-        Raises:
-            UnsupportedModelError: it has none, or not these.
+        Raises UnsupportedModelError: it has none, or not these.
         """
         if indices:
             raise UnsupportedModelError(f"a {type(self).__name__} has no hidden states to give to drafters")
@@ -110,18 +102,18 @@ class ModelRunner(ABC):
 
     @property
     def prefix_unit(self) -> int:
-        """KV of rows that begin alike is shared by so many tokens; 0 if it is not shared."""
+        """Tokens in a shared piece of KV of rows that begin alike; 0 if none is shared."""
         return 0
 
     def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
-        """Give a row KV that others published; see `AttentionBackend.adopt_prefix`."""
+        """Give a row published KV; see `AttentionBackend.adopt_prefix`."""
         return num_cached
 
     def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
         """Let other rows adopt the KV of `tokens`; see `AttentionBackend.publish_prefix`."""
 
     def forget_prefixes(self) -> None:
-        """Let no row adopt what was published before."""
+        """Forget all published KV."""
 
     @property
     def batch_invariance(self) -> str:
@@ -139,8 +131,8 @@ class CausalLMRunner(ModelRunner):
 
     Args:
         backend: allocated for the layers that are run.
-        num_layers: only so many of the first layers are run, uncompiled, and then the final norm and the LM head;
-            ``None`` for all. Hidden states may be taken up to the last of these layers, and after the norm (-1).
+        num_layers: run only so many of the first layers, uncompiled, then the final norm and the LM head; ``None`` for
+            all. Hidden states are taken up to the last of these layers, and after the norm (-1).
 
     Raises:
         UnsupportedModelError: its layers are not found, or cannot be left out.
@@ -176,7 +168,7 @@ class CausalLMRunner(ModelRunner):
         plan = self.backend.plan(packed)
         plan_seconds = time.perf_counter() - start
         if self._states is not None:
-            plan = replace(plan, replay=None)  # a recording would read the states of the rows that it was made with
+            plan = replace(plan, replay=None)  # a recording would read the states of its first rows
         in_states = nullcontext() if self._states is None else self._states.step(packed, plan.token_index)
         group = self.model.group
         with nullcontext() if group.size == 1 else group.step(packed), in_states:
@@ -254,8 +246,8 @@ class CausalLMRunner(ModelRunner):
 
 
 def likeliest(logits: torch.Tensor, width: int, scale: float) -> torch.Tensor:
-    """``[2, n, width]`` float64 of ``logits [n, vocab]`` times `scale`: the most probable ids, and the logarithms of
-    how probable they are. The host waits for nothing.
+    """``[2, n, width]`` float64, by ``logits [n, vocab]`` times `scale`: the most probable ids, and the logarithms of
+    their probabilities. The host waits for nothing.
     """
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
     values, ids = scaled.max(dim=1, keepdim=True) if width == 1 else scaled.topk(width, dim=1)
@@ -272,8 +264,8 @@ def run_planned(
     """Plan all passes of `ModelRunner.run_chain`, and run them as one; ``None`` if the backend plans each by itself.
 
     Args:
-        first: what the first pass reads, at an address that stays; ``None`` for the token ids of its plan.
-        one_pass: of a plan and what the pass reads, ``[2, n]`` the likeliest tokens, and what the next pass reads.
+        first: makes the input of the first pass, at an address that stays; ``None`` for the token ids of its plan.
+        one_pass: computes, of a plan and an input, ``[2, n]`` the likeliest tokens, and the input of the next pass.
     """
     plans = backend.plan_chain(packed, lengths)
     if not plans:

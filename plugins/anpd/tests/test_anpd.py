@@ -110,7 +110,7 @@ def test_a_preempted_row_is_remembered_once_and_another_of_its_name_anew() -> No
     row.extend([7])
     seen(drafter, row)
     assert drafter._num_remembered == 3
-    assert drafter._groups[1,].counts.behind((5,)) == {6: 1}
+    assert drafter._groups[1,].counts.after((5,)) == {6: 1}
     drafter.release(["a"])  # it was given up
     seen(drafter, row_of([1], [5], "a"))
     assert drafter._num_remembered == 4

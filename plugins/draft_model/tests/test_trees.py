@@ -33,6 +33,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
+from tests.support.trees import paths_of
 
 VOCAB_SIZE = 11
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -79,13 +80,7 @@ Node = tuple[tuple[int, ...], float]
 
 
 def nodes(draft: Draft, row: int) -> list[Node]:
-    start = draft.indptr[row]
-    tokens, found = draft.token_ids.tolist(), list[Node]()
-    for node, parent in enumerate(draft.tree(row)):
-        assert draft.confidence is not None
-        way = found[parent][0] if parent >= 0 else ()
-        found.append(((*way, tokens[start + node]), draft.confidence[start + node]))
-    return found
+    return list(zip(paths_of(draft, row), (draft.confidence or ())[draft.indptr[row] :], strict=False))
 
 
 def same(left: list[Node], right: list[Node]) -> bool:

@@ -85,12 +85,7 @@ def test_a_quarter_of_the_layers_is_the_default(num_layers: int, quarter: int) -
     assert made._runner.num_layers == quarter
 
 
-@looped(
-    ("options", "words"),
-    [
-        ({"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has"),
-    ],
-)
+@looped(("options", "words"), [({"num_layers": 4}, "drafter.num_layers is 4; choose 1 to 3, as the target has")])
 def test_options_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as raised:
         trial(options)

@@ -13,7 +13,8 @@ import torch
 from emssd.errors.faults import described
 from emssd.model.compile.program import handle_of
 from emssd.model.compile.tracing import Traced, export
-from emssd.model.hf.interface import Attend, RunnableModel
+from emssd.model.hf.hooked import HookedModel
+from emssd.model.hf.interface import Attend
 from emssd.model.hf.streams import Hidden
 from emssd.model.hf.structure import Structure, changed
 
@@ -62,7 +63,7 @@ class CompiledPasses:
         """Drop the programs of a model that has other tensors or modules by now."""
         self._forwards = {hidden: forward for hidden, forward in self._forwards.items() if forward.is_current()}
 
-    def __call__(self, target: RunnableModel, hidden: Seq[int]) -> Callable[..., torch.Tensor]:
+    def __call__(self, target: HookedModel, hidden: Seq[int]) -> Callable[..., torch.Tensor]:
         """See `emssd.attention.StepPlan.compile`."""
         if target.arithmetic is not None or target.counts_calls:
             return target.run
@@ -117,7 +118,7 @@ class _Forward:
         has_failed: the model's own is to be run. The program stays, as recordings that were checked may run it.
     """
 
-    def __init__(self, target: RunnableModel, hidden: tuple[int, ...], compile: Compile) -> None:
+    def __init__(self, target: HookedModel, hidden: tuple[int, ...], compile: Compile) -> None:
         self.target, self.has_failed = target, False
         self._hidden, self._compile, self._layers = hidden, compile, target.layers
         self._structure, self._tensors = Structure(target.model).modules, self._tensors_now()

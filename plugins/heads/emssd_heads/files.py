@@ -16,7 +16,7 @@ from emssd.data.demo import model_path
 from emssd.errors import ConfigError, EmssdError
 from emssd.model.load.checkpoint_files import file_fault
 
-__all__ = ["Checkpoint", "cannot_load", "read_checkpoint", "reading_config"]
+__all__ = ["Checkpoint", "cannot_load", "in_short", "read_checkpoint", "reading_config"]
 
 # The first kind that is there is read; those that run no code come first.
 _WEIGHTS = (
@@ -41,14 +41,12 @@ class Checkpoint:
         source: the file of weights that was read, or the list of several.
         config: the values of ``config.json``.
         tensors: by the names in the file. They are mapped from it, so those that nobody uses take no memory.
-        files: the names of all files in the folder.
     """
 
     path: str
     source: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, torch.Tensor]
-    files: frozenset[str] = frozenset()
 
 
 def read_checkpoint(path: str) -> Checkpoint:
@@ -64,8 +62,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     tensors: dict[str, torch.Tensor] = {}
     for file in _shards(path, source):
         tensors |= _read(path, file)
-    files = frozenset(each.name for each in source.parent.iterdir())
-    return Checkpoint(path, source, config, tensors, files)
+    return Checkpoint(path, source, config, tensors)
 
 
 def cannot_load(path: str, why: str) -> ConfigError:
@@ -73,6 +70,11 @@ def cannot_load(path: str, why: str) -> ConfigError:
     if path == _EMBEDDED:
         why += "; this is the demo's head, so give drafter.path=FOLDER, or a hub id, for that of your model"
     return ConfigError(f"cannot load the trained head {path!r}: {why}")
+
+
+def in_short(error: Exception) -> str:
+    """The beginning of a library's message, in one line."""
+    return " ".join(str(error).split())[:200].rstrip(" .")
 
 
 @contextmanager
@@ -87,8 +89,8 @@ def reading_config(path: str) -> Iterator[None]:
     except EmssdError:
         raise
     except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
-        said = f"its config.json has a value of another type or size than expected ({error}); repair that file"
-        raise cannot_load(path, said) from error
+        why = f"its config.json has a value of another type or size than expected ({error}); repair that file"
+        raise cannot_load(path, why) from error
 
 
 def _source(path: str) -> Path:
@@ -112,8 +114,8 @@ def _from_hub(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["config.json", *(f"*{suffix}" for suffix in _SUFFIXES)]))
     except (OSError, ValueError) as error:  # among them all errors of the hub
-        said = " ".join(str(error).split())[:200].rstrip(" .")
-        raise cannot_load(path, f"it is no local folder, and the Hugging Face hub does not give it ({said})") from error
+        why = f"it is no local folder, and the Hugging Face hub does not give it ({in_short(error)})"
+        raise cannot_load(path, why) from error
 
 
 def _shards(path: str, source: Path) -> list[Path]:
@@ -144,7 +146,7 @@ def _read(path: str, file: Path) -> dict[str, torch.Tensor]:
         from safetensors.torch import load_file
 
         return load_file(file)
-    found = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
-    if not isinstance(found, dict) or not all(isinstance(each, torch.Tensor) for each in found.values()):
+    tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
+    if not isinstance(tensors, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in tensors.values()):
         raise cannot_load(path, f"{file} is no dictionary of tensors")
-    return found
+    return tensors

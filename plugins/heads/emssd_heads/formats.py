@@ -1,4 +1,4 @@
-"""The published format of a trained head, told by its config, its file names and the names of its tensors.
+"""Recognises the published format of a trained head by its config, its file names and the names of its tensors.
 
 Containers of the library ``speculators`` (0.7 to 0.9) are read as what the authors of each algorithm publish.
 """
@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
-from emssd_heads.files import Checkpoint, cannot_load, reading_config
+from emssd_heads.files import Checkpoint, cannot_load, in_short, reading_config
 
 __all__ = ["Format", "detect", "expect", "unwrapped"]
 
@@ -32,68 +32,48 @@ class Format(Enum):
     causal_lm = "a language model"
 
 
-@dataclass(frozen=True, slots=True)
-class _Container:
-    """The layout of one algorithm's drafters in a container.
-
-    Attributes:
-        format: name of the `Format` that it is read as.
-        layers: model types that its layers may have; none for any.
-        tensors: beginnings of tensor names, and what stands there in the authors' files; the first that fits counts.
-        is_block: whether its config numbers residual streams, where the authors number outputs of layers.
-    """
-
-    format: str
-    layers: tuple[str, ...] = ("llama", "qwen3")
-    tensors: tuple[tuple[str, str], ...] = ()
-    is_block: bool = False
-
-
-_BLOCK = _Container("dflash", is_block=True)
-_MTP = _Container(
-    "mtp",
-    layers=(),
-    tensors=(
-        ("mtp_layers.0.input_proj.", "mtp.fc."),
-        ("mtp_layers.0.final_layernorm.", "mtp.norm."),
-        ("mtp_layers.0.hidden_layernorm.", "mtp.pre_fc_norm_hidden."),
-        ("mtp_layers.0.token_layernorm.", "mtp.pre_fc_norm_embedding."),
-        ("mtp_layers.", "mtp.layers."),
-    ),
-)
-_CONTAINERS: Mapping[str, _Container] = {
-    "eagle3": _Container("eagle3"),
-    "peagle": _Container("peagle"),
-    "dflash": _BLOCK,
-    "dflash2": _BLOCK,
-    "dspark": _BLOCK,
-    "xpress": _BLOCK,
-    "mtp": _MTP,
+_SIGNS = {
+    Format.medusa: r"file medusa_lm_head\.|tensor (medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.",
+    Format.hydra: r"file hydra_lm_head\.|tensor hydra_",
+    Format.dflash: r"option dflash_config$|architecture .*(DFlash|DSpark)",
+    Format.peagle: r"tensor mask_hidden$",
+    Format.pard: r"option pard_token$",
+    Format.eagle3: r"tensor (model\.)?(midlayer\.|d2t$|layers\.0\.hidden_norm\.weight$)",
+    Format.eagle: r"tensor (model\.)?fc\.weight$",
+    Format.mtp: r"tensor (model\.)?(mtp\.|layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$)",
 }
+"""The signs of each format; the first format with one counts."""
+_CONTAINERS = {"eagle3": Format.eagle3, "peagle": Format.peagle, "mtp": Format.mtp} | dict.fromkeys(
+    ("dflash", "dflash2", "dspark", "xpress"), Format.dflash
+)
 """By ``speculators_model_type``."""
-
-_MEDUSA_NAME = re.compile(r"(medusa_heads?\.)?(\d+\.\d+\.linear|blocks\.\d+\.layers\.\d+)\.weight$")
-_MTP_NAME = re.compile(r"layers\.\d+\.(enorm|hnorm|eh_proj)\.weight$")  # of one more layer, after the model's own
+_LAYERS = ("llama", "qwen3")  # model types of the layers in containers, but for those of a target's own kind
+_MTP_TENSORS = {
+    "mtp_layers.0.input_proj.": "mtp.fc.",
+    "mtp_layers.0.final_layernorm.": "mtp.norm.",
+    "mtp_layers.0.hidden_layernorm.": "mtp.pre_fc_norm_hidden.",
+    "mtp_layers.0.token_layernorm.": "mtp.pre_fc_norm_embedding.",
+    "mtp_layers.": "mtp.layers.",
+}
+"""Beginnings of tensor names in a container, and in the files of the authors; the first that fits counts."""
 
 
 def detect(checkpoint: Checkpoint) -> Format:
-    """The format of a checkpoint. What nothing speaks against is a causal language model."""
+    """The format of a checkpoint; without a sign of another one, a causal language model."""
     config, names = checkpoint.config, checkpoint.tensors
     container = config.get("speculators_model_type")
     if container is not None:
-        return Format[_CONTAINERS[container].format] if container in _CONTAINERS else Format.speculators
-    if checkpoint.source.name.startswith("medusa_lm_head.") or any(_MEDUSA_NAME.match(name) for name in names):
-        return Format.medusa
-    if checkpoint.source.name.startswith("hydra_lm_head.") or any(name.startswith("hydra_") for name in names):
-        return Format.hydra
-    architectures = " ".join(map(str, config.get("architectures") or ()))
-    if "dflash_config" in config or "DFlash" in architectures or "DSpark" in architectures:
-        return Format.dflash
-    if "mask_hidden" in names:
-        return Format.peagle
-    if "pard_token" in config:
-        return Format.pard
-    return _by_names(checkpoint)
+        return _CONTAINERS.get(container, Format.speculators)
+    signs = [f"file {checkpoint.source.name}", *(f"option {name}" for name in config)]
+    signs += [f"architecture {name}" for name in config.get("architectures") or ()]
+    signs += [f"tensor {name}" for name in names]
+    for kind, pattern in _SIGNS.items():
+        if any(re.match(pattern, sign) for sign in signs):
+            return kind
+    parts = {part for name in names for part in name.split(".")}
+    has_norm = "norm.weight" in names or "model.norm.weight" in names
+    is_adapter = "self_attn" in parts and has_norm and not parts & {"mlp", "embed_tokens"}
+    return Format.kangaroo if is_adapter else Format.causal_lm
 
 
 def expect(checkpoint: Checkpoint, *wanted: Format) -> None:
@@ -103,24 +83,10 @@ def expect(checkpoint: Checkpoint, *wanted: Format) -> None:
         ConfigError: it says what the checkpoint is.
     """
     with reading_config(checkpoint.path):
-        found = detect(checkpoint)
-    if found not in wanted:
-        named = " or ".join(each.value for each in wanted)
-        raise cannot_load(checkpoint.path, f"what it holds is {found.value}; what is wanted is {named}")
-
-
-def _by_names(checkpoint: Checkpoint) -> Format:
-    names = {name.removeprefix("model.") for name in checkpoint.tensors}
-    if any(name.startswith("midlayer.") for name in names) or names & {"d2t", "layers.0.hidden_norm.weight"}:
-        return Format.eagle3
-    if "fc.weight" in names:
-        return Format.eagle
-    attends, has_mlp = (any(f".{part}." in name for name in names) for part in ("self_attn", "mlp"))
-    if attends and "norm.weight" in names and not has_mlp and "embed_tokens.weight" not in names:
-        return Format.kangaroo
-    if any(name.startswith("mtp.") or _MTP_NAME.match(name) for name in names):
-        return Format.mtp
-    return Format.causal_lm
+        kind = detect(checkpoint)
+    if kind not in wanted:
+        named = " or ".join(one.value for one in wanted)
+        raise cannot_load(checkpoint.path, f"what it holds is {kind.value}; what is wanted is {named}")
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
@@ -131,39 +97,33 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
     Raises:
         ConfigError: the config of its layers is not one that Transformers takes.
     """
-    kind = checkpoint.config.get("speculators_model_type")
-    if not isinstance(kind, str) or kind not in _CONTAINERS:
+    container = checkpoint.config.get("speculators_model_type")
+    if not isinstance(container, str) or container not in _CONTAINERS:
         return checkpoint
-    container, path = _CONTAINERS[kind], checkpoint.path
+    kind, path, tensors = _CONTAINERS[container], checkpoint.path, checkpoint.tensors
     with reading_config(path):
-        values = {**_layers(path, checkpoint.config, container), **checkpoint.config}
-        if container.is_block and (ids := values.get("aux_hidden_state_layer_ids")):
-            values["target_layer_ids"] = [each - 1 for each in ids]
-        if values.get("sliding_window_non_causal", kind == "dflash2"):
+        values = {**_layers(path, checkpoint.config, kind), **checkpoint.config}
+        if kind is Format.dflash and (ids := values.get("aux_hidden_state_layer_ids")):
+            values["target_layer_ids"] = [stream - 1 for stream in ids]  # outputs of layers, as the authors number
+        if values.get("sliding_window_non_causal", container == "dflash2"):
             values["is_causal"] = False
-    return replace(
-        checkpoint,
-        config=values,
-        tensors={_renamed(name, container.tensors): tensor for name, tensor in checkpoint.tensors.items()},
-    )
+    if kind is Format.mtp:
+        beginnings = ((name, next(filter(name.startswith, _MTP_TENSORS), "")) for name in tensors)
+        tensors = {_MTP_TENSORS.get(old, "") + name.removeprefix(old): tensors[name] for name, old in beginnings}
+    return replace(checkpoint, config=values, tensors=tensors)
 
 
-def _layers(path: str, config: Mapping[str, Any], container: _Container) -> dict[str, Any]:
+def _layers(path: str, config: Mapping[str, Any], kind: Format) -> dict[str, Any]:
     from transformers import AutoConfig
 
     values = dict(config.get("transformer_layer_config") or {})
-    kind = values.pop("model_type", "qwen3")
-    if container.layers and kind not in container.layers:
-        raise cannot_load(path, f"its layers are those of {kind}; supported are {' and '.join(container.layers)}")
+    model_type = values.pop("model_type", "qwen3")
+    if kind is not Format.mtp and model_type not in _LAYERS:
+        raise cannot_load(path, f"its layers are those of {model_type}; supported are {' and '.join(_LAYERS)}")
     try:
-        whole: dict[str, Any] = AutoConfig.for_model(kind, **values).to_dict()
+        whole: dict[str, Any] = AutoConfig.for_model(model_type, **values).to_dict()
     except Exception as error:  # Transformers checks values with errors of several libraries
-        said = " ".join(str(error).split())[:200].rstrip(" .")
-        raise cannot_load(path, f"Transformers does not take its transformer_layer_config ({said})") from error
+        why = f"Transformers does not take its transformer_layer_config ({in_short(error)})"
+        raise cannot_load(path, why) from error
     whole.pop("tie_word_embeddings", None)  # of the target's tables, not of the drafter's
     return whole
-
-
-def _renamed(name: str, beginnings: tuple[tuple[str, str], ...]) -> str:
-    found = next((pair for pair in beginnings if name.startswith(pair[0])), ("", ""))
-    return found[1] + name.removeprefix(found[0])

@@ -5,63 +5,45 @@ Li et al. 2024, EAGLE, arXiv 2401.15077; EAGLE-2, arXiv 2406.16858, §4; 2025, E
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Container
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import cast
 
 import torch
-from torch import nn
 
-from emssd.attention import Kept, LayerSpec, PackedInputs
+from emssd.attention import Kept, PackedInputs
 from emssd.attention.packed import on_device
-from emssd.decoding.packing import pack_nodes
 from emssd.draft_models.level_drafter import GrowingRow, Level, nodes_of, pack_chain, pack_level
 from emssd.draft_models.shapes import Shape
-from emssd_heads.head import Head
-from emssd_heads.layers import HeadLayer
+from emssd_heads.head import Head, Vocabulary
 from emssd_heads.loading import TargetWeights
 from emssd_heads.runner import HeadRunner
 from emssd_heads.states import StatesDrafter
-from emssd_heads.target import Embed, Project
 
 __all__ = ["PairedDrafter", "PairedHead"]
 
 
-class PairedHead(Head):
+class PairedHead(Vocabulary, Head):
     """A head that reads pairs: the embedding of token ``i + 1`` beside the feature of token ``i``, at position ``i``.
 
     The output there is for token ``i + 2``. A feature is made of the target's hidden states; in a draft, it is the
     head's own output for the token before.
 
     Args:
-        hidden_size: of its hidden states.
+        hidden_size, vocab_size, names, draft_vocab_size: as of `Vocabulary`.
         max_len: the longest sequence; ``None`` for any.
-        vocab_size: the target's.
-        names: of the module's tensors that the checkpoint has.
-
-    Attributes:
-        embed_tokens: its own embeddings; ``None`` for the target's.
-        target_ids: ``[draft_vocab_size]`` the target's ids of the tokens that it drafts; ``None``: it drafts them all.
     """
 
-    layers: nn.ModuleList
-    target_ids: torch.Tensor | None
-
-    def __init__(self, hidden_size: int, max_len: int | None, vocab_size: int, names: Container[str]) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        hidden_size: int,
+        max_len: int | None,
+        vocab_size: int,
+        names: Container[str],
+        draft_vocab_size: int | None = None,
+    ) -> None:
+        super().__init__(hidden_size, vocab_size, names, draft_vocab_size)
         self.input_size, self.max_len = 2 * hidden_size, max_len
-        self.embed_tokens = nn.Embedding(vocab_size, hidden_size) if "embed_tokens.weight" in names else None
-        self.register_buffer("target_ids", None, persistent=False)
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return tuple(cast("HeadLayer", layer).spec for layer in self.layers)
-
-    def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
-        """Embeddings ``[…, hidden_size]`` of token ids, from the head's own table or the target's."""
-        return embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features ``[n, hidden_size]`` of the target's hidden states ``[n, states * target_hidden_size]``.
@@ -69,14 +51,6 @@ class PairedHead(Head):
         Hidden states of one token stand beside each other, in the order in which the head names them.
         """
         return hidden
-
-    @abstractmethod
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` after pairs of which `forward` gave ``hidden [n, hidden_size]``."""
-
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of `logits`, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
 
 
 class PairedDrafter(StatesDrafter):
@@ -108,34 +82,22 @@ class PairedDrafter(StatesDrafter):
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """Compute all pairs that are not cached."""
-        features = [self._states[row.request_id].new(row.tree.num_tokens) for row in rows]
-        lengths, token_ids = [len(new) for new in features], list[int]()
-        for row, length in zip(rows, lengths, strict=True):
-            token_ids += row.tokens[-length:]  # token i + 1 stands beside the feature of token i
-        packed = pack_nodes(
-            [row.request_id for row in rows], torch.tensor(token_ids), lengths, [row.tree.num_tokens for row in rows]
-        )
-        packed = replace(packed, logit_rows=torch.tensor(packed.qo_indptr[1:]) - 1)
-        logits = self._run(packed, self._inputs(packed.input_ids, torch.cat(features)))
-        self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
+        packed, features = self.pack_new(rows)
+        logits = self._run(packed, self._inputs(packed.input_ids, features))
         self._have_used(rows)
-        return logits
+        return self._after_newest(rows, logits)
 
     def compute(self, level: Level) -> torch.Tensor:
         """Compute the nodes of a level, each beside the output after its parent."""
-        nodes = nodes_of(level)
-        parents = [self._places[row.request_id, row.tree.parents[node]] for row, node in nodes]
-        packed = pack_level(level)
-        logits = self._run(
-            packed, self._inputs(packed.input_ids, self._hidden[on_device(parents, self._hidden.device)])
-        )
-        self._places = {(row.request_id, node): place for place, (row, node) in enumerate(nodes)}
+        nodes, packed = nodes_of(level), pack_level(level)
+        parents = self._outputs([(row.request_id, row.tree.parents[node]) for row, node in nodes])
+        logits = self._run(packed, self._inputs(packed.input_ids, parents))
+        self._index = {(row.request_id, node): index for index, (row, node) in enumerate(nodes)}
         return logits
 
     def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
         logits = self._run(pack_chain(rows, tokens, depth), self._inputs(tokens, self._newest(rows)))
-        self._places = {(row.request_id, -1): place for place, row in enumerate(rows)}
-        return logits
+        return self._after_newest(rows, logits)
 
     def follow_recorded(self, rows: Seq[GrowingRow], tokens: torch.Tensor, lengths: Seq[int]) -> torch.Tensor | None:
         def reads(columns: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -146,7 +108,16 @@ class PairedDrafter(StatesDrafter):
 
     def _newest(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         """The outputs ``[r, hidden_size]`` of the latest pass for these rows of chains."""
-        return self._hidden[on_device([self._places[row.request_id, -1] for row in rows], self._hidden.device)]
+        return self._outputs([(row.request_id, -1) for row in rows])
+
+    def _outputs(self, nodes: Seq[tuple[str, int]]) -> torch.Tensor:
+        """The latest outputs ``[n, hidden_size]`` after these nodes of rows; -1 stands for the newest token."""
+        return self._hidden[on_device([self._index[node] for node in nodes], self._hidden.device)]
+
+    def _after_newest(self, rows: Seq[GrowingRow], logits: torch.Tensor) -> torch.Tensor:
+        """Note that the latest outputs are those after the newest token of each row."""
+        self._index = {(row.request_id, -1): index for index, row in enumerate(rows)}
+        return logits
 
     def _projected(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.logits(hidden, self._target.project)

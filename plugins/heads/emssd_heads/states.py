@@ -9,17 +9,19 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from emssd.attention import PackedInputs
+from emssd.decoding.packing import pack_nodes
 from emssd.draft_models.draft_cache import DraftCache
 from emssd.draft_models.growing_tree import GrowingTree
 from emssd.draft_models.level_drafter import GrowingRow, LevelDrafter
 from emssd.draft_models.shapes import Shape
-from emssd.drafting import Draft, HiddenStates, Outcome
+from emssd.drafting import Draft, Outcome
 from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Row
 
 __all__ = ["KnownStates", "StatesDrafter"]
 
-_MOST_ARRIVED, _MOST_WAITING = 1024, 256  # tokens of all rows, and of one
+_MOST_WAITING = 256  # tokens of a row whose features are not made
 
 
 @dataclass(slots=True)
@@ -30,21 +32,32 @@ class KnownStates:
         num_used: the states of so many tokens were used.
         start: position of the first state that is kept.
         pieces: states ``[n, …]`` from there on, as they came.
+        waiting: hidden states after these, whose features are not made.
+        num_waiting: their tokens.
     """
 
     num_used: int = 0
     start: int = 0
     pieces: list[torch.Tensor] = field(default_factory=list)
+    waiting: list[torch.Tensor] = field(default_factory=list)
+    num_waiting: int = 0
 
     @property
     def stop(self) -> int:
         """The position after the last state."""
         return self.start + sum(map(len, self.pieces))
 
-    def add(self, start: int, states: torch.Tensor) -> None:
-        """Take in the states ``[n, …]`` of tokens from position `start` on."""
-        assert start == self.stop, f"hidden states from position {start} on, and those before end at {self.stop}"
-        self.pieces.append(states)
+    def wait(self, start: int, states: torch.Tensor) -> None:
+        """Take in the hidden states ``[n, …]`` of tokens from position `start` on, without features."""
+        end = self.stop + self.num_waiting
+        assert start == end, f"hidden states from position {start} on, and those before end at {end}"
+        self.waiting.append(states)
+        self.num_waiting += len(states)
+
+    def made(self, features: torch.Tensor) -> None:
+        """Take in the features ``[n, …]`` of all hidden states that waited."""
+        self.pieces.append(features)
+        self.waiting, self.num_waiting = [], 0
 
     def covers(self, num_tokens: int) -> bool:
         """Whether the states of a row's first `num_tokens` tokens are known, and the last of them is kept."""
@@ -92,17 +105,12 @@ class StatesDrafter(LevelDrafter):
     ) -> None:
         super().__init__(shape, target.vocab_size, cache)
         self.hidden_layers, self._target, self._max_len = tuple(layers), target, max_len
+        # As long as nothing is drafted, hidden states wait, and features are made of many at once.
         self._states: dict[str, KnownStates] = {}
-        # As long as nothing is drafted, hidden states are laid aside: first as they come, then, row by row, with the
-        # position of the first. Features of many at once cost less, and none those of rows that are never drafted for.
-        self._arrived: list[HiddenStates] = []
-        self._num_arrived = 0  # tokens
-        self._waiting: dict[str, list[tuple[int, torch.Tensor]]] = {}
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         if not any(budget):
             return Draft.empty(len(batch))
-        self._sort_arrived()
         self._make_features([row.request_id for row, limit in zip(batch, budget, strict=True) if limit])
         return super().propose(batch, budget)
 
@@ -110,21 +118,18 @@ class StatesDrafter(LevelDrafter):
         """Keep the hidden states of all tokens that the target has computed."""
         if (hidden := outcome.hidden) is None:
             return
-        self._arrived.append(hidden)
-        self._num_arrived += hidden.indptr[-1]
-        if self._num_arrived > _MOST_ARRIVED:
-            self._sort_arrived()
-            waiting = {name: sum(len(own) for _, own in pieces) for name, pieces in self._waiting.items()}
-            self._make_features([name for name, number in waiting.items() if number > _MOST_WAITING])
+        joined = replace(hidden, layers=(0,), states=(torch.cat(hidden.states, dim=-1),))
+        for request_id, start, (states,) in joined.rows():
+            self._states.setdefault(request_id, KnownStates()).wait(start, states)
+        many = [name for name in joined.request_ids if self._states[name].num_waiting > _MOST_WAITING]
+        self._make_features(many)
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
-        self._sort_arrived()  # later rows may have the same ids
         if self._cache is not None:
             self._cache.release(request_ids)
         for request_id in request_ids:
             self._states.pop(request_id, None)
-            self._waiting.pop(request_id, None)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         """Features of tokens, ``[n, …]``, from their hidden states ``[n, states * hidden_size]`` side by side."""
@@ -141,24 +146,39 @@ class StatesDrafter(LevelDrafter):
         """The most tokens whose KV a tree needs, beside that of its row."""
         return self.shape.most_cached(num_nodes, depth) if self.caches_nodes else 0
 
-    def _sort_arrived(self) -> None:
-        for hidden in self._arrived:
-            joined = torch.cat(hidden.states, dim=-1)
-            for name, start, (own,) in replace(hidden, layers=(0,), states=(joined,)).rows():
-                self._waiting.setdefault(name, []).append((start, own))
-        self._arrived, self._num_arrived = [], 0
+    def pack_new(
+        self, rows: Seq[GrowingRow], mask: tuple[int, torch.Tensor] | None = None
+    ) -> tuple[PackedInputs, torch.Tensor]:
+        """The tokens of `rows` that are not cached, and beside each the feature ``[nnz, …]`` of the token before it.
+
+        With the id and the feature ``[1, …]`` of a `mask`, as many masks follow as the draft has further levels.
+        Outputs are for the newest token of each row, and for masks.
+        """
+        token_ids, features, lengths, kv_lens, logit_rows = list[int](), list[torch.Tensor](), [], [], list[int]()
+        for row in rows:
+            new, num_masks = self._states[row.request_id].new(row.tree.num_tokens), 0
+            token_ids += row.tokens[-len(new) :]  # token i + 1 stands beside the feature of token i
+            features.append(new)
+            if mask is not None:
+                num_masks = row.tree.depth - 1
+                token_ids += [mask[0]] * num_masks
+                features.append(mask[1].expand(num_masks, -1))
+            lengths.append(len(new) + num_masks)
+            kv_lens.append(row.tree.num_tokens + num_masks)
+            logit_rows += range(len(token_ids) - 1 - num_masks, len(token_ids))
+        packed = pack_nodes([row.request_id for row in rows], torch.tensor(token_ids), lengths, kv_lens)
+        return replace(packed, logit_rows=torch.tensor(logit_rows)), torch.cat(features)
 
     def _make_features(self, request_ids: Iterable[str]) -> None:
-        waiting = [(name, *piece) for name in request_ids for piece in self._waiting.pop(name, ())]
+        waiting = [states for name in request_ids if (states := self._states.get(name)) and states.waiting]
         if not waiting:
             return
-        features = self.features(torch.cat([own for *_, own in waiting]))
-        pieces = torch.split(features, [len(own) for *_, own in waiting])
-        for (name, start, _), own in zip(waiting, pieces, strict=True):
-            known = self._states.setdefault(name, KnownStates())
-            known.add(start, own)
+        hidden = torch.cat([piece for states in waiting for piece in states.waiting])
+        features = torch.split(self.features(hidden), [states.num_waiting for states in waiting])
+        for states, made in zip(waiting, features, strict=True):
+            states.made(made)
             if not self.reads_all:
-                known.used(known.stop)
+                states.used(states.stop)
 
     def _have_used(self, rows: Seq[GrowingRow]) -> None:
         for row in rows:

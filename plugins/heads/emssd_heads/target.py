@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
+from emssd.model import Attend
+from emssd.model.hf.interface import PassAttention, implementation
+
+__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes", "attending"]
 
 _CPU = torch.device("cpu")
 
@@ -38,3 +42,8 @@ class TargetSizes:
     num_layers: int
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
+
+
+def attending(attend: Attend) -> AbstractContextManager[None]:
+    """For a body that runs a layer of the target's classes: its attention is `attend`."""
+    return implementation(PassAttention(attend))

@@ -23,7 +23,7 @@ from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.errors import ConfigError, PluginError
 from emssd.model import TargetModel
 from tests.support.backends import context_of
-from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, refusal, turned, write_head
+from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, random_weights, refusal, write_head
 from tests.support.right_drafters import noting
 from tests.support.tiers import looped
 
@@ -147,19 +147,18 @@ def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
     return write_head(folder / "head", config, weights), config, weights
 
 
-def dense_kernels(own: Weights, part: str, x: torch.Tensor) -> torch.Tensor | None:
-    """``[B, 2, taps, SIZE]`` weights of each token of a block: of what goes in, and of what comes out."""
-    if (base := own.get(f"{part}base_kernel")) is None:
-        return None
-    given = (x @ own[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
-    return base + torch.stack([given[..., i // (SIZE // given.shape[-1])] for i in range(SIZE)], -1)
+def dense_mixed(w: Weights, part: str, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Each token of a block mixed with those before it, by weights of its own; and a function that mixes an output."""
+    if (base := w.get(f"{part}base_kernel")) is None:
+        return x, lambda out: out
+    added = (x @ w[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
+    kernels = base + torch.stack([added[..., i // (SIZE // added.shape[-1])] for i in range(SIZE)], -1)
 
+    def convolved(x: torch.Tensor, half: int) -> torch.Tensor:
+        taps = range(base.shape[1])
+        return torch.stack([sum(kernels[i, half, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
 
-def convolved(x: torch.Tensor, kernels: torch.Tensor | None, which: int) -> torch.Tensor:
-    if kernels is None:
-        return x
-    taps = range(kernels.shape[2])
-    return torch.stack([sum(kernels[i, which, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
+    return convolved(x, 0), lambda out: convolved(out, 1)
 
 
 def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
@@ -185,43 +184,21 @@ def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: 
 
 def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, after the hidden states `context` of all."""
-    eps, start, size = config["rms_norm_eps"], len(context), len(block)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    ctx = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    h = block
+    eps, start, end = config["rms_norm_eps"], len(context), len(context) + len(block)
+    read, h = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps), block
     for layer in range(config["num_hidden_layers"]):
-        own = {name.removeprefix(f"layers.{layer}."): each for name, each in w.items()}
+        prefix, slides = f"layers.{layer}.", "sliding" in config.get("layer_types", ["full"] * 9)[layer]
+        causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
 
-        def by_head(x: torch.Tensor, name: str, count: int, own: Weights = own) -> torch.Tensor:
-            return (x @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), count, -1)
+        def visible(query: int, slides: bool = slides, causal: bool = causal) -> slice:
+            first = max(0, start + query - config["sliding_window"] + 1) if slides else 0
+            return slice(first, start + query + 1 if causal else end)
 
-        normed = dense_rms(h, own["input_layernorm.weight"], eps)
-        kernels = dense_kernels(own, "attention_conv.", normed)
-        normed = convolved(normed, kernels, 0)
-        read = torch.cat([ctx, normed])
-        q = dense_rms(by_head(normed, "q", heads), own["self_attn.q_norm.weight"], eps)
-        k = dense_rms(by_head(read, "k", kv_heads), own["self_attn.k_norm.weight"], eps)
-        v = by_head(read, "v", kv_heads)
-        q = turned(q, range(start, start + size), config["rope_theta"])
-        k = turned(k, range(start + size), config["rope_theta"])
-        slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
-        rows = []
-        for i in range(size):
-            causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
-            last = start + i if causal else start + size - 1
-            first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
-            out = []
-            for head in range(heads):
-                group = head // (heads // kv_heads)
-                scores = k[first : last + 1, group] @ q[i, head] / q.shape[-1] ** 0.5
-                out.append(torch.softmax(scores, 0) @ v[first : last + 1, group])
-            rows.append(torch.cat(out))
-        h = h + convolved(torch.stack(rows) @ own["self_attn.o_proj.weight"].T, kernels, 1)
-        x = dense_rms(h, own["post_attention_layernorm.weight"], eps)
-        kernels = dense_kernels(own, "mlp_conv.", x)
-        x = convolved(x, kernels, 0)
-        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
-        h = h + convolved((gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T, kernels, 1)
+        def mixed(part: str, x: torch.Tensor, prefix: str = prefix) -> Any:
+            return dense_mixed(w, f"{prefix}{part}_conv.", x)
+
+        normed = dense_rms(h, w[f"{prefix}input_layernorm.weight"], eps)
+        h = dense_layer(w, prefix, config, h, normed, range(end), read, visible, mixed)
     return h
 
 
@@ -379,7 +356,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     ({"block_size": "many"}, {}, "a value of another type or size than expected"),
     (inner(mask_token_id=VOCAB), {}, f"the target has embeddings of {VOCAB} ids"),
     ({"vocab_size": 99}, {}, f"its vocabulary has 99 tokens, and the target's has {VOCAB}"),
-    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's embeddings are of size 32"),
+    ({"hidden_size": 24}, {}, "it has a hidden size of 24, and the target's is 32; it was trained for another target"),
     ({"num_target_layers": 5}, {}, "trained for a target of 5 layers, and this one has 4"),
     (inner(target_layer_ids=[0, 4]), {}, "the target has layers 0 to 3"),
     ({"block_size": 10**9}, {}, "its block_size is 1000000000; a block drafts 1 to 4096 tokens"),
@@ -397,7 +374,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     ({}, {"refiner_head.mix_l": (2, 5, 5)}, "refiner_head.token_embed.weight"),
     ({}, {"layers.0.extra.weight": (2, 2)}, "layers.0.extra.weight is without a place"),
     ({}, {"confidence_head.proj.weight": (1, SIZE + 3)}, "its confidence head reads a Markov head, and it has none"),
-    (inner(markov_head_type="rnn"), FIRST, "markov_head.joint_proj.weight are missing"),
+    (inner(markov_head_type="rnn"), MARKOV, "markov_head.joint_proj.weight is missing"),
     ({}, FIRST, "markov_head.markov_w2.weight is missing"),
     (inner(final_logit_softcapping=30.0), MARKOV, "it scales its logits by final_logit_softcapping 30.0, and"),
     (inner(output_multiplier=0.5), MARKOV, "it scales its logits by output_multiplier 0.5, and"),

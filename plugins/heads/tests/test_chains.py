@@ -66,7 +66,7 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
         return drafter
 
     own.load = loaded
-    options = {"tree": "chain", "depth": 6, "path": random_head("eagle3").path}
+    options = {"tree": "chain", "depth": 6, "path": random_head("eagle3")}
     own.make_engine(options, batch_size=3).drafting.policy = Uneven()
     own.decode(KINDS[kinds])
     return drafts, computed

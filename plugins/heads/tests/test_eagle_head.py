@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.support.heads import (
     SMALL,
     Weights,
     assert_same,
+    changed,
     dense_layer,
     dense_rms,
     layer_weights,
@@ -101,24 +101,17 @@ def test_embeddings_are_the_files_or_the_targets_and_logits_the_targets(tmp_path
     assert ("fc has a bias" in own.described, "fc has no bias" in bare.described) == (True, True)
 
 
-def without(name: str) -> Callable[[Weights], object]:
-    return lambda weights: weights.pop(name)
-
-
 @looped(
     "config, change, words",
     [
-        ({}, without("layers.0.mlp.up_proj.weight"), "of its weights, layers.0.mlp.up_proj.weight is missing"),
-        ({}, lambda w: w.update({"norm.weight": torch.ones(H)}), "norm.weight is without a place in such a head"),
-        ({}, lambda w: w.update({"fc.weight": torch.ones(H, H)}), "fc.weight (16x16 in place of 16x32) is of another"),
-        ({"bias": True}, without("fc.bias"), "says that fc has a bias, and fc.bias is missing"),
-        ({"hidden_size": 32}, None, "it has a hidden size of 32, and the target's is 16"),
-        ({"vocab_size": 41}, None, "its vocabulary has 41 tokens, and the target's has 40"),
-        ({}, lambda w: w.update(d2t=torch.zeros(4)), "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
+        ({}, {"layers.0.mlp.up_proj.weight": None}, "of its weights, layers.0.mlp.up_proj.weight is missing"),
+        ({}, {"norm.weight": torch.ones(H)}, "norm.weight is without a place in such a head"),
+        ({}, {"fc.weight": torch.ones(H, H)}, "fc.weight (16x16 in place of 16x32) is of another"),
+        ({"bias": True}, {"fc.bias": None}, "says that fc has a bias, and fc.bias is missing"),
+        ({"hidden_size": 32}, {}, "it has a hidden size of 32, and the target's is 16"),
+        ({"vocab_size": 41}, {}, "its vocabulary has 41 tokens, and the target's has 40"),
+        ({}, {"d2t": torch.zeros(4)}, "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
-    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights)))
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, changed(head_weights(), change))))

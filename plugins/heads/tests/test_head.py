@@ -15,7 +15,7 @@ from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
-from emssd.model.compile import tracing
+from emssd.model.compile import proven, tracing
 from emssd.native import NativeError
 from tests.support.heads import (
     SMALL,
@@ -300,7 +300,7 @@ def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: py
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr(tracing, "declare_operators", none)
+    monkeypatch.setattr(proven, "declare_operators", none)
     head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(head, rows, compile=True)

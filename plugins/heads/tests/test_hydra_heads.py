@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.hydra.heads import LoadedHydra, load_hydra
+from emssd_heads import Loaded
+from emssd_heads.hydra.heads import load_hydra
+from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from tests.support.heads import (
     SMALL,
     Weights,
+    changed,
     dense_layer,
     dense_rms,
     layer_weights,
@@ -28,15 +31,6 @@ from tests.support.tiers import looped
 H, V, HEADS, LAYERS = 16, 40, 4, 9
 TARGET = TargetSizes(V, H, LAYERS)
 TARGET_CONFIG: dict[str, Any] = SMALL | {"num_hidden_layers": LAYERS, "rope_theta": 20000.0}
-CONFIG: dict[str, Any] = {
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 20000.0,
-}
 CONFIG: dict[str, Any] = {
     "hydra_num_heads": HEADS,
     "hydra_num_layers": 1,
@@ -89,7 +83,7 @@ def dense_logits(
     return x @ w[f"{behind}.weight"].T + w[f"{behind}.bias"]
 
 
-def load(path: str) -> LoadedHydra:
+def load(path: str) -> Loaded[ResidualHeads]:
     return load_hydra(path, replace(TARGET, dtype=torch.float64), TARGET_CONFIG)
 
 
@@ -104,7 +98,8 @@ def test_each_head_reads_the_tokens_before_its_own(num_layers: int, dropout: boo
     for head in range(HEADS):
         hidden, embeds = numbers(3, H), numbers(3, head + 1, H, seed=2)
         wanted = dense_logits(weights, head, hidden, embeds, num_layers, dropout=dropout)
-        torch.testing.assert_close(loaded.head(hidden, embeds), wanted, rtol=1e-10, atol=1e-10)
+        logits = loaded.head(head, torch.cat([hidden, embeds.flatten(1)], -1))
+        torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
@@ -134,19 +129,17 @@ def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
 @looped(
     "config, change, words",
     [
-        ({}, lambda w: w.pop("hydra_mlp.3.0.res_connection.weight"), "mlp.3.0.res_connection.weight is missing"),
-        ({}, lambda w: w.pop("hydra_lm_head.1.weight"), "projections.1.weight is missing"),
-        ({}, lambda w: w.update(extra=torch.ones(1)), "extra is without a place in such a head"),
-        ({}, lambda w: w.update({"hydra_lm_head.0.bias": torch.ones(V + 1)}), "hydra_lm_head.0.bias (41 in place of"),
-        ({}, lambda w: w.clear(), "none of its weights is a layer of a head"),
-        ({"hydra_head_arch": "prefix-mlp"}, None, "and 7 more are missing"),
-        ({"hydra_head_arch": "eagle-attn"}, None, "its heads are of the architecture 'eagle-attn'"),
-        ({"grounded_heads": False}, None, "its heads do not read drafted tokens"),
-        ({"hidden_state_offset": 10}, None, "its hidden_state_offset is 10, and the target has 9 layers"),
+        ({}, {"hydra_mlp.3.0.res_connection.weight": None}, "layers.3.0.res_connection.weight is missing"),
+        ({}, {"hydra_lm_head.1.weight": None}, "projections.1.weight is missing"),
+        ({}, {"extra": torch.ones(1)}, "extra is without a place in such a head"),
+        ({}, {"hydra_lm_head.0.bias": torch.ones(V + 1)}, "hydra_lm_head.0.bias (41 in place of"),
+        ({}, dict.fromkeys(head_weights()), "none of its weights is the vocabulary projection of a head"),
+        ({"hydra_head_arch": "prefix-mlp"}, {}, "and 7 more are missing"),
+        ({"hydra_head_arch": "eagle-attn"}, {}, "its heads are of the architecture 'eagle-attn'"),
+        ({"grounded_heads": False}, {}, "its heads do not read drafted tokens"),
+        ({"hidden_state_offset": 10}, {}, "its hidden_state_offset is 10, and the target has 9 layers"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
+    weights = changed(head_weights(), change)
     assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "hydra_lm_head.pt")))

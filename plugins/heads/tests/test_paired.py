@@ -48,10 +48,9 @@ class Seldom(BudgetPolicy):
         return [limit if drafts and (row + self.num_steps) % 2 else 0 for row, limit in enumerate(step.limits)]
 
 
-@pytest.mark.parametrize(("num_arrived", "num_waiting"), [(1024, 256), (9, 4)], ids=str)
-def test_rows_that_seldom_draft(num_arrived: int, num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("num_waiting", [256, 4])
+def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Target states wait for the next draft. Rows with too many make features of them earlier."""
-    monkeypatch.setattr(emssd_heads.states, "_MOST_ARRIVED", num_arrived)
     monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
     own = trial("eagle3")
     engine = own.make_engine({"tree": "chain"})

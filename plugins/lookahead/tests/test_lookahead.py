@@ -57,10 +57,10 @@ def test_the_window_is_a_chain_with_columns_below_and_moves_by_a_place(
 def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     pool = NGramPool(3, 2)
     pool.add_all([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7])
-    assert pool.behind(1) == [(6, 7), (2, 3)]
+    assert pool.after(1) == [(6, 7), (2, 3)]
     pool.add([1, 2, 3])
-    assert pool.behind(1) == [(2, 3), (6, 7)]
-    assert pool.behind(6) == []
+    assert pool.after(1) == [(2, 3), (6, 7)]
+    assert pool.after(6) == []
 
 
 @looped("shape", [(3, 3), (1, 2), (4, 2), (2, 4)])

@@ -1,4 +1,4 @@
-"""The rules: which nodes of a drawn tree are accepted, and which token follows them.
+"""The rules: they say which nodes of a drawn tree are accepted, and draw the token after them.
 
 Arguments that all rules share, for the tree of one row with ``n`` nodes:
 
@@ -36,11 +36,7 @@ class Verdict:
 
 
 def verify_traversal(
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    parents: Seq[int],
-    uniform: Callable[[], Uniform],
+    target: torch.Tensor, draft: Rows, token_ids: Seq[int], parents: Seq[int], uniform: Callable[[], Uniform]
 ) -> Verdict:
     """Traversal verification (Weng et al. 2025, arXiv 2505.12398): from the leaves up, the first accepted node wins.
 
@@ -68,11 +64,7 @@ def verify_traversal(
 
 
 def verify_deterministic(
-    target: torch.Tensor,
-    draft: Rows,
-    token_ids: Seq[int],
-    parents: Seq[int],
-    uniform: Callable[[], Uniform],
+    target: torch.Tensor, draft: Rows, token_ids: Seq[int], parents: Seq[int], uniform: Callable[[], Uniform]
 ) -> Verdict:
     """Draw the target's own token after each node, and descend to the child that carries it, if there is one.
 
@@ -106,8 +98,8 @@ def _children(parents: Seq[int]) -> list[list[int]]:
 
 def _children_first(parents: Seq[int]) -> list[int]:
     """``[n]`` all nodes, each after its children and after its earlier siblings with all below them."""
-    children, found, waiting = _children(parents), list[int](), [-1]
+    children, order, waiting = _children(parents), list[int](), [-1]
     while waiting:
-        found.append(node := waiting.pop())
+        order.append(node := waiting.pop())
         waiting.extend(children[node + 1])  # the last sibling comes out first, and the order is turned round below
-    return found[:0:-1]
+    return order[:0:-1]

@@ -12,18 +12,7 @@ from emssd_residual.distributions import choose, without
 from emssd_residual.rules import verify_deterministic, verify_traversal
 
 from tests.support.drawing import SampledTree
-from tests.support.exact import (
-    Law,
-    Model,
-    Rule,
-    Uniform,
-    continued,
-    emitted,
-    law_of,
-    probabilities,
-    target_law,
-    way,
-)
+from tests.support.exact import Law, Model, Rule, Uniform, continued, emitted, law_of, probabilities, target_law, way
 from tests.support.residual_cases import (
     DRAFTS,
     PAPER,
@@ -37,10 +26,7 @@ from tests.support.residual_cases import (
 )
 from tests.support.tiers import few, looped
 
-RULES: dict[str, Rule] = {
-    "traversal": verify_traversal,
-    "deterministic": verify_deterministic,
-}
+RULES: dict[str, Rule] = {"traversal": verify_traversal, "deterministic": verify_deterministic}
 PAIRS = [*product(TARGETS, DRAFTS)]
 SHAPES = [(1,), (2,), (3,), (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (3, 1), (1, 1, 1)]
 

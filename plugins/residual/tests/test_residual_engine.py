@@ -20,8 +20,9 @@ from emssd_residual import rule as module
 from emssd_residual.distributions import choose
 from emssd_residual.law import check_distribution
 from emssd_residual.rules import Verdict, verify_traversal
-from emssd_testing.conformance.policy_world import PolicyWorld, WatchedPolicy
 from emssd_testing.conformance.scripted import Decision, Life
+from emssd_testing.conformance.watch import WatchedPolicy
+from emssd_testing.conformance.worlds import PolicyWorld
 from emssd_testing.drafters import ScriptedBudget, TreeDrafter
 from emssd_testing.oracle import DenseBackend
 
@@ -215,9 +216,7 @@ class ByToken(ScriptedBudget):
     """Drops all from the first token 1 on."""
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        rows = [
-            draft.token_ids[start:stop].tolist() for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)
-        ]
+        rows = map(draft.tokens, range(draft.num_rows))
         return [row.index(1) if 1 in row else len(row) for row in rows]
 
 

@@ -58,8 +58,7 @@ def drafted(shape: str, rows: list[Row], limit: int = 99, vocab_size: int = VOCA
 
 
 def nodes(draft: Draft, row: int) -> list[tuple[int, int]]:
-    start, stop = draft.indptr[row], draft.indptr[row + 1]
-    return list(zip(draft.token_ids[start:stop].tolist(), draft.tree(row), strict=True))
+    return list(zip(draft.tokens(row), draft.tree(row), strict=True))
 
 
 @shapes

@@ -148,10 +148,7 @@ def test_the_defaults_are_those_of_the_papers_implementations() -> None:
     assert drafted(drafter, row_of([1, 2, 3], name="b")) == []  # without a cache no row knows of another
 
 
-@looped(
-    ("least", "expected"),
-    [(1 / 3, [4, 5, 3, 6]), (0.34, [4, 5, 3]), (2 / 3, [4, 5, 3]), (0.67, [])],
-)
+@looped(("least", "expected"), [(1 / 3, [4, 5, 3, 6]), (0.34, [4, 5, 3]), (2 / 3, [4, 5, 3]), (0.67, [])])
 def test_a_draft_ends_where_its_probability_by_what_followed_before_falls_below_the_least(
     least: float, expected: list[int]
 ) -> None:

@@ -15,11 +15,12 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, KVUsage, LayerS
 from emssd.attention.trees import path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
-from emssd_testing.conformance.rules import assertions, broken
+from emssd_testing.conformance.rules import broken
+from emssd_testing.conformance.watch import WatchedBackend, places_of
 from emssd_testing.oracle import DenseBackend
 from emssd_testing.strategies import Waves, kv_layers, trees
 
-__all__ = ["BackendMachine", "MachineRow", "Turn", "check_plan", "moved"]
+__all__ = ["BackendMachine", "MachineRow", "Turn", "moved"]
 
 _Nodes = list[tuple[int, int]]  # of a tree: token, and index of its parent or -1
 
@@ -88,7 +89,7 @@ class BackendMachine(RuleBasedStateMachine):
     @initialize(data=st.data(), seed=st.integers(0, 2**16))
     def allocate(self, data: st.DataObject, seed: int) -> None:
         """Begin with an empty cache for drawn layers."""
-        self.backend, self.reference = self.make_backend(), self.make_reference()
+        self.backend, self.reference = WatchedBackend(self.make_backend()), self.make_reference()
         for _ in range(20):  # of a backend that refuses much, whole examples would be thrown away
             layers = data.draw(self.layers, label="layers")
             self.spec = KVCacheSpec(
@@ -99,8 +100,7 @@ class BackendMachine(RuleBasedStateMachine):
                 self.max_model_len,
                 trees=self.backend.takes_trees and data.draw(st.booleans(), label="trees"),
             )
-            served = self.backend.takes_sinks or not self.spec.has_sinks
-            if served and not self.backend.unsupported(self.spec):
+            if not self.backend.unsupported(self.spec):
                 break
         else:
             assume(False)
@@ -154,11 +154,12 @@ class BackendMachine(RuleBasedStateMachine):
     def memory(self) -> None:
         """Held memory covers the tokens there are, is 0 without tokens, and peaks never fall."""
         now, exact = self.backend.kv_usage, self.reference.kv_usage
-        with assertions("backend.memory"):
-            assert exact.held <= now.held <= now.peak_held <= now.peak_pool, f"{now} for {exact.held} bytes of KV"
-            assert now.peak_held >= self._peak.peak_held, f"the peak fell from {self._peak} to {now}"
-            assert now.peak_pool >= self._peak.peak_pool, f"the peak fell from {self._peak} to {now}"
-            assert exact.held or not now.held, f"{now.held} bytes are held for no sequence"
+        if not exact.held <= now.held <= now.peak_held <= now.peak_pool:
+            broken("backend.memory", f"{now} for {exact.held} bytes of KV")
+        if now.peak_held < self._peak.peak_held or now.peak_pool < self._peak.peak_pool:
+            broken("backend.memory", f"the peak fell from {self._peak} to {now}")
+        if now.held and not exact.held:
+            broken("backend.memory", f"{now.held} bytes are held for no sequence")
         self._peak = now
 
     def teardown(self) -> None:
@@ -240,8 +241,7 @@ class BackendMachine(RuleBasedStateMachine):
     def _results(self, backend: AttentionBackend, packed: PackedInputs) -> Iterator[torch.Tensor]:
         """``[num_tokens, num_qo_heads, value_dim]`` of each layer."""
         plan = self._plan(backend, packed)
-        with assertions("backend.plan"):
-            places = check_plan(plan, packed)
+        places = places_of(plan, packed)
         for layer in range(len(self.spec.layers)):
             yield self._forward(backend, plan, layer)[places]
 
@@ -249,12 +249,7 @@ class BackendMachine(RuleBasedStateMachine):
         return backend.plan(packed)
 
     def _forward(self, backend: AttentionBackend, plan: StepPlan, layer: int) -> torch.Tensor:
-        ids, spec = plan.input_ids.flatten(), self.spec.layers[layer]
-        out = backend.forward(plan, layer, *self._waves.qkv(ids, layer))
-        with assertions("backend.output"):
-            assert out.shape == (len(ids), spec.num_qo_heads, spec.value_dim)
-            assert bool(out.isfinite().all()), "an output, if only of a padding token, is not finite"
-        return out
+        return backend.forward(plan, layer, *self._waves.qkv(plan.input_ids.flatten(), layer))
 
     def _compare(self, packed: PackedInputs, layer: int, results: torch.Tensor, right: torch.Tensor) -> None:
         errors = (results - right).abs().flatten(1).amax(dim=1).tolist()
@@ -265,7 +260,6 @@ class BackendMachine(RuleBasedStateMachine):
 
     def _commit(self, kept: Kept) -> None:
         self.backend.commit(kept)
-        assert self.backend.kv_usage.padding >= 0
         self.reference.commit(kept)
 
     def _release(self, rows: Iterable[MachineRow]) -> None:
@@ -288,25 +282,3 @@ def _tokens(nodes: _Nodes) -> list[int]:
 def moved(num_tokens: int, nodes: Seq[int]) -> tuple[int, ...]:
     """The KV of accepted `nodes` after `num_tokens` tokens, as `Kept.sources`."""
     return () if list(nodes) == list(range(len(nodes))) else tuple(num_tokens + node for node in nodes)
-
-
-def check_plan(plan: StepPlan, packed: PackedInputs) -> list[int]:
-    """Check what the model is fed. Returns for each packed token its place in the flattened input."""
-    assert plan.input_ids.shape == plan.position_ids.shape
-    rows, columns = plan.input_ids.shape
-    pairs = list(zip(packed.input_ids.tolist(), packed.position_ids.tolist(), strict=True))
-    fed = list(zip(plan.input_ids.flatten().tolist(), plan.position_ids.flatten().tolist(), strict=True))
-    assert min(token for token, _ in fed) >= 0, "padding must be a token of the vocabulary"
-    numbered = torch.arange(len(fed), device=plan.input_ids.device)
-    places: list[int] = plan.packed(numbered, packed.num_tokens).tolist()
-    found = [fed[place] for place in places]
-    assert found == pairs, f"tokens {pairs} at their positions are not where token_index finds {found}"
-    keep = plan.logits_to_keep.tolist()
-    projected = [row * columns + column for row in range(rows) for column in keep]
-    chosen = slice(None) if plan.logit_index is None else plan.logit_index
-    index = range(len(projected))[chosen] if isinstance(chosen, slice) else chosen.tolist()
-    wanted_rows = packed.logit_rows.tolist()
-    assert len(index) == len(wanted_rows), f"{len(index)} rows of logits for {len(wanted_rows)} tokens"
-    for token, place in zip(wanted_rows, index, strict=True):
-        assert projected[place] == places[token], f"the logits of token {token} are taken from {fed[projected[place]]}"
-    return places

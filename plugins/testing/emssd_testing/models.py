@@ -59,7 +59,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "n_mamba_heads": 8}
     | {"mamba_ngroups": 2, "chunk_size": 8, "use_mem_rope": True, "adapter_rank": 4, "num_mem_blocks": 1},
 }
-"""The same of architectures with layers that keep a state: one for each function of `emssd.model.hf.mixing`."""
+"""The same with layers that keep a state: one for each function of `emssd.model.hf.recurrent_layers`."""
 
 
 class WideFloats(TorchFunctionMode):
@@ -69,11 +69,11 @@ class WideFloats(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(given: Any) -> Any:
-            return torch.float64 if given is torch.float32 else given
+        def wide(argument: Any) -> Any:
+            return torch.float64 if argument is torch.float32 else argument
 
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(given) for name, given in (kwargs or {}).items()})
+        return func(*map(wide, args), **{name: wide(argument) for name, argument in (kwargs or {}).items()})
 
 
 def tiny_model(

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_testing import DrafterConformance
-from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
-from plugins.testing.tests.conftest import Verdicts, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, but, fails, suite
 
 
 class Good(Drafter):
@@ -240,38 +238,34 @@ COMPARING = [  # tests that hold drafts against those of a drafter without a pas
 ]
 
 
-def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suite]:
-    return planted(DrafterConformance, "make_drafter", lambda self, context: make(context), **attributes)
-
-
 def test_a_good_drafter_breaks_no_rule(verdicts: Verdicts) -> None:
-    assert verdicts(suite(Good)) == {}
+    assert verdicts(suite("drafter", Good)) == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+    assert set((found := verdicts(suite("drafter", make), rule)).values()) == {rule}, found
 
 
 @pytest.mark.nightly
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
-    assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared
-    assert verdicts(suite(FORGETS_TO_RELEASE, learns_across_requests=True)) == uncompared
-    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
+    assert verdicts(suite("drafter", OneMemoryForAll, learns_across_requests=True)) == uncompared
+    assert verdicts(suite("drafter", FORGETS_TO_RELEASE, learns_across_requests=True)) == uncompared
+    found = verdicts(suite("drafter", OverwritesLater, learns_across_requests=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
-    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.isolation")
+    found = verdicts(suite("drafter", OverwritesLater, learns_across_requests=True), "drafter.isolation")
     assert found["test_requests_do_not_touch_each_other"] == "drafter.isolation"
 
 
 def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     why = "skipped: it drafts at random, and its drafts are not compared"
     expected = dict.fromkeys(["test_it_drafts_the_same_again", *COMPARING], why)
-    assert verdicts(suite(IS_RANDOM, decides_at_random=True)) == expected
-    found = verdicts(suite(OverwritesLater, decides_at_random=True), "drafter.lossless")
+    assert verdicts(suite("drafter", IS_RANDOM, decides_at_random=True)) == expected
+    found = verdicts(suite("drafter", OverwritesLater, decides_at_random=True), "drafter.lossless")
     assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
 
 
 def test_a_good_drafter_of_trees_breaks_no_rule(verdicts: Verdicts) -> None:
-    assert verdicts(suite(GoodTrees)) == {}
+    assert verdicts(suite("drafter", GoodTrees)) == {}

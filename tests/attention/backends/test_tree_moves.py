@@ -8,7 +8,8 @@ import pytest
 import torch
 from emssd_padded.backend import PaddedBackend
 from emssd_ragged.grouped import GroupedKernels
-from emssd_testing.machines import check_plan, moved
+from emssd_testing.conformance.watch import check_plan, places_of
+from emssd_testing.machines import moved
 from emssd_testing.oracle import DenseBackend
 from emssd_testing.strategies import Waves, trees
 from hypothesis import given, settings
@@ -136,7 +137,8 @@ def test_windows_shorter_than_a_tree_is_deep(make: MakeBackend, shapes: list[tup
     )
     for packed in steps:
         plan, right = backend.plan(packed), dense.plan(packed)
-        places = check_plan(plan, packed)
+        check_plan(plan, packed)
+        places = places_of(plan, packed)
         for layer in range(len(LAYERS)):
             got, expected = (_forward(each, waves, made, layer) for each, made in ((backend, plan), (dense, right)))
             wanted = packed.logit_rows  # a prompt's tokens may be repeated as padding

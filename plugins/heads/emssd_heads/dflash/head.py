@@ -14,23 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Project, Rotary, TargetSizes, rotated
+from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Rotary, TargetSizes
 from emssd_heads.dflash.refining import Markov, Refiner, Selector, Sizes
 from emssd_heads.dflash.variant import Variant
+from emssd_heads.head import Vocabulary
+from emssd_heads.layers import rotated
 
 __all__ = ["BlockAttend", "BlockHead"]
 
 BlockAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's index, queries ``[m, num_heads, head_dim]`` of blocks, and keys and values ``[c + m, num_kv_heads,
 head_dim]`` of features and blocks, what attention gives, ``[m, num_heads, head_dim]``."""
-
-
-_Around = Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
-"""Of what a part of a layer reads, what it reads instead, and a function for what it gives."""
-
-
-def _around_nothing(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    return x, lambda out: out
 
 
 class _Convolution(nn.Module):
@@ -45,8 +39,8 @@ class _Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """``[m, size]`` mixed, and a function that mixes an output ``[m, size]``."""
-        given = self.kernel_projection(x).view(len(x), 2, self._taps, -1).repeat_interleave(self._group, dim=-1)
-        kernels = self.base_kernel + given
+        added = self.kernel_projection(x).view(len(x), 2, self._taps, -1).repeat_interleave(self._group, dim=-1)
+        kernels = self.base_kernel + added
         return self._mixed(x, kernels[:, 0]), lambda out: self._mixed(out, kernels[:, 1])
 
     def _mixed(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
@@ -62,60 +56,57 @@ class _BlockLayer(HeadLayer):
 
     def __init__(self, variant: Variant, index: int, names: Container[str]) -> None:
         super().__init__(variant.decoder, index, names)
-        self._index, made = index, list[_Around]()
-        for name in ("attention_conv", "mlp_conv"):
-            sizes = variant.sizes(f"layers.{index}.{name}.")
-            made.append(_Convolution(sizes, variant.block_size) if sizes else _around_nothing)
-            if sizes:
-                self.add_module(name, cast("nn.Module", made[-1]))
-        self._convolved = tuple(made)
+        self._index = index
+        self.attention_conv, self.mlp_conv = (
+            _Convolution(sizes, variant.block_size) if (sizes := variant.sizes(f"layers.{index}.{name}.")) else None
+            for name in ("attention_conv", "mlp_conv")
+        )
 
     def block(self, hidden: torch.Tensor, features: torch.Tensor, angles: Angles, attend: BlockAttend) -> torch.Tensor:
         """Hidden states ``[m, hidden_size]`` of `hidden`, those of blocks.
 
         The `features` ``[c, hidden_size]`` are not normed again. There are `angles` of features, and then of blocks.
         """
-        own, (attended, through) = self.self_attn, self._convolved
-        normed, finish = attended(self.input_layernorm(hidden))
+        attention, normed, finish = self.self_attn, self.input_layernorm(hidden), _unchanged
+        if self.attention_conv is not None:
+            normed, finish = self.attention_conv(normed)
         read = torch.cat([features, normed])
-        by_head = (-1, own.spec.key_dim)
-        query = own.q_norm(own.q_proj(normed).unflatten(-1, by_head))
-        key = own.k_norm(own.k_proj(read).unflatten(-1, by_head))
-        value = own.v_proj(read).unflatten(-1, by_head)
+        by_head = (-1, attention.spec.key_dim)
+        query = attention.q_norm(attention.q_proj(normed).unflatten(-1, by_head))
+        key = attention.k_norm(attention.k_proj(read).unflatten(-1, by_head))
+        value = attention.v_proj(read).unflatten(-1, by_head)
         num_features, (cos, sin) = len(features), angles
         query = rotated(query, (cos[num_features:], sin[num_features:]))
         out = attend(self._index, query, rotated(key, angles), value)
-        hidden = hidden + finish(own.o_proj(out.flatten(1)))
-        normed, finish = through(self.post_attention_layernorm(hidden))
+        hidden = hidden + finish(attention.o_proj(out.flatten(1)))
+        normed, finish = self.post_attention_layernorm(hidden), _unchanged
+        if self.mlp_conv is not None:
+            normed, finish = self.mlp_conv(normed)
         return hidden + finish(self.mlp(normed))
 
 
-class BlockHead(nn.Module):
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class BlockHead(Vocabulary):
     """A DFlash, DFlash2, DSpark or XPress drafter.
 
     Attributes:
-        embed_tokens, lm_head: its own embeddings and vocabulary projection; ``None`` for the target's.
         follows: corrects a slot's logits once the token before is chosen; ``None`` without.
         refines: corrects those of a whole block at once; ``None`` without.
-        target_ids: ``[draft_vocab_size]`` the target's ids of the tokens that it drafts; ``None``: it drafts them all.
     """
 
-    target_ids: torch.Tensor | None
-
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
-        super().__init__()
         config = variant.decoder
         size, eps = config.hidden_size, config.rms_norm_eps
+        super().__init__(size, target.vocab_size, names, variant.draft_vocab_size)
         self.variant = variant
         self.rotary = Rotary(config)
         self.fc = nn.Linear(len(variant.layers) * target.hidden_size, size, bias=False)
         self.hidden_norm = HeadNorm(size, eps)
         self.layers = nn.ModuleList(_BlockLayer(variant, index, names) for index in range(config.num_layers))
         self.norm = HeadNorm(size, eps)
-        own = {name: f"{name}.weight" in names for name in ("embed_tokens", "lm_head")}
-        self.embed_tokens = nn.Embedding(target.vocab_size, size) if own["embed_tokens"] else None
-        self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False) if own["lm_head"] else None
-        self.register_buffer("target_ids", None, persistent=False)
         if sizes := variant.sizes("markov_head."):
             self.markov_head = Markov(sizes)
         if sizes := variant.sizes("candidate_selector."):
@@ -124,7 +115,7 @@ class BlockHead(nn.Module):
             self.refiner_head = Refiner(sizes, variant.num_passes)
         if variant.has_confidence:
             (width,) = variant.sizes("confidence_head.proj.")["weight"][1:]
-            self.confidence_head = _Confidence(width)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     @property
     def follows(self) -> Markov | Selector | None:
@@ -134,14 +125,10 @@ class BlockHead(nn.Module):
     def refines(self) -> Refiner | None:
         return getattr(self, "refiner_head", None)
 
-    def to_target(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """The target's ids of columns of `logits`, of any shape."""
-        return draft_ids if self.target_ids is None else self.target_ids[draft_ids]
-
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_heads.dflash.runner`."""
-        own = [cast("HeadLayer", layer).spec for layer in self.layers]
-        specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
+        layers = [cast("HeadLayer", layer).spec for layer in self.layers]
+        specs = tuple(self._spec(*pair) for pair in zip(layers, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size
         return replace(target, layers=specs, max_model_len=longest, trees=False, prefix_caching=False)
 
@@ -160,15 +147,7 @@ class BlockHead(nn.Module):
         return cast("torch.Tensor", self.hidden_norm(self.fc(hidden)))
 
     def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
-        """Embeddings ``[n, hidden_size]`` of ``token_ids [n]``, from the head's own table or the target's, scaled."""
-        embeds = embed(token_ids) if self.embed_tokens is None else self.embed_tokens(token_ids)
-        return embeds * self.variant.embedding_scale
-
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` of ``hidden [n, hidden_size]`` after the final norm."""
-        if self.lm_head is not None:
-            return cast("torch.Tensor", self.lm_head(hidden))
-        return project(hidden) if self.target_ids is None else project(hidden)[:, self.target_ids]
+        return super().embed(token_ids, embed) * self.variant.embedding_scale
 
     def forward(
         self, embeds: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, attend: BlockAttend
@@ -183,9 +162,3 @@ class BlockHead(nn.Module):
         for layer in self.layers:
             hidden = cast("_BlockLayer", layer).block(hidden, features, (cos[0], sin[0]), attend)
         return hidden
-
-
-class _Confidence(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size, 1)

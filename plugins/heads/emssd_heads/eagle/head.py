@@ -20,7 +20,6 @@ from emssd_heads import (
     HeadLayer,
     Loaded,
     PairedHead,
-    Project,
     Rotary,
     TargetSizes,
 )
@@ -29,10 +28,7 @@ __all__ = ["load_eagle"]
 
 
 class EagleHead(PairedHead):
-    """An EAGLE-1 or EAGLE-2 head. Its vocabulary projection is the target's.
-
-    A feature is the target's last hidden state as it is, after its final norm.
-    """
+    """An EAGLE-1 or EAGLE-2 head. A feature is the target's last hidden state after its final norm."""
 
     def __init__(self, config: DecoderConfig, names: Container[str], vocab_size: int) -> None:
         size = config.hidden_size
@@ -49,15 +45,11 @@ class EagleHead(PairedHead):
         """
         angles = self.rotary(position_ids, inputs.dtype)
         hidden: torch.Tensor = self.fc(inputs)
-        first, *others = self.layers
+        first, *later = self.layers
         hidden = first(hidden, angles, attend, hidden)
-        for layer in others:
+        for layer in later:
             hidden = layer(hidden, angles, attend)
         return hidden
-
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, vocab]`` after tokens whose features ``[n, hidden_size]`` `forward` gave. There is no norm."""
-        return project(hidden)
 
 
 def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
@@ -73,7 +65,6 @@ def load_eagle(path: str, target: TargetSizes) -> Loaded[EagleHead]:
         "reads the target's last hidden state, behind its final norm",
         f"fc has {'a' if head.fc.bias is not None else 'no'} bias",
         decoder.described,
-        f"embeddings {'its own' if head.embed_tokens is not None else 'the target’s'}, vocabulary projection the "
-        f"target's",
+        head.described,
     )
     return Loaded(head, (LAST_NORMED,), described)

@@ -10,8 +10,7 @@ from enum import Enum
 from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import PairedDrafter, TargetWeights, TreeOptions, shape_of
+from emssd_heads import Format, PairedDrafter, TargetWeights, TreeOptions, offered, shape_of
 
 __all__ = ["Eagle3Config", "LayerIds"]
 
@@ -60,7 +59,4 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     return drafter
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("eagle3", Eagle3Config, _build, reads=("eagle3", "peagle"))]
+emssd_drafters = offered("eagle3", Eagle3Config, _build, Format.eagle3, Format.peagle)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from typing import cast
 
 import torch
 
-from emssd.draft_models import GrowingRow, SlotDrafter, pack_nodes
+from emssd.draft_models import GrowingRow, SlotDrafter
 from emssd_heads import PairedDrafter
 from emssd_heads.eagle3.head import Eagle3Head
 
@@ -24,16 +23,7 @@ class ParallelDrafter(SlotDrafter, PairedDrafter):
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         head = cast("Eagle3Head", self._head)
-        mask, features, token_ids, lengths = head.mask_feature(), list[torch.Tensor](), list[int](), list[int]()
-        for row in rows:
-            new, num_masks = self._states[row.request_id].new(row.tree.num_tokens), row.tree.depth - 1
-            features += [new, mask.expand(num_masks, -1)]
-            token_ids += [*row.tokens[-len(new) :], *[head.mask_token_id or 0] * num_masks]
-            lengths.append(len(new) + num_masks)
-        kv_lens = [row.tree.num_tokens + row.tree.depth - 1 for row in rows]
-        packed = pack_nodes([row.request_id for row in rows], torch.tensor(token_ids), lengths, kv_lens)
-        ends = zip(rows, packed.qo_indptr[1:], strict=True)
-        packed = replace(packed, logit_rows=torch.cat([torch.arange(end - row.tree.depth, end) for row, end in ends]))
-        logits = self._run(packed, self._inputs(packed.input_ids, torch.cat(features)))
+        packed, features = self.pack_new(rows, (head.mask_token_id or 0, head.mask_feature()))
+        logits = self._run(packed, self._inputs(packed.input_ids, features))
         self._have_used(rows)
         return logits

@@ -19,7 +19,6 @@ from emssd_heads import (
     HeadLayer,
     HeadNorm,
     PairedHead,
-    Project,
     Rotary,
     TargetSizes,
     keep_bytes,
@@ -53,7 +52,8 @@ class Eagle3Head(PairedHead):
 
     def __init__(self, variant: Variant, names: Container[str], target: TargetSizes) -> None:
         config = variant.decoder
-        super().__init__(config.hidden_size, config.max_len, target.vocab_size, names)
+        super().__init__(config.hidden_size, config.max_len, target.vocab_size, names, variant.draft_vocab_size)
+        self.logit_scale = variant.logit_scale
         self.rotary = Rotary(config)
         size, eps, num_features = config.hidden_size, config.rms_norm_eps, variant.num_features
         self._variant = variant
@@ -70,9 +70,6 @@ class Eagle3Head(PairedHead):
         first = _FirstLayer(config, names, variant.norm_before_residual)
         self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
         self.norm = HeadNorm(size, eps)
-        self.lm_head = None
-        if "lm_head.weight" in names:
-            self.lm_head = nn.Linear(size, variant.draft_vocab_size, bias=False)
 
     def keep_bytes(self) -> None:
         """Let `features`, which no program computes, read a byte for each weight."""
@@ -104,24 +101,11 @@ class Eagle3Head(PairedHead):
         """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)
-        first, *others = self.layers
+        first, *later = self.layers
         hidden = cast("_FirstLayer", first).combine(embeds, features, angles, attend)
-        for layer in others:
+        for layer in later:
             hidden = layer(hidden, angles, attend)
         return cast("torch.Tensor", self.norm(hidden) if self._variant.norm_output else hidden)
 
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, draft_vocab_size]`` after tokens whose features ``[n, hidden_size]`` `forward` gave."""
-        if (logits := self.own_logits(hidden)) is not None:
-            return logits
-        logits = project(self._normed(hidden))
-        return self._scaled(logits if self.target_ids is None else logits[:, self.target_ids])
-
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        return None if self.lm_head is None else self._scaled(self.lm_head(self._normed(hidden)))
-
-    def _normed(self, hidden: torch.Tensor) -> torch.Tensor:
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden if self._variant.norm_output else cast("torch.Tensor", self.norm(hidden))
-
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self._variant.logit_scale == 1 else logits * self._variant.logit_scale

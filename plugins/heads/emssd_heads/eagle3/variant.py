@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from emssd_heads import DecoderConfig, HeadFiles
+from emssd_heads.eagle3 import LayerIds
+from emssd_heads.eagle3.layers import aux_layers
 
 __all__ = ["Variant", "variant_of"]
 
@@ -20,9 +22,9 @@ class Variant:
         norm_before_fc: one norm over all hidden states before `fc`.
         fc_norm: a norm for each hidden state before `fc`.
         norm_output: the feature that is fed back is normed, once for itself and the logits.
-        layer_ids: the config's numbers of the target's layers, whose meaning differs; ``None`` without.
-        nested_ids: they stand in ``eagle_config``, where SGLang and SpecForge have them.
-        mask_token_id: of a head that drafts in parallel (P-EAGLE), what stands in the place of drafted tokens.
+        layers: the target's hidden states that it reads, see `emssd_heads.LAST_NORMED`.
+        why: the reason for these, in words.
+        mask_token_id: of a head that drafts in parallel (P-EAGLE), the token in the place of drafted ones.
     """
 
     decoder: DecoderConfig
@@ -33,37 +35,40 @@ class Variant:
     fc_norm: bool
     norm_output: bool
     logit_scale: float
-    layer_ids: tuple[int, ...] | None
-    nested_ids: bool
-    container: bool
-    mask_token_id: int | None = None
+    layers: tuple[int, ...]
+    why: str
+    mask_token_id: int | None
 
 
-def variant_of(files: HeadFiles) -> Variant:
-    """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target."""
+def variant_of(files: HeadFiles, meaning: LayerIds = LayerIds.auto) -> Variant:
+    """Read the flags, at the top of the config or in its ``eagle_config``, and check the sizes against the target.
+
+    The config's numbers of layers have this `meaning`.
+    """
     names, target, config = files.names, files.target, files.config
     container = config.get("speculators_model_type") is not None
     is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
     inner = config.get("eagle_config") or {}
 
     def flag(name: str, default: Any = None) -> Any:
-        return next((each[name] for each in (config, inner) if each.get(name) is not None), default)
+        return next((values[name] for values in (config, inner) if values.get(name) is not None), default)
 
-    uses_aux = bool(flag("use_aux_hidden_state", True))
-    decoder = DecoderConfig.read(config, files.checkpoint.path)
-    ids = flag("eagle_aux_hidden_state_layer_ids")
+    decoder, ids = DecoderConfig.read(config, files.checkpoint.path), flag("eagle_aux_hidden_state_layer_ids")
+    num_features = _num_features(files) if flag("use_aux_hidden_state", True) else 0
+    nested = not config.get("eagle_aux_hidden_state_layer_ids")
+    ids = tuple(map(int, ids)) if ids else None
+    layers, why = aux_layers(ids, num_features, target.num_layers, container=container, nested=nested, meaning=meaning)
     variant = Variant(
         decoder=decoder,
-        num_features=_num_features(files) if uses_aux else 0,
+        num_features=num_features,
         draft_vocab_size=int(flag("draft_vocab_size", 32000 if container else None) or target.vocab_size),
         norm_before_residual=bool(flag("norm_before_residual", container and not is_parallel)),
         norm_before_fc=bool(flag("norm_before_fc", "input_norm.weight" in names)),
         fc_norm=bool(flag("fc_norm", "fc_norm.0.weight" in names)),
         norm_output=bool(flag("norm_output", False)),
         logit_scale=float(flag("logit_scale", 1.0)),
-        layer_ids=tuple(map(int, ids)) if ids else None,
-        nested_ids=not config.get("eagle_aux_hidden_state_layer_ids"),
-        container=container,
+        layers=layers,
+        why=why,
         mask_token_id=_mask_token_id(files, flag("mask_token_id", flag("pard_token"))) if is_parallel else None,
     )
     _check(files, variant, flag("num_aux_hidden_states"))
@@ -92,14 +97,11 @@ def _num_features(files: HeadFiles) -> int:
 
 
 def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
-    names, target = files.names, files.target
-    size, vocab_size = variant.decoder.hidden_size, files.config.get("vocab_size")
-    borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in names]
-    others = files.config.get("target_hidden_size")
-    if vocab_size is not None and vocab_size != target.vocab_size:
-        why = f"its vocabulary has {vocab_size} tokens, and the target's has {target.vocab_size}"
-    elif others is not None and others != target.hidden_size:
-        why = f"it was trained for a hidden size of {others}, and the target's is {target.hidden_size}"
+    target, size, trained_for = files.target, variant.decoder.hidden_size, files.config.get("target_hidden_size")
+    borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in files.names]
+    files.check_sizes(None, files.config.get("vocab_size"))
+    if trained_for not in (None, target.hidden_size):
+        why = f"it was trained for a hidden size of {trained_for}, and the target's is {target.hidden_size}"
     elif size != target.hidden_size and (borrowed or not variant.num_features):
         what = "last hidden state" if not borrowed else " and ".join(borrowed)
         why = f"it has a hidden size of {size}, and would use the target's {what}, of size {target.hidden_size}"
@@ -107,8 +109,6 @@ def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
         why = "its config sets both norm_before_fc and fc_norm, and a head has one of them at most"
     elif variant.num_features and num_states is not None and num_states != variant.num_features:
         why = f"its config has num_aux_hidden_states {num_states}, and its fc reads {variant.num_features}"
-    elif variant.draft_vocab_size != target.vocab_size and "d2t" not in names:
-        why = f"it drafts {variant.draft_vocab_size} tokens of {target.vocab_size}, and no d2t says which"
     else:
         return
     raise files.cannot(why)

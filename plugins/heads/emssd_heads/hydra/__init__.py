@@ -5,13 +5,12 @@ Ankner et al. 2024, arXiv 2402.05109. Both Hydra and Hydra++ are read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import HeadRunner, TargetWeights, TreeOptions, keep_bytes, shape_of
+from emssd_heads import Format, TargetWeights, TreeOptions, keep_bytes, offered, shape_of
 
 __all__ = ["HydraConfig"]
 
@@ -36,20 +35,11 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     from emssd_heads.hydra.drafter import HydraDrafter
     from emssd_heads.hydra.heads import load_hydra
 
-    shape_of(config, "emssd_heads.hydra", 1, top_k=config.top_k)  # what cannot work is said before heads are loaded
     lent = TargetWeights.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
     if lent.compile:
         keep_bytes(loaded.head)
-    runner, spec = None, lent.spec
-    if loaded.prefix is not None:
-        spec = loaded.prefix.kv_cache_spec(replace(spec, trees=False))
-        runner = HeadRunner(loaded.prefix, lent.make_cache(spec), compile=lent.compile)
-    shape = shape_of(config, "emssd_heads.hydra", len(loaded.head.projections), top_k=config.top_k)
-    return HydraDrafter(loaded, runner, lent.target, shape, spec.max_model_len)
+    return HydraDrafter(loaded, shape_of(config, "emssd_heads.hydra", len(loaded.head), top_k=config.top_k), lent)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",))]
+emssd_drafters = offered("hydra", HydraConfig, _build, Format.hydra)

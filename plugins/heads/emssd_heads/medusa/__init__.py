@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
+from emssd_heads import Format, HeadTreeOptions, TargetWeights, keep_bytes, offered, shape_of
 
 __all__ = ["MedusaConfig"]
 
@@ -35,16 +34,12 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     from emssd_heads.medusa.drafter import MedusaDrafter
     from emssd_heads.medusa.heads import load_medusa
 
-    shape_of(config, "emssd_heads.medusa", 1, top_k=config.num_nodes)  # before heads are loaded
     lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:
         keep_bytes(heads)
-    shape = shape_of(config, "emssd_heads.medusa", len(heads.heads), top_k=config.num_nodes)
+    shape = shape_of(config, "emssd_heads.medusa", len(heads), top_k=config.num_nodes)
     return MedusaDrafter(heads, shape, lent.target)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("medusa", MedusaConfig, _build, reads=("medusa",))]
+emssd_drafters = offered("medusa", MedusaConfig, _build, Format.medusa)

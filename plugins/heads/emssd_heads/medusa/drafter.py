@@ -13,7 +13,7 @@ import torch
 from emssd.draft_models import GrowingRow, Shape, SlotDrafter
 from emssd.model import BorrowedTarget
 from emssd_heads import LAST_NORMED, StatesDrafter
-from emssd_heads.medusa.heads import MedusaHeads
+from emssd_heads.residual import ResidualHeads
 
 __all__ = ["MedusaDrafter"]
 
@@ -28,11 +28,11 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     hidden_layers = (LAST_NORMED,)
     reads_all = False
 
-    def __init__(self, heads: MedusaHeads, shape: Shape, target: BorrowedTarget) -> None:
+    def __init__(self, heads: ResidualHeads, shape: Shape, target: BorrowedTarget) -> None:
         super().__init__(shape, self.hidden_layers, target)
         self._heads, self.target_ids = heads, heads.target_ids
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         states = torch.cat([self._states[row.request_id].new(row.tree.num_tokens) for row in rows])
-        logits: torch.Tensor = self._heads(states, max(row.tree.depth for row in rows))
-        return torch.cat([logits[: row.tree.depth, place] for place, row in enumerate(rows)])
+        logits = torch.stack([self._heads(head, states) for head in range(max(row.tree.depth for row in rows))])
+        return torch.cat([logits[: row.tree.depth, index] for index, row in enumerate(rows)])

@@ -16,7 +16,8 @@ from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
-from emssd_heads import Attend, PairedHead, Project
+from emssd_heads import Attend, PairedHead
+from emssd_heads.target import attending
 
 __all__ = ["MtpHead"]
 
@@ -41,7 +42,6 @@ class MtpHead(PairedHead):
         self.enorm, self.hnorm, self.norm = (copy.deepcopy(last.input_layernorm).to("meta") for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.block = type(last)(config, len(decoder.layers))
-        self.lm_head = nn.Linear(size, vocab_size, bias=False) if "lm_head.weight" in names else None
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
@@ -83,23 +83,15 @@ class MtpHead(PairedHead):
         embeds, features = inputs.chunk(2, dim=-1)
         fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1))
         (rotary,) = self._rotary
-        hidden = self.block(
-            fused,
-            attention_mask=None,
-            position_ids=position_ids,
-            position_embeddings=rotary(fused, position_ids),
-            use_cache=False,
-            emssd_attend=attend,
-        )
+        with attending(attend):
+            hidden = self.block(
+                fused,
+                attention_mask=None,
+                position_ids=position_ids,
+                position_embeddings=rotary(fused, position_ids),
+                use_cache=False,
+            )
         return cast("torch.Tensor", self.norm(hidden))
-
-    def own_logits(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        return None if self.lm_head is None else self.lm_head(hidden)
-
-    def logits(self, hidden: torch.Tensor, project: Project) -> torch.Tensor:
-        """Logits ``[n, vocab]`` after tokens whose states ``[n, hidden_size]`` `forward` gave, normed already."""
-        own = self.own_logits(hidden)
-        return project(hidden) if own is None else own
 
 
 def _with_one_more_layer(config: Any, dtype: torch.dtype) -> Any:

@@ -22,7 +22,7 @@ from emssd_heads.training.texts import Text
 __all__ = ["check_can_train", "train"]
 
 Tell = Callable[[int, int, float | None], None]
-"""Is told of steps that are done, of all steps, and of the latest loss."""
+"""Gets the number of steps that are done, the number of all steps, and the latest loss."""
 
 
 def check_can_train() -> None:
@@ -45,7 +45,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     25th of the steps, and then falls as a cosine.
 
     Args:
-        loss: gives the loss of a batch, see `emssd_heads.training.shared.Trainee`.
+        loss: see `emssd_heads.training.shared.Trainee`.
         folder: of checkpoints; the last one in it is begun with.
     """
     from transformers import Trainer, TrainingArguments
@@ -74,13 +74,13 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
         dataloader_pin_memory=not on_cpu,
         use_cpu=on_cpu,
     )
-    batches, told = _Batches(texts, options.rows), _Told(tell)
+    batches, steps = _Batches(texts, options.rows), _Steps(tell)
     collate = partial(_arguments, learn_prompts=options.learn_prompts)
-    trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
+    trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[steps])
     trainer.remove_callback(PrinterCallback)
     before: Any = signal.getsignal(signal.SIGINT)
     if ours := callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, told.interrupt)
+        signal.signal(signal.SIGINT, steps.interrupt)
     try:
         trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     except torch.OutOfMemoryError as error:
@@ -91,7 +91,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)
-    if told.interrupted:
+    if steps.interrupted:
         raise KeyboardInterrupt
 
 
@@ -105,8 +105,8 @@ class _Batches(torch.utils.data.Dataset[Seq[Text]]):
     def __len__(self) -> int:
         return len(self._batches)
 
-    def __getitem__(self, place: int) -> Seq[Text]:
-        return self._batches[place]
+    def __getitem__(self, index: int) -> Seq[Text]:
+        return self._batches[index]
 
 
 def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:
@@ -120,8 +120,8 @@ def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, tor
     }
 
 
-class _Told(TrainerCallback):
-    """Tells of steps. Once it is `interrupted`, the step becomes the last, and is kept as a checkpoint."""
+class _Steps(TrainerCallback):
+    """Reports steps. Once it is `interrupted`, the step becomes the last, and is kept as a checkpoint."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self.interrupted = tell, False
@@ -141,5 +141,5 @@ class _Told(TrainerCallback):
 
 def _last_checkpoint(folder: Path) -> str | None:
     """The last one that is whole; ``trainer_state.json`` is written when all else is."""
-    found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob("*/trainer_state.json")}
-    return str(found[max(found)]) if found else None
+    whole = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob("*/trainer_state.json")}
+    return str(whole[max(whole)]) if whole else None

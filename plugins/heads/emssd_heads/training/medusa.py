@@ -15,8 +15,8 @@ from torch import nn
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.heads import MedusaHeads
 from emssd_heads.options import TreeKind
+from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED
 from emssd_heads.training.options import MedusaOptions
 from emssd_heads.training.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
@@ -35,20 +35,21 @@ def recipe(options: MedusaOptions, target: TargetModel, _: object, dtype: torch.
     def begin(texts: Seq[Text]) -> Trainee:
         heads = new_heads(options, target, frequent_tokens(texts, target.vocab_size, options.draft_vocab_size))
         save = partial(save_heads, heads=heads, options=options, target=target, dtype=dtype)
-        return Trainee(MedusaLoss(heads, teacher), save)
+        return MedusaLoss(heads, teacher), save
 
     return Recipe(begin, MedusaConfig(path=options.output, tree=TreeKind.chain), target.max_model_len)
 
 
-def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | None) -> MedusaHeads:
+def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | None) -> ResidualHeads:
     """Heads in float32 or wider that all begin as the target's vocabulary projection, after layers that do nothing.
 
     They draft the tokens with the target's ids `drafted`; ``None`` for all.
     """
     rows = target.model.get_output_embeddings().weight.detach()
     rows = rows if drafted is None else rows[torch.tensor(drafted, device=rows.device)]
-    biases = {f"heads.{h}.{layer}.linear.bias" for h in range(options.depth) for layer in range(options.num_layers)}
-    heads = MedusaHeads(options.depth, options.num_layers, _size(target), len(rows), biases)
+    biases = {f"layers.{h}.{layer}.linear.bias" for h in range(options.depth) for layer in range(options.num_layers)}
+    size = _size(target)
+    heads = ResidualHeads([size] * options.depth, options.num_layers, size, len(rows), biases)
     heads.to(target.device, torch.promote_types(target.dtype, torch.float32))
     with torch.no_grad():
         for name, weight in heads.named_parameters():
@@ -66,11 +67,11 @@ class MedusaLoss(nn.Module):
 
     The loss of a head is the mean divergence of its distribution from the target's, over the tokens that it can draft.
     The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``. It
-    is asked where a draft may be: where token ``i + 1`` is a new one, up to the end of a text; and not where the
-    target's own choice is a token that it cannot draft. The teacher gives its last hidden state after the final norm.
+    counts where token ``i + 1`` is a new one, up to the end of a text, and only where the head can draft the target's
+    own choice.
     """
 
-    def __init__(self, heads: MedusaHeads, teacher: Teacher) -> None:
+    def __init__(self, heads: ResidualHeads, teacher: Teacher) -> None:
         super().__init__()
         self.heads = heads
         self._teacher = teacher
@@ -81,27 +82,25 @@ class MedusaLoss(nn.Module):
         """The loss of a batch; see `emssd_heads.training.eagle3.UnrolledLoss.forward`, with a head for each pass."""
         lesson, drafted = self._teacher(input_ids), self.heads.target_ids
         hidden = lesson.hidden.to(next(self.heads.parameters()).dtype)
-        known = choosable(lesson.logits, drafted)
-        place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        begins, losses = place >= num_prompt[:, None] - 1, list[torch.Tensor]()
-        for number, head in enumerate(self.heads.heads):
-            ahead = number + 1  # the target's own logits for a guess stand at so many places after its state
-            counted = begins & (place + ahead + 1 < num_tokens[:, None]) & known.roll(-ahead, 1)
-            logits, wanted = head(hidden[counted]), lesson.logits.roll(-ahead, 1)[counted]
-            wanted = wanted if drafted is None else wanted[:, drafted]
-            losses.append(divergence(logits, wanted) if len(logits) else logits.sum())
+        can_choose = choosable(lesson.logits, drafted)
+        position = torch.arange(input_ids.shape[1], device=input_ids.device)
+        begins, losses = position >= num_prompt[:, None] - 1, list[torch.Tensor]()
+        for head in range(len(self.heads)):
+            ahead = head + 1  # the target's own logits for a guess stand so many positions after its state
+            counted = begins & (position + ahead + 1 < num_tokens[:, None]) & can_choose.roll(-ahead, 1)
+            logits, wanted = self.heads(head, hidden[counted]), lesson.logits.roll(-ahead, 1)[counted]
+            losses.append(divergence(logits, wanted, drafted))
         return weighted(losses)
 
 
 def save_heads(
-    folder: Path, heads: MedusaHeads, options: MedusaOptions, target: TargetModel, dtype: torch.dtype
+    folder: Path, heads: ResidualHeads, options: MedusaOptions, target: TargetModel, dtype: torch.dtype
 ) -> None:
     """Write ``config.json`` and ``model.safetensors``."""
     weights = {}
     for name, weight in heads.state_dict().items():
-        _, head, layer, *_, kind = name.split(".")
-        is_layer = int(layer) < options.num_layers
-        new = f"blocks.{head}.layers.{layer}.{kind}" if is_layer else f"lm_heads.{head}.weight"
+        part, head, *rest = name.split(".")
+        new = f"blocks.{head}.layers.{rest[0]}.{rest[-1]}" if part == "layers" else f"lm_heads.{head}.weight"
         weights[new] = weight.detach().to("cpu", dtype).contiguous()
     num_tokens = target.vocab_size
     if heads.target_ids is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from emssd_lab.report.rows import Row
 from emssd_lab.report.tables import grouped
@@ -22,7 +22,6 @@ __all__ = [
     "grids",
     "marks",
     "setting_names",
-    "speedup_text",
 ]
 
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
@@ -74,13 +73,6 @@ class Spread:
         """As in ``1.37 (1.20–1.52)``; of a single repeat only the value."""
         middle = format(self.median, form)
         return f"{middle} ({self.low:{form}}–{self.high:{form}})" if self.count > 1 else middle
-
-
-def speedup_text(metrics: Mapping[str, Any]) -> str:
-    """The speed-up of a checked run with its interval, as in ``1.31× (1.22–1.40)``."""
-    interval = metrics.get("speedup_interval")
-    between = f"{interval[0]:.2f}–{interval[1]:.2f}" if interval else "too short to tell"
-    return f"{metrics['speedup']:.2f}× ({between})"
 
 
 class Setting(NamedTuple):

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
+from emssd_testing.choice_runner import ChoiceRunner
 from rich.table import Table
 
 from emssd.attention.pages import PageTable
@@ -20,7 +21,6 @@ from emssd.decoding.warmup import warm_up as warm_up_engine
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
-from emssd.model.run.choice_runner import ChoiceRunner
 from emssd.sequences import Row
 from emssd_lab.simulate.curves import StepCurve
 from emssd_lab.simulate.recording import StepLog

@@ -15,10 +15,11 @@ from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.machine import Addition, TwiceMachine, WatchedBackend
+from emssd_testing.conformance.machine import Addition, TwiceMachine
 from emssd_testing.conformance.rules import BrokenRule, broken, broken_rule, named
 from emssd_testing.conformance.setting import decode, runs
 from emssd_testing.conformance.suite import Suite
+from emssd_testing.conformance.watch import WatchedBackend
 from emssd_testing.machines import BackendMachine
 from emssd_testing.strategies import drafters, kv_layers
 
@@ -70,13 +71,13 @@ class AttentionBackendConformance(Suite):
         def check(data: st.DataObject) -> None:
             spec = self._spec(data.draw(self.layers, label="layers"))
             trees = self._backend().takes_trees
-            for asked in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT, trees=trees)):
+            for limited in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT, trees=trees)):
                 backend = self._backend()
-                reasons = backend.unsupported(asked)
-                if reasons != backend.unsupported(asked):
+                reasons = backend.unsupported(limited)
+                if reasons != backend.unsupported(limited):
                     broken("backend.unsupported", f"unsupported said {reasons}, and another thing when asked again")
                 if not reasons:
-                    backend.allocate(asked)
+                    backend.allocate(limited)
 
         self._examples(10, check)
 
@@ -140,22 +141,22 @@ class AttentionBackendConformance(Suite):
             pytest.skip(f"it does not serve float64 on the CPU, where tokens can be compared exactly: {reasons[0]}")
         self._examples(12, check)
 
-    def _twice(self, rule: str, addition: Addition, **given: Any) -> None:
+    def _twice(self, rule: str, addition: Addition, **changes: Any) -> None:
         """Play any history on two backends, on one of them with an addition that must change nothing.
 
         If the backend is wrong without any addition, that is the reason, and the rule that is named.
         """
         try:
-            self._play(TwiceMachine, 15, 8, compared=rule, addition=addition, **given)
+            self._play(TwiceMachine, 15, 8, compared=rule, addition=addition, **changes)
         except BrokenRule:
             self.num_examples = None  # type: ignore[misc]  # of this test only
             self._play(BackendMachine, 20, 12)
             raise
 
-    def _play(self, machine: type[BackendMachine], num_examples: int, num_steps: int, **given: Any) -> None:
+    def _play(self, machine: type[BackendMachine], num_examples: int, num_steps: int, **changes: Any) -> None:
         """Random histories. Of several failures, one that breaks a rule is named."""
         common = {"layers": self.layers, "dtype": self.dtype, "device": self.device, "atol": self.atol}
-        made = type("Machine", (machine,), {"make_backend": lambda _: self._backend(), **common, **given})
+        made = type("Machine", (machine,), {"make_backend": lambda _: self._backend().backend, **common, **changes})
         try:
             run_state_machine_as_test(made, settings=self._settings(num_examples, stateful_step_count=num_steps))
         except Unsatisfiable:
@@ -189,8 +190,8 @@ class AttentionBackendConformance(Suite):
 
     def _limited_or_skip(self) -> None:
         spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
-        asked = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
-        if reasons := self._backend().unsupported(asked):
+        limited = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
+        if reasons := self._backend().unsupported(limited):
             pytest.skip(f"it keeps to no limit of memory: {'; '.join(reasons)}")
 
     def _backend(self) -> WatchedBackend:

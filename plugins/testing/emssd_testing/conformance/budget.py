@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
 
 from emssd.drafting import BudgetPolicy
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.policy_world import DRAFTS, Decided, Drafts, PolicyWorld, WatchedPolicy
-from emssd_testing.conformance.rules import BrokenRule, broken, renamed
-from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
+from emssd_testing.conformance.rules import broken, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life
 from emssd_testing.conformance.setting import decode, runs
-from emssd_testing.conformance.suite import Suite
+from emssd_testing.conformance.suite import NEW_NAME, ScriptedSuite
+from emssd_testing.conformance.watch import Decided, WatchedPolicy
+from emssd_testing.conformance.worlds import DRAFTS, Drafts, PolicyWorld
 from emssd_testing.oracle import DenseBackend
 from emssd_testing.strategies import drafters
 
 __all__ = ["BudgetPolicyConformance"]
 
 _rule = pytest.mark.emssd_rule
-_VOCAB_SIZE = 7
 _drafts = st.sampled_from(DRAFTS)
-_RANDOM = "it decides at random, and its decisions are not compared"
 _STINGY = Decision(limit=9, keep=9, agree=0, token=1)
 _OTHERS = [Life(Request("b", (1, 3, 2), 30), (AGREEABLE, _STINGY)), Life(Request("c", (2,), 9), (AGREEABLE,), 2)]
 
 
-class BudgetPolicyConformance(Suite):
+class BudgetPolicyConformance(ScriptedSuite):
     """Tests of a budget policy. Inherit, and say which::
 
         class TestMine(BudgetPolicyConformance):
@@ -44,13 +40,9 @@ class BudgetPolicyConformance(Suite):
                 return AnotherPolicy()
 
     Each failure names the rule that was broken; docs/reference/budget_rules.md explains them.
-
-    Attributes:
-        decides_at_random: the policy draws at random on purpose. Then its decisions are not compared with another's.
     """
 
     kind = "budget"
-    decides_at_random: ClassVar[bool] = False
 
     def make_policy(self) -> BudgetPolicy:
         """A new policy; called many times."""
@@ -67,35 +59,39 @@ class BudgetPolicyConformance(Suite):
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, limits, drafts and acceptances, with one drafter or several."""
 
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(_VOCAB_SIZE), label="requests")
-            num_stages, drafts = data.draw(st.integers(1, 3), label="drafters"), data.draw(_drafts, label="drafts")
-            with self._explained():
-                self._world(num_stages, drafts).live(drawn)
+        def check(drawn: list[Life], data: st.DataObject) -> None:
+            self._world(data.draw(st.integers(1, 3), label="drafters"), data.draw(_drafts, label="drafts")).live(drawn)
 
-        self._examples(25, check)
+        self._for_any(25, check)
 
     @_rule("budget.limits")
     def test_limits(self) -> None:
         """Steps without rows, without room to draft, without a draft; a second drafter; and all of these at first."""
-        self._limits()
+        nothing, none_drafted = Decision(0, 0, 0, 1), Decision(9, 0, 0, 1)
+        with renamed("budget.limits", unless=lambda: self._few_steps(1, [AGREEABLE])):
+            for script in ([nothing], [none_drafted], [AGREEABLE, nothing], [none_drafted, AGREEABLE]):
+                self._few_steps(1, script)
+            for num_stages in (2, 3):
+                self._few_steps(num_stages, [AGREEABLE, none_drafted, Decision(9, 3, 1, 2)])
+            for before in ([], [AGREEABLE]):
+                world = self._few_steps(2, before)
+                world.step([], [], 30)  # pieces of prompts, and nothing to verify
+                world.step([_row("z", 2)], [AGREEABLE])
 
     @_rule("budget.trees")
     def test_trees(self) -> None:
         """Token trees, whether or not their drafter says how sure it is; none, some and all of it accepted."""
-        self._trees()
+        scripts = [[AGREEABLE], [_STINGY], [Decision(9, 9, 9, 1, turn) for turn in range(1, 8)]]
+        for drafts in DRAFTS[1:]:
+            for num_stages, script in product((1, 2), scripts):
+                with renamed("budget.trees", unless=partial(self._chains, num_stages, script)):
+                    self._few_steps(num_stages, script, drafts)
 
     @_rule("budget.deterministic")
     def test_it_decides_the_same_again(self) -> None:
         """Two new policies that are told the same."""
         self._skip_if_random()
-
-        def check(data: st.DataObject) -> None:
-            drawn, drafts = data.draw(lives(_VOCAB_SIZE), label="requests"), data.draw(_drafts, label="drafts")
-            with self._explained():
-                self._deterministic(drawn, drafts)
-
-        self._examples(10, check)
+        self._for_any(10, lambda drawn, data: self._deterministic(drawn, data.draw(_drafts, label="drafts")))
 
     @_rule("budget.release")
     def test_released_requests_are_forgotten(self) -> None:
@@ -103,26 +99,21 @@ class BudgetPolicyConformance(Suite):
         self._skip_if_random()
         self._unknown_ids()
 
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(_VOCAB_SIZE, min_size=2), label="requests")
-            drafts = data.draw(_drafts, label="drafts")
-            with self._explained(drawn):
-                self._forgotten("budget.release", drawn, None, drafts)
+        def check(drawn: list[Life], data: st.DataObject) -> None:
+            self._forgotten("budget.release", drawn, None, data.draw(_drafts, label="drafts"))
 
-        self._examples(12, check)
+        self._for_any(12, check, min_size=2)
 
     @_rule("budget.preemption")
     def test_preempted_requests_begin_anew(self) -> None:
         """A request is released in the middle and comes again with the tokens that it had."""
         self._skip_if_random()
 
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(_VOCAB_SIZE, min_new_tokens=8), label="requests")
-            num_steps, drafts = data.draw(st.integers(1, 3), label="steps"), data.draw(_drafts, label="drafts")
-            with self._explained(drawn):
-                self._forgotten("budget.preemption", drawn, num_steps, drafts)
+        def check(drawn: list[Life], data: st.DataObject) -> None:
+            num_steps = data.draw(st.integers(1, 3), label="steps")
+            self._forgotten("budget.preemption", drawn, num_steps, data.draw(_drafts, label="drafts"))
 
-        self._examples(12, check)
+        self._for_any(12, check, min_new_tokens=8)
 
     @_rule("budget.lossless")
     def test_tokens_equal_plain_greedy(self) -> None:
@@ -137,27 +128,8 @@ class BudgetPolicyConformance(Suite):
 
         self._examples(15, check)
 
-    def _limits(self) -> None:
-        nothing, none_drafted = Decision(0, 0, 0, 1), Decision(9, 0, 0, 1)
-        with renamed("budget.limits", unless=lambda: self._few_steps(1, [AGREEABLE])):
-            for script in ([nothing], [none_drafted], [AGREEABLE, nothing], [none_drafted, AGREEABLE]):
-                self._few_steps(1, script)
-            for num_stages in (2, 3):
-                self._few_steps(num_stages, [AGREEABLE, none_drafted, Decision(9, 3, 1, 2)])
-            for before in ([], [AGREEABLE]):
-                world = self._few_steps(2, before)
-                world.step([], [], 30)  # pieces of prompts, and nothing to verify
-                world.step([_row("z", 2)], [AGREEABLE])
-
-    def _trees(self) -> None:
-        scripts = [[AGREEABLE], [_STINGY], [Decision(9, 9, 9, 1, turn) for turn in range(1, 8)]]
-        for drafts in DRAFTS[1:]:
-            for num_stages, script in product((1, 2), scripts):
-                with renamed("budget.trees", unless=partial(self._chains, num_stages, script)):
-                    self._few_steps(num_stages, script, drafts)
-
     def _chains(self, num_stages: int, script: Seq[Decision]) -> None:
-        self._limits()
+        self.test_limits()
         self._few_steps(num_stages, script)
 
     def _few_steps(self, num_stages: int, script: Seq[Decision], drafts: Drafts = "chains") -> PolicyWorld:
@@ -167,7 +139,7 @@ class BudgetPolicyConformance(Suite):
         return world
 
     def _unknown_ids(self) -> None:
-        with renamed("budget.release", unless=self._limits):
+        with renamed("budget.release", unless=self.test_limits):
             world = self._world()
             world.release(["never seen", "nor this"])
             row = _row("a", 9)
@@ -178,54 +150,31 @@ class BudgetPolicyConformance(Suite):
 
     def _deterministic(self, drawn: Seq[Life], drafts: Drafts = "chains") -> None:
         first = self._world(1, drafts).live(drawn).watched.decisions
-        for _ in range(0 if self.decides_at_random else 3):  # chance may give the same once
+        for _ in range(3):  # chance may give the same once
             second = self._world(1, drafts).live(drawn).watched.decisions
             _compare("budget.deterministic", first, second, "once", "told the same again")
 
-    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None, drafts: Drafts = "chains") -> None:
-        """The first of `drawn` is released, at its end or after some steps, and comes again, also with another name."""
-        decisions = []
-        for name in (drawn[0].request.request_id, "a new name"):
-            world, others = self._world(1, drafts), [life.row() for life in drawn[1:]]
-            by_id = {life.request.request_id: life for life in drawn}
-            first, running = drawn[0].row(), True
-            while running and (num_steps is None or first.num_steps < num_steps):
-                rows = world.step([first, *others], [decision(r, by_id[r.request_id]) for r in (first, *others)])
-                running, others = first in rows, [row for row in rows if row is not first]
-            world.release([first.request_id])
-            tokens = list(first.request.prompt_ids) if num_steps is None or not running else list(first.tokens)
-            again = Row(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), tokens)
-            begun = len(world.watched.decisions)
-            with renamed(rule, unless=self._limits):
-                for _ in range(3):
-                    world.step([again], [AGREEABLE])
-            decisions.append(world.watched.decisions[begun:])
-        if not self.decides_at_random:
-            known, new = decisions
-            _compare(rule, known, new, "after its release", "for one that has a new name and is else the same")
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None = None, drafts: Drafts = "chains") -> None:
+        """A request whose id was released before is decided about like one that has a new name and is else the same."""
+        decisions = self._come_again(rule, drawn, lambda: self._world(1, drafts), num_steps)
+        _compare(rule, *decisions, "after its release", NEW_NAME)
 
-    @contextmanager
-    def _explained(self, drawn: Seq[Life] = _OTHERS) -> Iterator[None]:
-        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
-        try:
-            yield
-        except BrokenRule as error:
-            if error.rule == "budget.raises":
-                self._limits()
-                self._trees()
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        if rule == "raises":
+            self.test_limits()
+            self.test_trees()
+            self._unknown_ids()
+        elif rule in ("release", "preemption"):
+            self._deterministic(drawn)
+            self._deterministic(_OTHERS)
+            if rule == "preemption":
                 self._unknown_ids()
-            elif error.rule in ("budget.release", "budget.preemption"):
-                self._deterministic(drawn)
-                self._deterministic(_OTHERS)
-                if error.rule == "budget.preemption":
-                    self._unknown_ids()
-                    self._forgotten("budget.release", [_alike("a"), *_OTHERS], None)
-                    self._forgotten("budget.release", drawn, None)
-            raise
+                self._forgotten("budget.release", [_alike("a"), *_OTHERS])
+                self._forgotten("budget.release", drawn)
 
     def _skip_if_random(self) -> None:
         if self.decides_at_random:
-            pytest.skip(_RANDOM)
+            pytest.skip("it decides at random, and its decisions are not compared")
 
     def _world(self, num_stages: int = 1, drafts: Drafts = "chains") -> PolicyWorld:
         return PolicyWorld(self._policy(), num_stages, drafts)

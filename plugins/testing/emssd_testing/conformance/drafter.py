@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -13,11 +12,12 @@ from hypothesis import strategies as st
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.probes import LEARNS, VOCAB_SIZE, Probes
+from emssd_testing.conformance.probes import LEARNS, Probes
 from emssd_testing.conformance.rules import broken, named
-from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision, lives
-from emssd_testing.conformance.setting import BATCH_SIZE, MODEL_LEN, decode, drafters_of, runs, setting
-from emssd_testing.conformance.watch import DrafterWorld, WatchedDrafter
+from emssd_testing.conformance.scripted import VOCAB_SIZE, Decision, Life
+from emssd_testing.conformance.setting import BATCH_SIZE, decode, drafters_of, runs, setting
+from emssd_testing.conformance.watch import WatchedDrafter
+from emssd_testing.conformance.worlds import DrafterWorld
 from emssd_testing.oracle import DenseBackend
 
 __all__ = ["DrafterConformance"]
@@ -46,8 +46,6 @@ class DrafterConformance(Probes):
     """
 
     kind = "drafter"
-    learns_across_requests: ClassVar[bool] = False
-    decides_at_random: ClassVar[bool] = False
     _latest: Seq[Drafter] = ()
 
     def make_drafter(self, context: DrafterContext) -> Drafter | Seq[Drafter]:
@@ -71,34 +69,12 @@ class DrafterConformance(Probes):
            "drafter.raises")  # fmt: skip
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, budgets, trims and acceptances."""
-
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._explained():
-                self._world().live(drawn)
-
-        self._examples(25, check)
-
-    @_rule("drafter.zero_budget")
-    def test_a_budget_of_zero(self) -> None:
-        """For all rows of a step, for some, and at first."""
-        self._zero_budget()
-
-    @_rule("drafter.limits")
-    def test_limits(self) -> None:
-        """Prompts of one token, one token left, an EOS inside a draft, drafts of which nothing is verified."""
-        self._limits()
+        self._for_any(25, lambda drawn, _: self._world().live(drawn))
 
     @_rule("drafter.deterministic")
     def test_it_drafts_the_same_again(self) -> None:
         """Two new drafters, the same calls."""
-
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._explained():
-                self._deterministic(drawn)
-
-        self._examples(10, check)
+        self._for_any(10, lambda drawn, _: self._deterministic(drawn))
         self._skip_if_uncompared()
 
     @_rule("drafter.isolation")
@@ -107,13 +83,7 @@ class DrafterConformance(Probes):
         if self.learns_across_requests:
             self._examples(6, self._exact_with_a_past)
             pytest.skip(LEARNS)
-
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE), label="requests")
-            with self._explained(drawn):
-                self._isolation(drawn)
-
-        self._examples(20, check)
+        self._for_any(20, lambda drawn, _: self._isolation(drawn))
         self._skip_if_uncompared()
 
     @_rule("drafter.release")
@@ -121,59 +91,19 @@ class DrafterConformance(Probes):
         """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
         with self._explained():
             self._release()
-
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE, min_size=2), label="requests")
-            first, second, *others = drawn
-            named_alike = Request(first.request.request_id, second.request.prompt_ids, second.request.max_new_tokens)
-            again = Life(named_alike, second.script)
-
-            def after_the_first() -> DrafterWorld:
-                world = self._world()
-                rows = [life.row() for life in (first, *others)]
-                while rows := world.step(rows, [AGREEABLE] * len(rows)):
-                    pass
-                world.drafts.clear()
-                return world
-
-            self._as_if_new("drafter.release", drawn, again, after_the_first)
-
-        self._examples(12, check)
+        self._for_any(12, lambda drawn, _: self._forgotten("drafter.release", drawn), min_size=2)
         self._skip_if_uncompared()
 
     @_rule("drafter.preemption")
     def test_preempted_requests_begin_anew(self) -> None:
         """Released in the middle, also before a step was observed, and asked again, from all tokens or from fewer."""
 
-        def check(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE, min_new_tokens=6), label="requests")
+        def check(drawn: list[Life], data: st.DataObject) -> None:
             num_steps, abandon = data.draw(st.integers(1, 4), label="steps"), data.draw(st.booleans(), label="abandon")
             fewer = data.draw(st.sampled_from([0, 1, 2, 5, 99]), label="tokens lost")
-            script = data.draw(st.sampled_from(drawn), label="script afterwards").script
-            tokens = list(drawn[0].request.prompt_ids)
+            self._forgotten("drafter.preemption", drawn, num_steps, fewer=fewer, abandon=abandon)
 
-            def after_preemption() -> DrafterWorld:
-                world = self._world()
-                first, *others = [life.row() for life in drawn]
-                for _ in range(num_steps):
-                    running = [first, *others]
-                    running = world.step(running, [decision(row, drawn[0]) for row in running])
-                    if first not in running:
-                        break
-                    others = [row for row in running if row is not first]
-                if abandon and first.finish_reason is None:
-                    world.propose([first, *others], [AGREEABLE] * (1 + len(others)))
-                    world.release(row.request_id for row in others)
-                world.release([first.request_id])
-                tokens[:] = first.tokens[: max(len(first.request.prompt_ids), len(first.tokens) - fewer)]
-                world.drafts.clear()
-                return world
-
-            request = drawn[0].request
-            again = Life(Request(request.request_id, request.prompt_ids, MODEL_LEN - len(request.prompt_ids)), script)
-            self._as_if_new("drafter.preemption", drawn, again, after_preemption, tokens)
-
-        self._examples(15, check)
+        self._for_any(15, check, min_new_tokens=6)
         self._skip_if_uncompared()
 
     @_rule("drafter.lossless", "drafter.accounting")
@@ -185,10 +115,7 @@ class DrafterConformance(Probes):
             watched = self._watched(run.setting.context)
             with self._explained():
                 engine = decode(run, DenseBackend, watched, "drafter.lossless")
-            heard = [
-                sum(drafter.num_drafted.total() for drafter in watched),
-                sum(drafter.num_accepted.total() for drafter in watched),
-            ]
+            heard = [sum(drafter.num_drafted for drafter in watched), sum(drafter.num_accepted for drafter in watched)]
             counted = [engine.report.num_drafted, engine.report.num_accepted]
             if heard != counted:
                 broken("drafter.accounting", f"outcomes told of {heard} drafted and accepted tokens; it was {counted}")
@@ -204,8 +131,7 @@ class DrafterConformance(Probes):
             Row(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
             for row in range(BATCH_SIZE)
         ]
-        start = time.perf_counter()
-        num_steps = 0
+        start, num_steps = time.perf_counter(), 0
         with self._explained():
             while rows:
                 rows = world.step(rows, [step] * len(rows))

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.rules import BrokenRule, broken, renamed
-from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life, decision
-from emssd_testing.conformance.suite import Suite
-from emssd_testing.conformance.watch import DrafterWorld, WatchedDrafter, shown
+from emssd_testing.conformance.rules import broken, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Decision, Life
+from emssd_testing.conformance.suite import NEW_NAME, ScriptedSuite
+from emssd_testing.conformance.watch import Nodes, WatchedDrafter, shown
+from emssd_testing.conformance.worlds import DrafterWorld
 
-__all__ = ["LEARNS", "VOCAB_SIZE", "Probes"]
+__all__ = ["LEARNS", "Probes"]
 
-VOCAB_SIZE = 7
-"""Of the requests without a model."""
+_rule = pytest.mark.emssd_rule
 
 LEARNS = "it learns across requests, and its drafts are not compared"
 """Why some rules are not tested of some drafters."""
@@ -29,33 +27,33 @@ _ALIKE = [
     Life(Request("c", (2, 1, 2, 1), 20), (AGREEABLE,), arrival=2),
 ]
 _RANDOM = "it drafts at random, and its drafts are not compared"
-_NEW = "from a new drafter"
 _LEARNING = (
     ". If it means to learn from other requests, say learns_across_requests = True in its test class, or "
     "--learns-across-requests to emssd-plugins check"
 )
 
 
-class Probes(Suite):
+class Probes(ScriptedSuite):
     """Tests of single rules, for `DrafterConformance`."""
 
-    learns_across_requests: ClassVar[bool]
-    decides_at_random: ClassVar[bool]
+    learns_across_requests: ClassVar[bool] = False
     _not_compared = ""  # why drafts were left uncompared, if some were
 
     def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         """A new drafter without a past, or those that are given."""
         raise NotImplementedError("`DrafterConformance` makes it")
 
-    def _zero_budget(self) -> None:
-        """Budgets of 0 for all rows of a step, for some, and at first."""
+    @_rule("drafter.zero_budget")
+    def test_a_budget_of_zero(self) -> None:
+        """For all rows of a step, for some, and at first."""
         none, some = Decision(0, 0, 0, 1), Decision(4, 4, 1, 2)
         with renamed("drafter.zero_budget", unless=lambda: self._few_steps([some], [some])):
             self._few_steps([none], [none])
             self._few_steps([none, some], [some, none])
             self._few_steps([some], [none])
 
-    def _limits(self) -> None:
+    @_rule("drafter.limits")
+    def test_limits(self) -> None:
         """Prompts of one token, one token left, an EOS inside a draft, drafts that are not verified at all."""
         unseen, agreeable = Decision(9, 0, 0, 1), Decision(9, 9, 2, 1)
         never, all_ends, one_ends = frozenset[int](), frozenset(range(VOCAB_SIZE)), frozenset([1])
@@ -64,7 +62,7 @@ class Probes(Suite):
             for prompt in [(1,), (1, 2) * 6, tuple(range(VOCAB_SIZE)) * 2]
             for num_tokens, eos in [(1, never), (2, never), (12, never), (12, all_ends), (12, one_ends)]
         ]
-        with renamed("drafter.limits", unless=self._zero_budget):  # which rows meet at their ends as well
+        with renamed("drafter.limits", unless=self.test_a_budget_of_zero):  # which rows meet at their ends as well
             for request in requests:
                 for script in (unseen, agreeable):
                     self._world().live([Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
@@ -82,12 +80,14 @@ class Probes(Suite):
         for _ in range(3 if self._comparable(has_past=False) else 0):  # chance may give the same once
             second = self._world().live(drawn)
             for life in drawn:
-                _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
+                name = life.request.request_id
+                one, other = first.outputs(name), second.outputs(name)
+                _compare("drafter.deterministic", name, one, other, "at first", "from another new drafter")
 
     def _release(self) -> None:
         """Unknown ids, the id of a request that ended, the same once more, and that id with another prompt."""
         first, second = Row(Request("a", (3, 1, 2, 3, 1), 6)), Row(Request("a", (1, 2, 1), 9))
-        with renamed("drafter.release", unless=self._limits):
+        with renamed("drafter.release", unless=self.test_limits):
             world = self._world()
             world.release(["never seen", "nor this"])
             while world.step([first], [AGREEABLE]):
@@ -96,58 +96,36 @@ class Probes(Suite):
             world.drafts.clear()
             world.step([second], [AGREEABLE])
         if self._comparable():
-            again = Life(second.request, (AGREEABLE,))
-            _compare("drafter.release", again, world, self._world().live([again]), "after its release", _NEW)
+            new = self._world().live([Life(second.request, (AGREEABLE,))])
+            _compare(
+                "drafter.release", "a", world.outputs("a"), new.outputs("a"), "after its release", "from a new drafter"
+            )
 
     def _isolation(self, drawn: Seq[Life]) -> None:
         """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
         together = self._world().live(drawn)
         for life in drawn if self._comparable() else ():
-            alone = self._world().live([life])
-            _compare("drafter.isolation", life, together, alone, "beside others", "alone" + _LEARNING)
+            name, alone = life.request.request_id, self._world().live([life])
+            one, other = together.outputs(name), alone.outputs(name)
+            _compare("drafter.isolation", name, one, other, "beside others", "alone" + _LEARNING)
 
-    @contextmanager
-    def _explained(self, drawn: Seq[Life] = _ALIKE) -> Iterator[None]:
-        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
-        try:
-            yield
-        except BrokenRule as error:
-            if error.rule == "drafter.raises":
-                self._limits()
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        if rule == "raises":
+            self.test_limits()
+            self._release()
+        elif rule in ("isolation", "release", "preemption"):
+            self._deterministic(drawn or _ALIKE)
+            if rule != "isolation":
+                self._isolation(_ALIKE)
+                self._isolation(drawn)
+            if rule == "preemption":
                 self._release()
-            elif error.rule in ("drafter.isolation", "drafter.release", "drafter.preemption"):
-                self._deterministic(drawn)
-                if error.rule != "drafter.isolation":
-                    self._isolation(_ALIKE)
-                    self._isolation(drawn)
-                if error.rule == "drafter.preemption":
-                    self._release()
-            raise
 
-    def _as_if_new(
-        self,
-        rule: str,
-        drawn: Seq[Life],
-        again: Life,
-        make_world: Callable[[], DrafterWorld],
-        tokens: list[int] | None = None,
-    ) -> None:
-        """A drafter with a past drafts for `again`, from `tokens` on, what a new one does; `drawn` was its past."""
-
-        def steps(world: DrafterWorld) -> DrafterWorld:
-            rows = [Row(again.request, tokens or [])]
-            for _ in range(4):
-                rows = world.step(rows, [decision(row, again) for row in rows]) if rows else []
-            world.release([again.request.request_id])
-            return world
-
-        with self._explained(drawn):
-            world = make_world()
-            new = steps(self._world())
-            with renamed(rule):  # the new one has just made these steps, so its past is the reason
-                past = steps(world)
-            if self._comparable():
-                _compare(rule, again, past, new, "after its release", _NEW)
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None = None, **how: Any) -> None:
+        """A request whose id was released before gets the drafts of one that has a new name and is else the same."""
+        drafts = self._come_again(rule, drawn, self._world, num_steps, **how)
+        if self._comparable():
+            _compare(rule, drawn[0].request.request_id, *drafts, "after its release", NEW_NAME)
 
     def _comparable(self, has_past: bool = True) -> bool:
         """Whether drafts must be those of a new drafter; notes why if not."""
@@ -161,10 +139,8 @@ class Probes(Suite):
             pytest.skip(self._not_compared)
 
 
-def _compare(rule: str, life: Life, one: DrafterWorld, other: DrafterWorld, here: str, there: str) -> None:
-    name = life.request.request_id
-    pairs = zip(one.drafts.get(name, []), other.drafts.get(name, []), strict=False)
-    for number, (first, second) in enumerate(pairs, start=1):
+def _compare(rule: str, name: str, one: Seq[Nodes], other: Seq[Nodes], here: str, there: str) -> None:
+    for number, (first, second) in enumerate(zip(one, other, strict=False), start=1):
         if first != second:
             broken(
                 rule,

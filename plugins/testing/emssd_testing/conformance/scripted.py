@@ -1,33 +1,28 @@
-"""An engine without a model: a script decides who runs, what is accepted and which token comes next, step by step.
-
-So a plugin can be driven through any legal order of calls in microseconds, and the same calls can be made again.
-"""
+"""Scripts that stand in for a model: who runs, how much is accepted and which token comes next, step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
 
 import torch
 from hypothesis import strategies as st
 
 from emssd.attention import PackedInputs
 from emssd.attention.trees import Parents
-from emssd.decoding.engine import Engine
-from emssd.decoding.outcome import StepTimer
-from emssd.decoding.scheduler import Fits, Prefill, Schedule, Scheduler
-from emssd.drafting import BudgetPolicy, Drafter
+from emssd.decoding.scheduler import Fits, Schedule, Scheduler
 from emssd.model import BorrowedTarget, ModelOutput
-from emssd.model.run.choice_runner import ChoiceRunner
-from emssd.sequences import Batch, Request, Row
-from emssd_testing.conformance.rules import named
+from emssd.sequences import Request, Row
+from emssd_testing.choice_runner import ChoiceRunner
 from emssd_testing.conformance.setting import BATCH_SIZE
 
 _Text = tuple[int, ...]
 
-__all__ = ["AGREEABLE", "Decision", "Life", "ScriptedEngine", "World", "decision", "lives"]
+__all__ = ["AGREEABLE", "VOCAB_SIZE", "Decision", "Life", "ScriptedRunner", "ScriptedScheduler", "lives"]
+
+VOCAB_SIZE = 7
+"""Of the requests without a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,29 +60,16 @@ class Life:
         """As it begins."""
         return Row(self.request)
 
-
-def decision(row: Row, life: Life) -> Decision:
-    """The event of `row` in its next step."""
-    return life.script[row.num_steps % len(life.script)]
-
-
-def in_turn(lives: Seq[Life], step: Callable[[list[Row], list[Decision]], list[Row]]) -> None:
-    """All of `lives` through `step`, which returns the rows that go on, each from its arrival to its end."""
-    rows, number, waiting = list[Row](), 0, sorted(lives, key=lambda life: life.arrival)
-    by_id = {life.request.request_id: life for life in lives}
-    while rows or waiting:
-        while waiting and (waiting[0].arrival <= number or not rows):
-            rows.append(waiting.pop(0).row())
-        rows.reverse()  # no row may count on its place
-        rows = step(rows, [decision(row, by_id[row.request_id]) for row in rows])
-        number += 1
+    def decision(self, row: Row) -> Decision:
+        """The event of `row` in its next step."""
+        return self.script[row.num_steps % len(self.script)]
 
 
 def decisions(vocab_size: int) -> st.SearchStrategy[Decision]:
     """The events of a step: mostly all of a draft is verified, sometimes nothing is asked for or all is trimmed."""
     length = st.sampled_from([9, 9, 9, 3, 2, 1, 0])
-    turn = st.sampled_from([0, 1, 2, 5])
-    return st.builds(Decision, length, length, st.integers(0, 9), st.integers(0, vocab_size - 1), turn)
+    tokens = st.integers(0, vocab_size - 1)
+    return st.builds(Decision, length, length, st.integers(0, 9), tokens, st.sampled_from([0, 1, 2, 5]))
 
 
 @st.composite
@@ -104,83 +86,9 @@ def lives(draw: st.DrawFn, vocab_size: int, min_size: int = 1, min_new_tokens: i
     return drawn
 
 
-class ScriptedEngine(Engine):
-    """`Engine.step` for the rows and with the `decisions` of a script, by request id."""
+class ScriptedScheduler(Scheduler):
+    """Hands out `schedule`, if there is one."""
 
-    def __init__(
-        self,
-        drafters: Seq[Drafter],
-        policy: BudgetPolicy,
-        vocab_size: int,
-        make_timer: Callable[[], StepTimer] = StepTimer,
-        target: BorrowedTarget | None = None,
-    ) -> None:
-        self.decisions: dict[str, Decision] = {}
-        self._scripted = _ScriptedScheduler()
-        super().__init__(
-            _ScriptedRunner(vocab_size, target, self.decisions),
-            drafters,
-            scheduler=self._scripted,
-            budget=policy,
-            on_drafter_error="fail",
-            make_timer=make_timer,
-        )
-
-    def tell(self, rows: Seq[Row], decisions: Seq[Decision]) -> list[int]:
-        """Make these the decisions of the step. Returns ``[B]`` the most tokens to draft for each row."""
-        self.decisions.clear()
-        self.decisions.update(zip((row.request_id for row in rows), decisions, strict=True))
-        most, trees = self.drafting.num_speculative_tokens, self.drafting.drafts_trees
-        depths = [max(0, row.num_remaining - 1) for row in rows]
-        lengths = [most if trees and depth else min(most, depth) for depth in depths]
-        return [min(each.limit, length) for each, length in zip(decisions, lengths, strict=True)]
-
-    def take(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
-        """One step, beside `num_prefill` tokens of another prompt. Returns the rows that go on."""
-        other = Row(Request("emssd.other", (1,) * (num_prefill + 1), 1))
-        pieces = (Prefill(other, num_prefill),) if num_prefill else ()
-        self._scripted.schedule = Schedule(Batch(tuple(rows)), tuple(self.tell(rows, decisions)), pieces)
-        try:
-            self.step()
-        finally:
-            self._scripted.schedule = None
-        return [row for row in rows if row.finish_reason is None]
-
-
-class World:
-    """Plugins in a scripted engine.
-
-    Attributes:
-        kind: of the plugins; whatever a call raises breaks its rule ``KIND.raises``.
-        piece: tokens of another prompt that run beside the rows of every third step of `live`.
-    """
-
-    kind: ClassVar[str]
-    piece: ClassVar[int] = 0
-
-    def __init__(self, engine: ScriptedEngine) -> None:
-        self.engine = engine
-        self._num_steps = 0
-
-    def step(self, rows: Seq[Row], decisions: Seq[Decision], num_prefill: int = 0) -> list[Row]:
-        """Draft, verify as scripted, notify the plugins, and release rows that end; see `ScriptedEngine.take`."""
-        self._num_steps += 1
-        with named(f"{self.kind}.raises", "a step"):
-            return self.engine.take(rows, decisions, num_prefill)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Notify the plugins that these requests are gone, if there are any."""
-        if names := list(request_ids):
-            with named(f"{self.kind}.raises", "a step"):
-                self.engine.drafting.release(names)
-
-    def live(self, lives: Seq[Life]) -> Self:
-        """All of `lives`, each from its arrival to its end."""
-        in_turn(lives, lambda rows, decisions: self.step(rows, decisions, self.piece * (self._num_steps % 3 == 1)))
-        return self
-
-
-class _ScriptedScheduler(Scheduler):
     def __init__(self) -> None:
         super().__init__(batch_size=1)
         self.schedule: Schedule | None = None
@@ -194,7 +102,7 @@ class _ScriptedScheduler(Scheduler):
         return self.schedule
 
 
-class _ScriptedRunner(ChoiceRunner):
+class ScriptedRunner(ChoiceRunner):
     """Accepts as many tokens as the script says. Hidden states are made up from token, position and index."""
 
     def __init__(self, vocab_size: int, target: BorrowedTarget | None, decisions: Mapping[str, Decision]) -> None:
@@ -219,17 +127,17 @@ class _ScriptedRunner(ChoiceRunner):
             before = texts[parent + 1]
             texts.append((*before, token))
             children.setdefault(before, []).append(token)
-        said: _Text = ()
-        while len(said) < decision.agree and said in children:
-            tokens = list(dict.fromkeys(children[said]))  # duplicates continue the text alike
-            said = (*said, tokens[(decision.turn >> len(said)) % len(tokens)])
-        others = (number % self.vocab_size for number in range(decision.token, decision.token + self.vocab_size))
-        wrong = children.get(said, [])
-        said = (*said, next((token for token in others if token not in wrong), decision.token % self.vocab_size))
-        return [self._choice(text, said, decision.token) for text in texts]
+        reply: _Text = ()
+        while len(reply) < decision.agree and reply in children:
+            tokens = list(dict.fromkeys(children[reply]))  # duplicates continue the text alike
+            reply = (*reply, tokens[(decision.turn >> len(reply)) % len(tokens)])
+        candidates = (number % self.vocab_size for number in range(decision.token, decision.token + self.vocab_size))
+        wrong = children.get(reply, [])
+        reply = (*reply, next((token for token in candidates if token not in wrong), decision.token % self.vocab_size))
+        return [self._choice(text, reply, decision.token) for text in texts]
 
-    def _choice(self, text: _Text, said: _Text, token: int) -> int:
-        """The token after a text: that of the script, or else something that depends on the text alone."""
-        if len(text) < len(said) and text == said[: len(text)]:
-            return said[len(text)]
+    def _choice(self, text: _Text, reply: _Text, token: int) -> int:
+        """The token after a text: the script's, or one that depends on the text alone."""
+        if len(text) < len(reply) and text == reply[: len(text)]:
+            return reply[len(text)]
         return (token + sum(text) + len(text)) % self.vocab_size

@@ -1,11 +1,13 @@
-"""The tests and helpers that all suites have in common: which plugin, which options, how many examples."""
+"""The common base of all suites: the plugin under test, its options, and the number of examples."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
@@ -20,11 +22,16 @@ from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import Spec
 from emssd.hooks.registry import Registry
 from emssd.hooks.structured import structured
-from emssd_testing.conformance.rules import broken, named
+from emssd.sequences import Request, Row
+from emssd_testing.conformance.rules import BrokenRule, broken, named, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Life, lives
+from emssd_testing.conformance.setting import MODEL_LEN
+from emssd_testing.conformance.worlds import World
 
-__all__ = ["Suite", "from_text", "made"]
+__all__ = ["NEW_NAME", "ScriptedSuite", "Suite", "from_text", "made"]
 
 _T = TypeVar("_T")
+NEW_NAME = "for one that has a new name and is else the same"
 
 
 class Suite:
@@ -77,13 +84,9 @@ class Suite:
     def test_config_survives_pickling(self) -> None:
         """Configs travel to other processes and into files of results."""
         config = self._config_or_skip()
-        roads: dict[str, Callable[[Any], Any]] = {
-            "pickle": lambda value: pickle.loads(pickle.dumps(value)),
-            "copy.copy": copy.copy,
-            "copy.deepcopy": copy.deepcopy,
-        }
-        for name, road in roads.items():
-            self._survives(config, name, road, f"{self.kind}.pickle")
+        self._survives(config, "pickle", lambda value: pickle.loads(pickle.dumps(value)), f"{self.kind}.pickle")
+        self._survives(config, "copy.copy", copy.copy, f"{self.kind}.pickle")
+        self._survives(config, "copy.deepcopy", copy.deepcopy, f"{self.kind}.pickle")
 
     @pytest.mark.emssd_rule("options")
     def test_config_survives_the_command_line(self) -> None:
@@ -93,7 +96,7 @@ class Suite:
             broken(f"{self.kind}.options", f"the config is a {type(config).__name__}, and must be a dataclass")
         if "name" in {field.name for field in dataclasses.fields(config)}:
             broken(f"{self.kind}.options", "the config has a field 'name', which is taken by the plugin's own name")
-        self._survives(config, "the way through Hydra's YAML", round_trip, f"{self.kind}.options")
+        self._survives(config, "the round trip through Hydra's YAML", round_trip, f"{self.kind}.options")
 
     def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
         """The object that `make` gives, which must be an `interface`, and another one each time."""
@@ -107,9 +110,9 @@ class Suite:
             broken(rule, f"a second build gave the same {type(one).__name__} again; make a new one")
         return one
 
-    def _survives(self, config: Any, name: str, road: Callable[[Any], Any], rule: str) -> None:
+    def _survives(self, config: Any, name: str, copied: Callable[[Any], Any], rule: str) -> None:
         with named(rule, f"{name} of {config!r}"):
-            back = road(config)
+            back = copied(config)
         if type(back) is not type(config) or dataclasses.asdict(back) != dataclasses.asdict(config):
             broken(rule, f"{name} makes {back!r} of {config!r}")
 
@@ -141,6 +144,83 @@ class Suite:
         It becomes a test of Hypothesis here: Hypothesis refuses an inherited test that runs under several classes.
         """
         self._settings(default)(given(st.data())(check))()
+
+
+class ScriptedSuite(Suite):
+    """Tests of plugins in an engine that follows scripts.
+
+    Attributes:
+        decides_at_random: the plugin draws at random on purpose. Then its outputs are not compared with another's.
+    """
+
+    decides_at_random: ClassVar[bool] = False
+
+    def _for_any(self, num_examples: int, check: Callable[[list[Life], st.DataObject], object], **kinds: int) -> None:
+        """Run `check` on any requests, as `lives` draws them; `kinds` are options of that."""
+
+        def examine(data: st.DataObject) -> None:
+            drawn = data.draw(lives(VOCAB_SIZE, **kinds), label="requests")
+            with self._explained(drawn):
+                check(drawn, data)
+
+        self._examples(num_examples, examine)
+
+    @contextmanager
+    def _explained(self, drawn: Seq[Life] = ()) -> Iterator[None]:
+        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
+        try:
+            yield
+        except BrokenRule as error:
+            self._test_simpler_rules(error.rule.partition(".")[2], drawn)
+            raise
+
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        """Test the rules that may be the reason for a broken one."""
+        raise NotImplementedError
+
+    def _come_again(
+        self,
+        rule: str,
+        drawn: Seq[Life],
+        make_world: Callable[[], World],
+        num_steps: int | None = None,
+        *,
+        fewer: int = 0,
+        abandon: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs for a request whose id was released before, and for one that has a new name and is else the same.
+
+        The first of `drawn` runs beside the others, and is released: at its end, and then comes again with the last
+        one's prompt; or after `num_steps`, and comes again with its tokens less `fewer`. With `abandon`, a draft for it
+        was never verified. The last one's script decides its steps then.
+        """
+        outputs = []
+        request, last, by_id = drawn[0].request, drawn[-1], {life.request.request_id: life for life in drawn}
+        for name in (request.request_id, "a new name"):
+            world, first, others = make_world(), drawn[0].row(), [life.row() for life in drawn[1:]]
+            running = [first, *others]
+            while first in running and (num_steps is None or first.num_steps < num_steps):
+                running = world.step(running, [by_id[row.request_id].decision(row) for row in running])
+            if abandon and first in running:
+                world.propose(running, [AGREEABLE] * len(running))
+                world.release(row.request_id for row in running if row is not first)
+            world.release([request.request_id])
+            tokens = list(last.request.prompt_ids)
+            if num_steps is not None:
+                tokens = first.tokens[: max(len(request.prompt_ids), len(first.tokens) - fewer)]
+            prompt = request.prompt_ids if num_steps is not None else last.request.prompt_ids
+            rows = [Row(Request(name, prompt, MODEL_LEN - len(prompt), request.eos_token_ids), tokens)]
+            begun = len(world.outputs(name))
+            with renamed(rule, unless=self.test_limits):
+                for _ in range(4):
+                    rows = world.step(rows, [last.decision(row) for row in rows]) if rows else []
+            outputs.append(world.outputs(name)[begun:])
+        again, new = outputs
+        return again, new
+
+    def test_limits(self) -> None:
+        """Steps at the limits of the interface."""
+        raise NotImplementedError
 
 
 @cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
-from emssd.metrics.busy import busy_remark
+from emssd.cli.busy import busy_remark
 from emssd_lab.report.cells import Grid
 from emssd_lab.report.tables import Table, escape, listed
 

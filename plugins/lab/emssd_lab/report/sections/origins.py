@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from textwrap import shorten
 from typing import Any
 
-from emssd_lab.report.cells import speedup_text
+from emssd.cli.console import speedup_text
 from emssd_lab.report.figures import coloured, curves
 from emssd_lab.report.rows import Material, PlainRun, Row, Simulation
 from emssd_lab.report.sections.common import Section

@@ -1,0 +1,115 @@
+"""The row of one run of an experiment, with everything that a report or a reader needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from emssd.cli.busy import BUSY_SHARE
+from emssd.cli.config import RunConfig, no_size
+from emssd.cli.jobs import SweptRun
+from emssd.cli.provenance import provenance
+from emssd.cli.setting import AROUND, changed_of_run, label_of
+from emssd.errors import ConfigError
+from emssd_lab.costs import Costs
+from emssd_lab.simulate.appendix import appendix_points
+
+__all__ = ["row_of", "row_text", "simulated_row"]
+
+_IN_OTHER_FIELDS = AROUND | {  # data.limit is in the number of prompts, threads and device in the machine
+    "experiment", "size", "method", "task", "repeat", "drafter", "backend", "budget", "model", "data", "sampling",
+    "speculate", "batch_size", "batching", "max_new_tokens", "num_threads", "model.dtype", "model.device",
+    "model.compile", "data.name", "data.limit",
+    "check", "on_error", "on_drafter_error",  # without effect on what a run measures
+}  # fmt: skip
+
+
+def row_of(run: SweptRun) -> dict[str, Any]:
+    """The row of a run that has ended."""
+    config, result = run.options, run.result
+    assert config is not None
+    assert result is not None
+    assert result.engine is not None
+    target, model, rows = result.engine.target, config.model, result.generations
+    replays = [text for stage in result.engine.drafting.drafters if (text := stage.drafter.replays)]
+    chosen = [item.removeprefix("data=") for item in run.overrides if item.startswith("data=")]
+    keeps_task = config.task is not None and chosen in ([], [config.task.data])
+    options = [f"{name}={value}" for name, value in changed_of_run(config).items() if name not in _IN_OTHER_FIELDS]
+    if config.method is not None:  # its name says nothing of a backend or budget that the user has set
+        names = [item.lstrip("+") for item in run.overrides]
+        options += [item for item in names if re.match(r"(backend|budget)\b", item)]
+    seeds = {name: getattr(getattr(config, name), "seed", None) for name in ("drafter", "data", "budget")}
+    seeds |= {"sampling": config.sampling.seed if config.sampling.temperature else None}
+    seeds |= {"weights": 0 if model.architecture else None}
+    origin = provenance(target.device, target.dtype)
+    return _job(run, config) | {
+        "method": config.method,
+        "speculate": config.drafts,
+        "batch_size": config.batch_size,
+        "model": Path(model.path).name,
+        "random_weights": bool(model.architecture),
+        "replay": "; ".join(replays) or None,
+        "drafter": config.drafter.name,
+        "drafter_options": label_of(config.drafter),
+        "backend": config.backend.name,
+        "backend_options": label_of(config.backend),
+        "budget": config.budget.name,
+        "budget_options": label_of(config.budget),
+        "data": config.data.name,
+        "data_label": config.task.name if keeps_task and config.task else None,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "compiled": target.compiled is not None,
+        "max_new_tokens": config.max_new_tokens,
+        "batching": config.batching.value,
+        "options": sorted(options),
+        "metrics": result.metrics,
+        "samples": {
+            "acceptance_length": [round(row.acceptance_length, 4) for row in rows],
+            "num_prompt_tokens": [len(row.prompt_ids) for row in rows],
+            "num_new_tokens": [len(row.token_ids) for row in rows],
+        },
+        "costs": dataclasses.asdict(Costs.of(target)),
+        "provenance": origin | {"seed": {name: seed for name, seed in seeds.items() if isinstance(seed, int)}},
+    }
+
+
+def simulated_row(run: SweptRun, config: RunConfig) -> dict[str, Any]:
+    """The row of the paper's numerical simulation (Appendix B), which runs here."""
+    assert config.experiment is not None
+    size = config.experiment.sizes.get(config.size.value)
+    if size is None:
+        raise ConfigError(no_size(config.size.value))
+    longest, num_steps = int(size["max_acceptance"]), int(size["num_steps"])
+    points = appendix_points(size["p"], size["batch_size"], max_acceptance=longest, num_steps=num_steps, seed=0)
+    origin = provenance(torch.device("cpu"), torch.float32) | {"seed": {"simulation": 0}}
+    return _job(run, config) | {
+        "max_acceptance": longest, "num_steps": num_steps, "points": points, "provenance": origin,
+    }  # fmt: skip
+
+
+def _job(run: SweptRun, config: RunConfig) -> dict[str, Any]:
+    assert config.experiment is not None
+    return {
+        "experiment": config.experiment.name,
+        "size": config.size.value,
+        "job": run.number,
+        "repeat": config.repeat,
+        "overrides": list(run.overrides),
+    }
+
+
+def row_text(row: dict[str, Any]) -> str:
+    """A row in a line of the console."""
+    drafts = f"{row['drafter_options']}, budget {row['budget']}" if row["speculate"] else "plain greedy"
+    cell = f"{row['model']}, {row['data_label'] or row['data']}, batch {row['batch_size']}, {row['method'] or drafts}"
+    metrics, replay = row["metrics"], " (replay)" if row["replay"] else ""
+    others = metrics["other_cpu_share"] or 0.0
+    busy = f"; other processes used {others:.0%} of the cores" if others > BUSY_SHARE else ""
+    return (
+        f"repeat {row['repeat']}, {cell}: {metrics['decode_tokens_per_second']:.0f} tokens/s, "
+        f"τ {metrics['mean_acceptance_length']:.2f}{replay}, {metrics['seconds']['total']:.1f} s{busy}"
+    )
