@@ -16,7 +16,7 @@ from emssd.model.compile.tracing import Traced, export
 from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Attend
 from emssd.model.hf.streams import Hidden
-from emssd.model.hf.structure import Structure, changed
+from emssd.model.hf.tripwire import Structure, changed
 
 __all__ = ["Compile", "CompiledPasses", "compiled"]
 
