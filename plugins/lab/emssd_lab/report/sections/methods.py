@@ -160,18 +160,16 @@ def crossover(section: Section, rows: pd.DataFrame) -> None:
         _draw(section, grid)
 
 
-def never_slower(section: Section, rows: list[Row]) -> None:
-    """`budget=adaptive` ÷ plain greedy decoding, and ÷ the best fixed length; the worst cell first."""
+def never_slower(section: Section, rows: pd.DataFrame) -> None:
+    """`budget=adaptive` ÷ plain greedy decoding, and ÷ the best of it and fixed lengths; the worst cell first."""
     lines = list[tuple[float, list[str]]]()
     for grid in grids(rows):
-        for size, cells in grouped(grid.cells, lambda cell: cell.batch_size).items():
-            gains = [(cell.line.budget, spread.median) for cell in cells if (spread := cell.speedup)]
-            fixed = max([1.0, *(gain for budget, gain in gains if not budget.startswith("adaptive"))])
-            lines += [
-                (gain / fixed, [grid.title, str(size), f"{gain:.2f}", f"{gain / fixed:.2f}"])
-                for budget, gain in gains
-                if budget.startswith("adaptive")
-            ]
+        for size, cells in grid.rows.groupby("batch_size"):
+            lines_of = cells.groupby("line")
+            gains = {str(name): spread.median for name, line in lines_of if (spread := Spread.of(line.speedup))}
+            adaptive = [gains.pop(name) for name in list(gains) if name.startswith("adaptive")]
+            best = max([1.0, *gains.values()])
+            lines += [(gain / best, [grid.title, str(size), f"{gain:.2f}", f"{gain / best:.2f}"]) for gain in adaptive]
     columns = ["setting", "batch", "÷ plain", "÷ the best of plain and fixed lengths"]
     section.table(Table(columns, [line for _, line in sorted(lines)], left=1))
     crossover(section, rows)
