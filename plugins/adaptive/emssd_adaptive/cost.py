@@ -52,7 +52,7 @@ class CostLine:
 
     def seconds(self, features: Seq[float]) -> float:
         """Expected seconds."""
-        return sum(map(mul, self.coefficients, features))
+        return float(sum(map(mul, self.coefficients, features)))
 
 
 class StepCost:
