@@ -1,4 +1,4 @@
-"""A chain, whose tokens stay on the device from pass to pass, is what is drafted level by level.
+"""Chains whose tokens stay on the device from pass to pass are the same as chains that are drafted level by level.
 
 Oracle: the same drafter, level by level. A compiled head is as right as one that is not.
 """
