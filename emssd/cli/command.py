@@ -97,7 +97,7 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
         with exit_on_error("emssd"):  # here, because Hydra would say more about it
             jobs.callbacks = jobs.callbacks or [instantiate(callback) for callback in hydra_config.callbacks.values()]
             number = int(hydra_config.job.num) if is_sweep else 0
-            swept = SweptRun(None, overrides, Path(hydra_config.sweep.dir) / str(number), number)
+            swept = SweptRun(None, overrides, Path(config.output_dir) / str(number), number)
             options = jobs.attempt(swept, partial(to_options, config, registry, is_sweep=is_sweep))
             if options is None:
                 return

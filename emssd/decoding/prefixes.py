@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from emssd.model import ModelRunner
 from emssd.sequences import Row
 
-__all__ = ["NONE_SHARED", "Prefixes"]
+__all__ = ["Prefixes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
     """The KV that rows share through `runner`; none without one, or without its ``shared_kv``.
 
-    Only committed tokens are ever published: those of prompts that are computed, and those of rows that leave.
+    Only committed tokens are ever published: of prompts that are computed, and of rows that leave.
     """
 
     runner: ModelRunner | None = None
@@ -61,6 +61,3 @@ class Prefixes:
                     waiting.add(row.request_id)
                 coming.add(text)
         return waiting
-
-
-NONE_SHARED = Prefixes()

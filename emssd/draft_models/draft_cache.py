@@ -1,4 +1,4 @@
-"""`DraftCache`: the KV of what drafts, beside that of the target."""
+"""`DraftCache`: the KV cache of a drafter's model, beside the target's."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class KVCache(Protocol):
 
 
 class DraftCache:
-    """The KV of what drafts.
+    """The KV cache of a drafter's model.
 
     Args:
-        caches: of its parts, which all compute the same tokens.
+        caches: of the model's parts, which all compute the same tokens.
 
     Attributes:
         held: by request id, how many tokens have KV that stays.
@@ -79,7 +79,7 @@ class DraftCache:
 
 
 def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:
-    """Of ``values [nnz, ...]`` for the packed tokens those of the fed ones, ``[b * n, ...]``; zeros for padding."""
+    """``values [nnz, ...]`` of the packed tokens in the order of the fed ones, ``[b * n, ...]``; zeros for padding."""
     num_fed = plan.input_ids.numel()
     if plan.token_index is None and num_fed == len(values):
         return values

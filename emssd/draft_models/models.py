@@ -39,7 +39,7 @@ class ModelDrafter(LevelDrafter):
     """
 
     has_own_ids = False
-    """Whether the model's ids are others than those of the columns of its logits."""
+    """Whether the columns of the model's logits stand for other ids than the model's own."""
 
     _cache: DraftCache
 

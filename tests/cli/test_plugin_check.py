@@ -153,7 +153,7 @@ def test_check_of_a_plugin_that_needs_an_option(options: str, install: Callable,
 
 
 def test_check_of_a_trained_head_needs_its_target(plugins: Callable) -> None:
-    said = plugins("check", "eagle3", f"path={random_head('eagle3').path}").sentence
+    said = plugins("check", "eagle3", f"path={random_head('eagle3')}").sentence
     assert said.startswith("drafter 'eagle3' cannot draft for the small random target of this ")
     assert said.endswith("; if it was trained for one target, name that target's folder: --model DIR")
 
@@ -162,7 +162,7 @@ def test_check_of_a_trained_head_needs_its_target(plugins: Callable) -> None:
 def test_check_of_a_trained_head_on_its_target(tmp_path: Path, plugins: Callable, kernels: None) -> None:
     for part in (perfect_target(64), setting("llama", VOCAB).context.tokenizer):
         part.save_pretrained(tmp_path)
-    head = [f"path={random_head('eagle3').path}", "depth=2"]
+    head = [f"path={random_head('eagle3')}", "depth=2"]
     result = plugins("check", "eagle3", *head, "--model", f"{tmp_path}", "--examples", "1")
     assert result.out.endswith(ALL_KEPT)
 

@@ -18,9 +18,8 @@ from safetensors.torch import save_file
 from emssd.cli.lines_file import LinesFile
 from emssd.cli.output import OutputFolder
 from emssd.errors import CompileError, OutputError
-from emssd.model.compile import tracing
+from emssd.model.compile import compilable, tracing
 from emssd.model.load.checkpoint_files import content_digest
-from emssd.model.run import target
 from emssd.sequences import Generation
 
 from .conftest import RESUME, fenced, jsonl
@@ -104,7 +103,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     half: Callable, work: Path, kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`test_compiled_jobs` resumes one that is."""
-    monkeypatch.setattr(target, "expected_seconds", lambda *_: 0)  # so that each run is worth it
+    monkeypatch.setattr(compilable, "expected_seconds", lambda *_: 0)  # so that each run is worth it
     monkeypatch.setattr(tracing, "compile_program", lambda *given: pytest.fail("it compiles"))
     monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
     auto, path = (*RESUME, "model.compile=auto"), work / "out" / "generations.jsonl"

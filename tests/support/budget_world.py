@@ -58,14 +58,14 @@ class World:
         self.tokens = self.time = 0.0
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
-        """One step. Returns what was allotted, and what was verified."""
+        """One step. Returns the allotted and the verified lengths."""
         batch = Batch(tuple(self.rows))
         step = BudgetStep(batch, tuple(limits))
         budget = list(self.policy.allot(step))
-        assert all(0 <= asked <= limit for asked, limit in zip(budget, limits, strict=True))
+        assert all(0 <= wanted <= limit for wanted, limit in zip(budget, limits, strict=True))
         draft = self.draft(budget)
         kept = list(self.policy.trim(step, draft))
-        assert all(0 <= length <= asked for length, asked in zip(kept, budget, strict=True))
+        assert all(0 <= length <= wanted for length, wanted in zip(kept, budget, strict=True))
         draft = draft.cut(kept)
         accepted = self.accepted(draft)
         for row, path, length in zip(self.rows, accepted, kept, strict=True):
@@ -78,7 +78,7 @@ class World:
 
     def draft(self, budget: Seq[int]) -> Draft:
         """So many tokens of each row."""
-        return Draft.from_chains([[1] * asked for asked in budget])
+        return Draft.from_chains([[1] * wanted for wanted in budget])
 
     def accepted(self, draft: Draft) -> Seq[Seq[int]]:
         """The accepted nodes of each row."""
