@@ -265,8 +265,8 @@ def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetMod
 
     own, text = runner(), list(HEADER)
     step(own, Row("a", text))
-    own.publish_prefix("a", text)
-    adopted = own.adopt_prefix("b", [*text, 7])
+    own.backend.publish_prefix("a", text)
+    adopted = own.backend.adopt_prefix("b", [*text, 7], 0)
     assert 30 <= adopted <= 32  # whole pages of 1, 3, 4 or 16 tokens
     other = [*text[: adopted - 1], 10, 2]
     changed = step(own, Row("b", other, adopted - 1))
