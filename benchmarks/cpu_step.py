@@ -102,9 +102,9 @@ def step_seconds(engine: Engine, prompts: list[list[int]], num_new: int) -> list
 
 def bytes_read(model: Any) -> int:
     """The weight bytes that a step reads: all but lookup tables."""
-    tables = {each.weight for each in model.modules() if isinstance(each, torch.nn.Embedding)}
-    tables -= {each.weight for each in model.modules() if isinstance(each, torch.nn.Linear)}
-    return sum(each.numel() * each.element_size() for each in model.parameters() if each not in tables)
+    tables = {item.weight for item in model.modules() if isinstance(item, torch.nn.Embedding)}
+    tables -= {item.weight for item in model.modules() if isinstance(item, torch.nn.Linear)}
+    return sum(item.numel() * item.element_size() for item in model.parameters() if item not in tables)
 
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
                 if repeat:
                     times["hf"].append((lengths[1] - lengths[0]) / (num_new - num_new // 4) * 1e3)
         rates.append(machine_rates())
-        bandwidth, rate = (max(each) for each in zip(*rates, strict=True))
+        bandwidth, rate = (max(item) for item in zip(*rates, strict=True))
         spec = next(iter(targets.values())).kv_cache_spec(batch_size)
         kv = batch_size * (context + num_new // 2) * spec.bytes_per_token()
         floor = max((weights + kv) / bandwidth, 2 * linear * batch_size / rate) * 1e3

@@ -48,8 +48,8 @@ def layers(kind: str, num_layers: int) -> Callable[[int], None]:
         inputs[num_in] = torch.randn(32, num_in, dtype=torch.bfloat16)
 
     def run(rows: int) -> None:
-        for place, (num_out, num_in) in enumerate(outputs):
-            kernels.linear(inputs[num_in][:rows], handle, place, num_out)
+        for layer, (num_out, num_in) in enumerate(outputs):
+            kernels.linear(inputs[num_in][:rows], handle, layer, num_out)
 
     return run
 

@@ -22,17 +22,17 @@ def references_of(
 
     Those of another `peer`, in batches and in float32 alone, take less time where the model is large.
     """
-    found = {}
+    references = {}
     batch_size, dtypes = (1, [setting.dtype, "float32"]) if peer == "hf" else (16, ["float32"])
     for dtype in dict.fromkeys(dtypes):
         with console.status(f"reference: {peer} at batch {batch_size} in {dtype}"):
             worker = Worker(peer, replace(setting, dtype=dtype, options={}), logs / f"reference-{dtype}.log")
             try:
                 name = "HF" if peer == "hf" else peer
-                found[f"{name} {dtype}"] = worker.ask(replace(request, batch_size=batch_size))["tokens"]
+                references[f"{name} {dtype}"] = worker.ask(replace(request, batch_size=batch_size))["tokens"]
             finally:
                 worker.close()
-    return found
+    return references
 
 
 class Comparison:

@@ -72,24 +72,26 @@ class Setting:
     device: str = "cpu"
 
 
-def interpreter_of(name: str, given: dict[str, str]) -> str:
-    """The interpreter that runs peer `name`: the one that is `given`, or that of its environment.
+def interpreter_of(name: str, chosen: dict[str, str]) -> str:
+    """The interpreter that runs peer `name`: the `chosen` one, or that of its environment.
 
     Raises:
         PeerError: it is not there, or the peer is not installed in it.
     """
     peer = PEERS[name]
-    if peer.environment is None and name not in given:
+    if peer.environment is None and name not in chosen:
         return sys.executable
     environment = peer.environment or name
-    found = given.get(name) or given.get(environment) or str(ENVIRONMENTS / f"peers-{environment}" / "bin" / "python")
+    interpreter = (
+        chosen.get(name) or chosen.get(environment) or str(ENVIRONMENTS / f"peers-{environment}" / "bin" / "python")
+    )
     how = f'make its environment with: nox -s "peers({environment})"'
-    if not Path(found).is_file():
-        raise PeerError(f"{name} is not installed: there is no {found}; {how}")
+    if not Path(interpreter).is_file():
+        raise PeerError(f"{name} is not installed: there is no {interpreter}; {how}")
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.module or 'torch'!r}) is None)"
-    if subprocess.run([found, "-c", look], check=False, capture_output=True).returncode:
-        raise PeerError(f"{name} is not installed: {found} finds no module {peer.module}; {how}")
-    return found
+    if subprocess.run([interpreter, "-c", look], check=False, capture_output=True).returncode:
+        raise PeerError(f"{name} is not installed: {interpreter} finds no module {peer.module}; {how}")
+    return interpreter
 
 
 class Worker:

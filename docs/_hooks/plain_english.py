@@ -29,6 +29,7 @@ CLEAN = (
     "emssd",
     "examples",
     "noxfile.py",
+    "plugins/lab/tests",
     "tests/benchmarks",
     "tests/cli",
     "tests/data",
@@ -38,7 +39,6 @@ CLEAN = (
     "tests/packaging",
     "tests/model",
     "tests/native",
-    "tests/report",
     "plugins/heads/tests/train",
     *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/emssd_*")),
 )

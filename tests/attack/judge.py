@@ -112,10 +112,10 @@ class Judge:
         texts, largest = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}, 0.0
         for packed, logits in steps:
             row = 0
-            for place, line in zip(packed.logit_rows.tolist(), logits, strict=True):
-                while packed.qo_indptr[row + 1] <= place:
+            for fed_index, line in zip(packed.logit_rows.tolist(), logits, strict=True):
+                while packed.qo_indptr[row + 1] <= fed_index:
                     row += 1
-                name, (num_before, fed) = packed.request_ids[row], _text_to(packed, row, place)
+                name, (num_before, fed) = packed.request_ids[row], _text_to(packed, row, fed_index)
                 text = texts[name][: num_before + len(fed)]
                 if len(text) > self._tied.get(name, math.inf):
                     continue  # after a tie, its text may be another
@@ -125,7 +125,7 @@ class Judge:
                 if not right.isfinite().all():
                     continue
                 self.account.num_logits += 1
-                self.account.num_nodes += bool(packed.trees) and place >= packed.qo_indptr[row + 1] - len(
+                self.account.num_nodes += bool(packed.trees) and fed_index >= packed.qo_indptr[row + 1] - len(
                     packed.trees[row]
                 )
                 largest = max(largest, float(right.abs().max()))  # logits that nearly cancel are rounded as others are
@@ -135,10 +135,10 @@ class Judge:
                     return
 
 
-def _text_to(packed: PackedInputs, row: int, place: int) -> tuple[int, list[int]]:
+def _text_to(packed: PackedInputs, row: int, fed_index: int) -> tuple[int, list[int]]:
     """The fed tokens on the path to a fed token, and how many tokens of the text come before them."""
     first, end = packed.qo_indptr[row : row + 2]
     num_before = packed.kv_lens[row] - (end - first)
-    path = seen(packed, row, num_before + place - first)  # by the parents alone: neither positions nor masks
+    path = seen(packed, row, num_before + fed_index - first)  # by the parents alone: neither positions nor masks
     ids = packed.input_ids[first:end].tolist()
     return num_before, [ids[index - num_before] for index in path if index >= num_before]

@@ -32,12 +32,12 @@ class Speller:
         """The text of an output that a stop string ended, up to where the earliest begins; ``None``: no Unicode."""
         text = b"".join(map(self.bytes_of, output))
         end = min(at for stop in stops if (at := text.find(stop.encode())) >= 0)
-        shown, place = b"", 0
+        shown, begin = b"", 0
         for token in output:
             piece = self.bytes_of(token)
             if token != self.num_tokens - 1:
-                shown += piece[: max(0, end - place)]
-            place += len(piece)
+                shown += piece[: max(0, end - begin)]
+            begin += len(piece)
         try:
             return shown.decode()
         except UnicodeDecodeError:

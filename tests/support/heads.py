@@ -158,7 +158,7 @@ def dense_layer(
     """
     attended, finish = mixed("attention", attended)
     read = attended if context is None else torch.cat([context, attended])
-    w = {name.removeprefix(prefix): each.double() for name, each in weights.items() if name.startswith(prefix)}
+    w = {name.removeprefix(prefix): piece.double() for name, piece in weights.items() if name.startswith(prefix)}
     heads = config["num_attention_heads"]
     kv_heads, eps = config.get("num_key_value_heads", heads), config["rms_norm_eps"]
 
@@ -236,13 +236,13 @@ def run_ragged(
 
     def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:
         members = [
-            _Row(name, [0] * (start + len(each)), start)
-            for name, start, each in zip(names, starts, inputs, strict=True)
+            _Row(name, [0] * (start + len(piece)), start)
+            for name, start, piece in zip(names, starts, inputs, strict=True)
         ]
         return runner.run(pack(members, Draft.empty(len(rows))), torch.cat(list(inputs)))
 
-    step([0] * len(rows), [each[:first] for each, first, _, _ in rows])
-    last = step([first for _, first, _, _ in rows], [each[first:] for each, first, _, _ in rows])
+    step([0] * len(rows), [piece[:first] for piece, first, _, _ in rows])
+    last = step([first for _, first, _, _ in rows], [piece[first:] for piece, first, _, _ in rows])
     nodes = _grow(runner, names, rows)
     kept, sources = [], []
     for inputs, _, _, parents in rows:
@@ -250,7 +250,7 @@ def run_ragged(
         kept.append(len(inputs) + len(way))
         sources.append(tuple(way))
     runner.commit(Kept(tuple(names), tuple(kept), tuple(sources)))
-    again = step(kept, [each[:1] for _, _, each, _ in rows])
+    again = step(kept, [piece[:1] for _, _, piece, _ in rows])
     runner.release(names)
     assert runner.usage.held == 0
     return list(zip(last, nodes, again, strict=True))
@@ -260,11 +260,11 @@ def _grow(
     runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
 ) -> list[torch.Tensor]:
     """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
-    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    grown: list[list[torch.Tensor]] = [[] for _ in rows]
     for level in range(1, 1 + max(max(depths(parents)) for *_, parents in rows)):
         active = [row for row, (*_, parents) in enumerate(rows) if level in depths(parents)]
         counts = [depths(rows[row][3]).count(level) for row in active]
-        reach = [len(found[row]) + count for row, count in zip(active, counts, strict=True)]
+        reach = [len(grown[row]) + count for row, count in zip(active, counts, strict=True)]
         packed = pack_nodes(
             [names[row] for row in active],
             torch.zeros(sum(counts), dtype=torch.int64),
@@ -272,7 +272,7 @@ def _grow(
             [len(rows[row][0]) + end for row, end in zip(active, reach, strict=True)],
             [rows[row][3][:end] for row, end in zip(active, reach, strict=True)],
         )
-        inputs = [rows[row][2][len(found[row]) : end] for row, end in zip(active, reach, strict=True)]
+        inputs = [rows[row][2][len(grown[row]) : end] for row, end in zip(active, reach, strict=True)]
         for row, outputs in zip(active, runner.run(packed, torch.cat(inputs)).split(counts), strict=True):
-            found[row].extend(outputs)
-    return [torch.stack(outputs) for outputs in found]
+            grown[row].extend(outputs)
+    return [torch.stack(outputs) for outputs in grown]

@@ -77,7 +77,7 @@ def _heads(
         projections["q"][rows, one[0]] = query / one[1]
         projections["k"][rows, one[0]] = key / one[1]
         projections["v"][head * DIM : head * DIM + VOCAB, start : start + VOCAB] = torch.eye(VOCAB) / scale
-    weights |= {f"{prefix}self_attn.{name}_proj.weight": each for name, each in projections.items()}
+    weights |= {f"{prefix}self_attn.{name}_proj.weight": weight for name, weight in projections.items()}
 
 
 def _put(out: torch.Tensor, head: int, block: int, matrix: torch.Tensor) -> None:
@@ -90,7 +90,7 @@ def blank_llama(size: int, num_layers: int, heads: int, **options: Any) -> tuple
     sizes = {"hidden_size": size, "num_hidden_layers": num_layers, "num_attention_heads": heads, "head_dim": DIM}
     more = {"num_key_value_heads": heads, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
     model: Any = tiny_model("llama", **sizes, **more, **options)
-    return model, blank_weights({name: tuple(each.shape) for name, each in model.state_dict().items()})
+    return model, blank_weights({name: tuple(weight.shape) for name, weight in model.state_dict().items()})
 
 
 def perfect_target(max_model_len: int = 128) -> Any:
@@ -142,8 +142,8 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
     fc[_block(0), :VOCAB] = -4 * eye  # one of the three is right, and the others differ from it by nothing
     fc[_block(0), SIZE : SIZE + VOCAB] = 8 * back
     fc[_block(0), 2 * SIZE : 2 * SIZE + VOCAB] = -3 * back @ back
-    for place in range(VOCAB, SIZE):
-        fc[place, SIZE + place] = 1
+    for element in range(VOCAB, SIZE):
+        fc[element, SIZE + element] = 1
     embedded, featured = math.sqrt(SIZE / 2), math.sqrt(SIZE / 4)
     places = [(0, 0, embedded), *((0, SIZE + block * VOCAB, featured) for block in range(3)), (1, SIZE, featured)]
     out = torch.zeros(SIZE, 5 * DIM, dtype=torch.float64)
@@ -157,7 +157,7 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
         "midlayer.self_attn.o_proj.weight": out,
     }
     _heads(weights, "midlayer.", places, (ONE, embedded), 2 * SIZE)
-    return write_head(folder, values | config, {name: each.contiguous() for name, each in weights.items()})
+    return write_head(folder, values | config, {name: weight.contiguous() for name, weight in weights.items()})
 
 
 def write_perfect_eagle(folder: Path, **config: Any) -> str:

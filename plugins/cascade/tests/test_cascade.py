@@ -47,8 +47,8 @@ def rows(*names: str) -> Batch:
     return Batch(tuple(Row(Request(name, (1, 2, 3), 50)) for name in names))
 
 
-def stages(*told: Drafter, policy: BudgetPolicy | None = None) -> DraftStages:
-    checked = [CheckedDrafter(drafter, None, 11, on_error="fail") for drafter in told]
+def stages(*drafters: Drafter, policy: BudgetPolicy | None = None) -> DraftStages:
+    checked = [CheckedDrafter(drafter, None, 11, on_error="fail") for drafter in drafters]
     return DraftStages(checked, policy or FixedBudget())
 
 
@@ -143,16 +143,16 @@ class Raising(Told):
 
 
 def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
-    told = Told(2, {"a": 3})
+    good = Told(2, {"a": 3})
     bad = Raising(1, {})
-    cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(told, None, 11)], FixedBudget())
+    cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(good, None, 11)], FixedBudget())
     batch = rows("a")
     with pytest.warns(PluginWarning, match="drafter Raising failed in propose"):
         assert chains_of(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
     assert chains_of(cascade.propose(batch, [4], 0)) == [[2, 2, 2]]
     assert cascade.num_speculative_tokens == 4
     cascade.release(["a"])
-    assert bad.released == told.released == ["a"]
+    assert bad.released == good.released == ["a"]
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options() -> None:

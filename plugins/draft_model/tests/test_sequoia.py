@@ -68,7 +68,7 @@ def test_it_is_a_tree_within_its_limits_and_its_beginning_is_the_best_smaller_tr
     chosen = list(best_tree(table, num_nodes, depth))
     assert len(chosen) == len(set(chosen)) <= num_nodes
     assert max(map(len, chosen), default=0) <= depth
-    assert all(not way[:-1] or way[:-1] in chosen[:place] for place, way in enumerate(chosen))
+    assert all(not way[:-1] or way[:-1] in chosen[:index] for index, way in enumerate(chosen))
     for size in range(num_nodes):
         assert list(best_tree(table, size, depth)) == chosen[:size]
 

@@ -27,8 +27,6 @@ class DecoderConfig:
     """Sizes and rules of a head's decoder layers.
 
     Attributes:
-        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
-        rms_norm_eps: of all norms.
         hidden_act: of the MLPs, by Transformers' name.
         rope: Transformers' ``rope_parameters``, with ``rope_type`` and ``rope_theta``.
         max_position_embeddings: of its training. It is no limit, see `max_len`.

@@ -218,7 +218,11 @@ class HeadFiles:
         self._check_whole(module, names)
         device = self.target.device
         try:
-            state = {name: self._moved(self.checkpoint.tensors[old]) for name, old in names.items()}
+            state = {}
+            for name, old in names.items():
+                tensor = self.checkpoint.tensors[old]
+                dtype = self.target.dtype if tensor.is_floating_point() else tensor.dtype
+                state[name] = tensor.to(device, dtype, copy=True)  # or memory that is short has the file read again
             module.load_state_dict(state, assign=True)
             module.to(device)  # buffers that no file holds
         except torch.OutOfMemoryError as error:
@@ -241,10 +245,6 @@ class HeadFiles:
         texts = [f"{_listed(bad)} {'is' if len(bad) == 1 else 'are'} {fault}" for fault, bad in faults.items() if bad]
         if texts:
             raise self.cannot(f"of its weights, {'; '.join(texts)}")
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        dtype = self.target.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.target.device, dtype, copy=True)  # or memory that is short has the file read again
 
 
 def _listed(names: Iterable[str]) -> str:

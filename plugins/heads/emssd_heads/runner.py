@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
@@ -12,7 +13,6 @@ from emssd.draft_models import DraftCache, fed
 from emssd.model.run.runner import likeliest, run_planned
 from emssd_heads.compiled import compiled_head
 from emssd_heads.head import Head
-from emssd_heads.layers import Attend
 
 __all__ = ["HeadRunner"]
 
@@ -75,14 +75,9 @@ class HeadRunner(DraftCache):
 
         return run_planned(self._backend, packed, lengths, first, one_pass)
 
-    def _attend(self, plan: StepPlan) -> Attend:
-        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self._backend.forward(plan, layer, query, key, value)
-
-        return attend
-
     def _compute(self, plan: StepPlan, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = self.head(inputs, plan.position_ids, self._attend(plan))[:, plan.logits_to_keep].flatten(0, 1)
+        outputs = self.head(inputs, plan.position_ids, partial(self._backend.forward, plan))
+        hidden = outputs[:, plan.logits_to_keep].flatten(0, 1)
         logits = self.head.own_logits(hidden)
         return (hidden,) if logits is None else (hidden, logits)
 
@@ -93,8 +88,8 @@ class HeadRunner(DraftCache):
         inputs = inputs.view(*plan.input_ids.shape, -1)
         outputs: tuple[torch.Tensor, ...]
         if self._compiled is not None:
-            step = self._backend.native_step(plan)
-            outputs = self._compiled(inputs, plan.position_ids, self._attend(plan), plan.logits_to_keep, step)
+            step, attend = self._backend.native_step(plan), partial(self._backend.forward, plan)
+            outputs = self._compiled(inputs, plan.position_ids, attend, plan.logits_to_keep, step)
         elif plan.replay is None:
             outputs = self._compute(plan, inputs)
         else:

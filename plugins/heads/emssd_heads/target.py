@@ -28,14 +28,7 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """Sizes of the model that a head drafts for.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        hidden_size: of its hidden states.
-        num_layers: decoder layers.
-        dtype, device: of the head's weights.
-    """
+    """Sizes of the model that a head drafts for, and the type and device of the head's weights."""
 
     vocab_size: int
     hidden_size: int

@@ -38,8 +38,8 @@ class Uneven(BudgetPolicy):
 
 def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     """The drafts of an engine, and how many tokens each pass of its drafter computed."""
-    own, drafts, computed = trial("eagle3"), Drafts(), list[int]()
-    load = own.load
+    case, drafts, computed = trial("eagle3"), Drafts(), list[int]()
+    load = case.load
 
     def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
         drafter: Any
@@ -48,8 +48,8 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
             drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
             backend = drafter._runner._backend
         else:
-            model = TargetModel(tiny_model("llama", seed=1, vocab_size=own.target.vocab_size))
-            drafter = draft_model_drafter(model, SHAPES[name], own.target.vocab_size)
+            model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
+            drafter = draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
             backend = drafter._runner.backend
         propose, plan = drafter.propose, backend.plan
 
@@ -65,10 +65,10 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
         drafter.propose, backend.plan = proposed, planned
         return drafter
 
-    own.load = loaded
+    case.load = loaded
     options = {"tree": "chain", "depth": 6, "path": random_head("eagle3")}
-    own.make_engine(options, batch_size=3).drafting.policy = Uneven()
-    own.decode(KINDS[kinds])
+    case.make_engine(options, batch_size=3).drafting.policy = Uneven()
+    case.decode(KINDS[kinds])
     return drafts, computed
 
 
@@ -76,25 +76,25 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
 @pytest.mark.parametrize("name", [*SHAPES, "eagle3"])
 def test_a_chain_is_what_is_drafted_level_by_level(name: str, kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of uneven lengths, beside rows that begin and end, and where tokens that are not sure end their chains."""
-    found = decoded(name, kinds)
+    drafted = decoded(name, kinds)
     monkeypatch.setattr(LevelDrafter, "_runs_chain", lambda *_: False)
-    assert decoded(name, kinds) == found
-    assert max(indptr[-1] for indptr, *_ in found[0]) > 6
-    assert name == "draft_model" or sum(min(sure) < 0.3 for _, _, sure in found[0] if sure) > 3
+    assert decoded(name, kinds) == drafted
+    assert max(indptr[-1] for indptr, *_ in drafted[0]) > 6
+    assert name == "draft_model" or sum(min(sure) < 0.3 for _, _, sure in drafted[0] if sure) > 3
 
 
 @pytest.mark.costly("compiles a head")
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_a_compiled_head_is_always_right(tree: str, kernels: None) -> None:
-    own = trial("eagle3")
-    load = own.load
+    case = trial("eagle3")
+    load = case.load
 
     def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
         drafter: Any = load(options, context)
         drafter._runner._compiled = CompiledHead(drafter._head)
         return drafter
 
-    own.load = loaded
-    own.make_engine({"tree": tree})
-    own.decode()
-    assert own.is_full()
+    case.load = loaded
+    case.make_engine({"tree": tree})
+    case.decode()
+    assert case.is_full()

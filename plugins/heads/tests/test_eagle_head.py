@@ -74,7 +74,7 @@ def test_rows_with_trees_run_together_as_each_way_alone(
     backend: str, num_layers: int, bias: bool, file: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = CONFIG | {"num_hidden_layers": num_layers}
-    weights = {name: each.to(dtype) for name, each in head_weights(config).items() if bias or name != "fc.bias"}
+    weights = {name: weight.to(dtype) for name, weight in head_weights(config).items() if bias or name != "fc.bias"}
     head = load(write_head(tmp_path, config, weights, file)).head
     trees = [(-1, -1, 0, 0, 1, 3), (-1, 0, 1)]
     rows = [
@@ -91,14 +91,14 @@ def test_rows_with_trees_run_together_as_each_way_alone(
 
 def test_embeddings_are_the_files_or_the_targets_and_logits_the_targets(tmp_path: Path) -> None:
     weights, table = head_weights(), numbers(V, H)
-    own = load(write_head(tmp_path / "own", CONFIG, weights))
+    whole = load(write_head(tmp_path / "own", CONFIG, weights))
     ids = torch.tensor([[7, 3]])
-    assert_same(own.head.embed(ids, pytest.fail), weights["embed_tokens.weight"].double()[ids])
+    assert_same(whole.head.embed(ids, pytest.fail), weights["embed_tokens.weight"].double()[ids])
     del weights["embed_tokens.weight"], weights["fc.bias"]
     bare = load(write_head(tmp_path / "bare", CONFIG, weights))
     assert_same(bare.head.embed(ids, lambda ids: table[ids]), table[ids])
     assert_same(bare.head.logits(numbers(3, H), lambda x: x @ table.T), numbers(3, H) @ table.T)
-    assert ("fc has a bias" in own.described, "fc has no bias" in bare.described) == (True, True)
+    assert ("fc has a bias" in whole.described, "fc has no bias" in bare.described) == (True, True)
 
 
 @looped(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads import Loaded
-from emssd_heads.hydra.heads import load_hydra
+from emssd_heads.hydra.drafter import load_hydra
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
@@ -47,10 +47,10 @@ def head_weights(num_layers: int = 1, *, dropout: bool = False) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     for h in range(HEADS):
         for layer in range(num_layers):
-            place = f"hydra_mlp.{h}.{2 * layer + 1 if dropout else layer}"
+            stem = f"hydra_mlp.{h}.{2 * layer + 1 if dropout else layer}"
             parts = ("linear",) if layer else ("linear", "res_connection")
             for part in parts:
-                shapes |= {f"{place}.{part}.weight": (H, H if layer else (h + 2) * H), f"{place}.{part}.bias": (H,)}
+                shapes |= {f"{stem}.{part}.weight": (H, H if layer else (h + 2) * H), f"{stem}.{part}.bias": (H,)}
         behind = f"hydra_lm_head.{h}{'.1' if dropout else ''}"
         shapes |= {f"{behind}.weight": (V, H), f"{behind}.bias": (V,)}
     return random_weights(shapes)
@@ -72,12 +72,12 @@ def dense_logits(
     w: Weights, head: int, hidden: torch.Tensor, embeds: torch.Tensor, num_layers: int = 1, *, dropout: bool = False
 ) -> torch.Tensor:
     x = torch.cat([hidden, *embeds.unbind(1)], -1)
-    w = {name: each.double() for name, each in w.items()}
+    w = {name: weight.double() for name, weight in w.items()}
     for layer in range(num_layers):
-        place = f"hydra_mlp.{head}.{2 * layer + 1 if dropout else layer}"
-        y = x @ w[f"{place}.linear.weight"].T + w[f"{place}.linear.bias"]
+        stem = f"hydra_mlp.{head}.{2 * layer + 1 if dropout else layer}"
+        y = x @ w[f"{stem}.linear.weight"].T + w[f"{stem}.linear.bias"]
         if not layer:
-            x = x @ w[f"{place}.res_connection.weight"].T + w[f"{place}.res_connection.bias"]
+            x = x @ w[f"{stem}.res_connection.weight"].T + w[f"{stem}.res_connection.bias"]
         x = x + y * torch.sigmoid(y)
     behind = f"hydra_lm_head.{head}{'.1' if dropout else ''}"
     return x @ w[f"{behind}.weight"].T + w[f"{behind}.bias"]

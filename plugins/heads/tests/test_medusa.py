@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads.loading import Loaded
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import read_trees
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import TargetSizes
@@ -62,7 +61,7 @@ def probabilities(weights: Weights, tokens: list[int]) -> list[list[float]]:
 
 def best_combinations(by_head: list[list[float]], ways: set[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
     """The `number` most probable of the paths whose tokens have these ranks."""
-    ranked = [sorted(range(VOCAB), key=lambda token, own=own: -own[token]) for own in by_head]
+    ranked = [sorted(range(VOCAB), key=lambda token, shares=shares: -shares[token]) for shares in by_head]
     products = {
         tuple(ranked[level][rank] for level, rank in enumerate(way)): math.prod(
             by_head[level][ranked[level][rank]] for level, rank in enumerate(way)
@@ -156,7 +155,7 @@ def assert_same(loaded: Loaded[ResidualHeads], weights: Weights, num_layers: int
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 def test_files_of_heads_alone(num_layers: int, file: str, tmp_path: Path) -> None:
-    weights = {name: each.half() for name, each in head_weights(num_layers).items()}
+    weights = {name: weight.half() for name, weight in head_weights(num_layers).items()}
     loaded = load(write_head(tmp_path, CONFIG | {"medusa_num_layers": num_layers}, weights, file))
     assert_same(loaded, weights, num_layers)
     assert loaded.described[0].startswith("5 Medusa heads (its config says 2) of")
@@ -165,13 +164,13 @@ def test_files_of_heads_alone(num_layers: int, file: str, tmp_path: Path) -> Non
 def test_heads_within_a_whole_model(tmp_path: Path) -> None:
     weights = head_weights()
     model = {"model.embed_tokens.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
-    within = {f"medusa_head.{name}": each for name, each in weights.items()}
+    within = {f"medusa_head.{name}": weight for name, weight in weights.items()}
     assert_same(load(write_head(tmp_path, CONFIG, model | within)), weights)
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
-    weights = {name: each for name, each in head_weights(num_tokens=7).items() if not name.endswith("bias")}
+    weights = {name: weight for name, weight in head_weights(num_tokens=7).items() if not name.endswith("bias")}
     other = {f"{prefix}token_map": torch.arange(7) * 5}
     for h in range(HEADS):
         other[f"{prefix}blocks.{h}.layers.0.weight"] = weights[f"{h}.0.linear.weight"]

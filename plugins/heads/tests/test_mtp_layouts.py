@@ -77,9 +77,9 @@ def made(kind: str, own_tables: bool = False) -> Made:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         longer: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-        for name, each in [*longer.named_parameters(), *longer.named_buffers()]:
+        for name, weight in [*longer.named_parameters(), *longer.named_buffers()]:
             if "rotary" not in name:
-                each.data = torch.randn(each.shape).to(each.dtype) * 0.4 + (1.0 if "norm" in name else 0.0)
+                weight.data = torch.randn(weight.shape).to(weight.dtype) * 0.4 + (1.0 if "norm" in name else 0.0)
         extra = {
             name: torch.randn(shape, dtype=torch.float64) * 0.4 + ("norm" in name) for name, shape in EXTRA.items()
         }
@@ -95,8 +95,8 @@ def made(kind: str, own_tables: bool = False) -> Made:
         weights[f"{LAYER}shared_head.head.weight"] = weights["lm_head.weight"].clone()
         weights[f"{LAYER}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     if kind.startswith("qwen"):
-        weights = {_as_mtp(name): each for name, each in weights.items() if "shared_head.head" not in name}
-        weights = {name: each for name, each in weights.items() if name != "mtp.layers.0.embed_tokens.weight"}
+        weights = {_as_mtp(name): weight for name, weight in weights.items() if "shared_head.head" not in name}
+        weights = {name: weight for name, weight in weights.items() if name != "mtp.layers.0.embed_tokens.weight"}
     values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": NUM_LAYERS}
     values |= {name: values[name][:NUM_LAYERS] for name in ("layer_types", "mlp_layer_types") if values.get(name)}
     (folder / "config.json").write_text(json.dumps(values))
@@ -168,12 +168,12 @@ def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(ki
     shared = load_mtp(made(kind).path, lent(kind))
     assert shared.head.lm_head is shared.head.embed_tokens is None
     assert "embeddings the target’s, vocabulary projection the target’s" in shared.described
-    own, borrowed = load_mtp(made(kind, True).path, lent(kind, True)), lent(kind, True).target
-    assert "embeddings its own, vocabulary projection its own" in own.described
+    whole, borrowed = load_mtp(made(kind, True).path, lent(kind, True)), lent(kind, True).target
+    assert "embeddings its own, vocabulary projection its own" in whole.described
     ids, extra = torch.tensor([3, 1, 22]), made(kind, True).extra
-    assert torch.equal(own.head.embed(ids, borrowed.embed), extra["embed_tokens"][ids])
+    assert torch.equal(whole.head.embed(ids, borrowed.embed), extra["embed_tokens"][ids])
     hidden = torch.randn(4, SIZE, dtype=torch.float64)
-    assert torch.allclose(own.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
+    assert torch.allclose(whole.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
 
 
 def broken(kind: str, folder: Path, change: Any = None, **config: Any) -> str:

@@ -88,8 +88,8 @@ class Naive:
 def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, backend: str) -> None:
     num_compared = 0
     plugin, more = (head, {}) if head in ("eagle", "mtp") else ("eagle3", {"layer_ids": "hs"})
-    own = trial(plugin)
-    load = own.load
+    case = trial(plugin)
+    load = case.load
 
     def loaded(options: Any, context: DrafterContext) -> Drafter:
         drafter: Any = load(options, context)
@@ -111,7 +111,7 @@ def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, bac
         drafter.propose = compared
         return drafter
 
-    own.load = loaded
-    engine = own.make_engine(options | more | {"path": random_head(head)}, backend)
+    case.load = loaded
+    engine = case.make_engine(options | more | {"path": random_head(head)}, backend)
     list(engine.run([Request(str(row), tuple(prompt), NUM_NEW) for row, prompt in enumerate(PROMPTS[:2])]))
     assert num_compared >= 4

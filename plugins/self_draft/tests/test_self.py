@@ -217,9 +217,9 @@ def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
     compiler.chmod(0o755)
     models = Path(__file__).parents[3] / "tests" / "models"
     files = [__file__, *(str(models / name) for name in ("test_bits.py", "test_int8.py"))]
-    own = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
+    environment = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *files]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert list((tmp_path / "cache").rglob("emssd_native.so"))
 

@@ -121,8 +121,8 @@ class CountsRows(Fault):
         self._grows = 1.0 + (len(packed.request_ids) > 1) * 1e-15
         return super().plan(packed)
 
-    def forward(self, *given: Any) -> torch.Tensor:
-        return super().forward(*given) * self._grows
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs) * self._grows
 
 
 class WrongAfterPieces(Fault):
@@ -147,7 +147,7 @@ def planned(change: Callable[[PackedInputs, StepPlan], dict[str, Any]]) -> Any:
 
 def computed(change: Callable[..., torch.Tensor]) -> Any:
     """The reference, whose results are changed; `change` also gets the values."""
-    return but(Fault, forward=lambda self, *given: change(DenseBackend.forward(self, *given), given[4]))
+    return but(Fault, forward=lambda self, *inputs: change(DenseBackend.forward(self, *inputs), inputs[4]))
 
 
 def using(change: Callable[[KVUsage], KVUsage]) -> Any:
@@ -213,5 +213,5 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.costly("plays random histories until the fault shows")
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    found = verdicts(suite("backend", make), rule)
-    assert broken(found) == {rule}, found
+    results = verdicts(suite("backend", make), rule)
+    assert broken(results) == {rule}, results

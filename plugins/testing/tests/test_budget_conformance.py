@@ -35,8 +35,8 @@ class Good(BudgetPolicy):
         self.accepted: dict[str, int] = {}
 
     def allot(self, step: BudgetStep) -> list[int]:
-        known = [1 + self.accepted.get(row.request_id, 1) for row in step.batch]
-        return [min(limit, length) for limit, length in zip(step.limits, known, strict=True)]
+        wanted = [1 + self.accepted.get(row.request_id, 1) for row in step.batch]
+        return [min(limit, length) for limit, length in zip(step.limits, wanted, strict=True)]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for row, nodes in zip(outcome.batch, outcome.accepted, strict=True):
@@ -145,11 +145,11 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(suite("budget", make), rule)).values()) == {rule}, found
+    assert set((results := verdicts(suite("budget", make), rule)).values()) == {rule}, results
 
 
 def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
     assert verdicts(suite("budget", Good)) == {}
-    found = verdicts(suite("budget", DRAWS, decides_at_random=True))
-    assert set(found.values()) == {"skipped: it decides at random, and its decisions are not compared"}
-    assert len(found) == 3
+    results = verdicts(suite("budget", DRAWS, decides_at_random=True))
+    assert set(results.values()) == {"skipped: it decides at random, and its decisions are not compared"}
+    assert len(results) == 3

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize("kind", SUITES)
 def test_each_rule_has_its_paragraph_in_the_order_of_reports(kind: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{kind}_rules.md").read_text(encoding="utf-8")
-    found = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
+    headings = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
     expected = [(rule.page.partition("#")[2], rule.name) for rule in rules_of(kind)]
-    assert [(anchor, name) for anchor, name, _ in found] == expected
+    assert [(anchor, name) for anchor, name, _ in headings] == expected
     assert " ".join(page.split()).count("To fix it:") == len(expected), "each paragraph ends with what to do"
     assert page.count("\n## ") == len(expected)
 

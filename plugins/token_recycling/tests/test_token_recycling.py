@@ -49,7 +49,7 @@ def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
 
 def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step() -> None:
     model = tiny_model(max_model_len=64)
-    said: dict[int, list[int]] = {}
+    best: dict[int, list[int]] = {}
 
     class Watched(TokenRecyclingDrafter):
         def observe(self, outcome: Outcome) -> None:
@@ -57,15 +57,15 @@ def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step(
                 before = before_of[row.request_id]
                 for way in [(), *paths(outcome.draft.tokens(number), outcome.draft.tree(number))]:
                     logits = model(torch.tensor([[*before, *way]])).logits[0, -1]
-                    said[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
+                    best[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
                 before_of[row.request_id] = list(row.tokens)
             super().observe(outcome)
-            assert {token: self._table[token] for token in said} == said
+            assert {token: self._table[token] for token in best} == best
 
     before_of = {"0": PROMPTS[0]}
     watched = Watched(TokenRecyclingConfig(num_candidates=3, num_nodes=6, depth=3))
     engine_of(TargetModel(model), watched, BACKENDS["paged-grows"]()).generate(PROMPTS[:1], 20, ignore_eos=True)
-    assert len(said) > 3
+    assert len(best) > 3
 
 
 def outcome_of(drafter: TokenRecyclingDrafter, row: Row, targets: Seq[int], candidates: Seq[Seq[int]]) -> Outcome:

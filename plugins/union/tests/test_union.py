@@ -65,7 +65,7 @@ class Told(Drafter):
 
 
 def union(*drafters: Drafter, on_error: str = "fail") -> UnionDrafter:
-    return UnionDrafter([CheckedDrafter(each, None, VOCAB_SIZE, on_error=on_error) for each in drafters])
+    return UnionDrafter([CheckedDrafter(drafter, None, VOCAB_SIZE, on_error=on_error) for drafter in drafters])
 
 
 def chains(*rows: list[int]) -> Draft:
@@ -91,8 +91,8 @@ def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
     for row, sequence in enumerate(batch):
         for path in [(), *paths_of(draft, row)]:
             chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
-    found = verify(torch.tensor(chosen), batch.rows, draft)
-    accepted, targets = ([getattr(each, name) for each in found] for name in ("accepted", "target_ids"))
+    rows = verify(torch.tensor(chosen), batch.rows, draft)
+    accepted, targets = ([getattr(row, name) for row in rows] for name in ("accepted", "target_ids"))
     return Outcome(batch, draft, tuple(accepted), tuple(targets))
 
 
@@ -119,13 +119,13 @@ def test_each_drafter_hears_what_verifying_its_own_draft_would_have_told(
     draft = draft.cut([min(length, kept[row]) for row, length in enumerate(draft.lengths)])
     whole.observe(verified(batch, draft, seed))
     left = [set(paths_of(draft, row)) for row in names]
-    for drafter, own in zip(drafters, offered, strict=True):
+    for drafter, proposed in zip(drafters, offered, strict=True):
         (heard,) = drafter.outcomes
         assert heard.batch is batch
         for row in names:
-            there = [path in left[row] for path in paths_of(own, row)]
+            there = [path in left[row] for path in paths_of(proposed, row)]
             assert heard.draft.lengths[row] == (there.index(False) if False in there else len(there))
-        expected = verified(batch, own.cut(heard.draft.lengths), seed)
+        expected = verified(batch, proposed.cut(heard.draft.lengths), seed)
         assert torch.equal(heard.draft.token_ids, expected.draft.token_ids)
         assert heard.draft.parents == expected.draft.parents
         assert [list(nodes) for nodes in heard.accepted] == [list(nodes) for nodes in expected.accepted]
@@ -234,7 +234,7 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
 
 
 def test_all_are_told_to_forget_and_to_begin_anew() -> None:
-    told = [Told(chains([])), Told(chains([]))]
-    union(*told).release(iter(["a", "never seen"]))
-    union(*told).reset()
-    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
+    both = [Told(chains([])), Told(chains([]))]
+    union(*both).release(iter(["a", "never seen"]))
+    union(*both).reset()
+    assert [(drafter.released, drafter.num_resets) for drafter in both] == [(["a", "never seen"], 1)] * 2

@@ -27,14 +27,12 @@ __all__ = ["DFlashDrafter"]
 
 
 class DFlashDrafter(SlotDrafter, StatesDrafter):
-    """Drafts with a head that has a KV cache of its own.
+    """Drafts with a head that has a KV cache of its own, with keys and values of features.
 
-    Its cache holds keys and values of features: what the target's hidden states of several layers give for each token
-    that the target has computed, at the token's own position. A block is a row's newest token and then masks. It is
-    always as long as the head was trained for, and its KV is dropped at once.
+    A feature is made of the target's hidden states of a token, at the token's own position. A block is a row's newest
+    token and then masks. It is as long as the head was trained for, and its KV is dropped at once.
 
-    Where the logits of a slot depend on the token before it, tokens are chosen one after the other. The confidence is
-    that of the head, where it has one.
+    Tokens are chosen one after the other if logits depend on the token before. A head may have a confidence of its own.
     """
 
     def __init__(self, runner: BlockRunner, target: BorrowedTarget, num_speculative_tokens: int) -> None:
@@ -85,8 +83,8 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         anchor, before = (
             on_device([row.tokens[max(-back, -len(row.tokens))] for row in rows], hidden.device) for back in (1, 2)
         )
-        known = (anchor, None) if self._variant.from_anchor else (before, anchor)
-        refined: torch.Tensor = head.refines(logits, hidden.view(*in_blocks, -1), *known, head.to_target)
+        first = (anchor, None) if self._variant.from_anchor else (before, anchor)
+        refined: torch.Tensor = head.refines(logits, hidden.view(*in_blocks, -1), *first, head.to_target)
         return refined.flatten(0, 1)
 
     def _blocks(self, rows: Seq[GrowingRow]) -> torch.Tensor:

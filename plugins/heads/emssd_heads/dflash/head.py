@@ -23,8 +23,8 @@ from emssd_heads.layers import rotated
 __all__ = ["BlockAttend", "BlockHead"]
 
 BlockAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer's index, queries ``[m, num_heads, head_dim]`` of blocks, and keys and values ``[c + m, num_kv_heads,
-head_dim]`` of features and blocks, what attention gives, ``[m, num_heads, head_dim]``."""
+"""Attention ``[m, num_heads, head_dim]`` of a layer's index, queries of blocks, of that shape, and keys and values of
+features and blocks, ``[c + m, num_kv_heads, head_dim]``."""
 
 
 class _Convolution(nn.Module):
@@ -63,9 +63,9 @@ class _BlockLayer(HeadLayer):
         )
 
     def block(self, hidden: torch.Tensor, features: torch.Tensor, angles: Angles, attend: BlockAttend) -> torch.Tensor:
-        """Hidden states ``[m, hidden_size]`` of `hidden`, those of blocks.
+        """Hidden states ``[m, hidden_size]`` of blocks, from `hidden` of that shape.
 
-        The `features` ``[c, hidden_size]`` are not normed again. There are `angles` of features, and then of blocks.
+        The `features` ``[c, hidden_size]`` are not normed again; their `angles` come before the angles of blocks.
         """
         attention, normed, finish = self.self_attn, self.input_layernorm(hidden), _unchanged
         if self.attention_conv is not None:
@@ -140,10 +140,7 @@ class BlockHead(Vocabulary):
         return replace(layer, key_dim=layer.key_dim + 1, sliding_window=wide)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_states * target_hidden_size]``.
-
-        Hidden states of one token stand beside each other, in the order of the variant's `layers`.
-        """
+        """Features ``[n, hidden_size]`` of the target's hidden states, ``[n, states * target_hidden_size]``."""
         return cast("torch.Tensor", self.hidden_norm(self.fc(hidden)))
 
     def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:

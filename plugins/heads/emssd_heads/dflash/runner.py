@@ -72,7 +72,8 @@ class BlockRunner(DraftCache):
                     ("features", features, sizes.features),
                 )
             )
-        positions, keys, *queries = index.split_with_sizes(sizes.of_index)
+        parts = [sizes.features + sizes.blocks, sizes.step, *[sizes.step, sizes.blocks] * 2]
+        positions, keys, *queries = index.split_with_sizes(parts)
 
         def compute() -> torch.Tensor:
             hidden: torch.Tensor = self.head(embeds, features, positions, self._attend(plan, keys, queries))
@@ -132,11 +133,6 @@ class _Sizes(NamedTuple):
     step: int
     features: int
     blocks: int
-
-    @property
-    def of_index(self) -> list[int]:
-        """Of the parts of `BlockRunner._index`."""
-        return [self.features + self.blocks, self.step, *[self.step, self.blocks] * 2]
 
 
 def _filled(values: list[int], size: int, value: int = 0) -> list[int]:

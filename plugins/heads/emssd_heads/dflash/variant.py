@@ -68,7 +68,7 @@ class Variant:
 
     @property
     def confidence_reads_markov(self) -> bool:
-        """Whether that reads the table of what follows which token, too."""
+        """Whether that layer also reads the Markov head."""
         return self.sizes("confidence_head.proj.")["weight"][-1] != self.decoder.hidden_size
 
     @property

@@ -46,8 +46,7 @@ class Eagle3Config(TreeOptions):
 
 
 def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
-    from emssd_heads.eagle3.drafters import ParallelDrafter
-    from emssd_heads.eagle3.loading import load_eagle3
+    from emssd_heads.eagle3.drafter import ParallelDrafter, load_eagle3
 
     shape, lent = shape_of(config, "emssd_heads", top_k=config.top_k), TargetWeights.by(context, "eagle3")
     layer_ids = LayerIds(config.layer_ids)

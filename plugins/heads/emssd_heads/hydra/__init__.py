@@ -32,8 +32,7 @@ class HydraConfig(TreeOptions):
 
 
 def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.hydra.drafter import HydraDrafter
-    from emssd_heads.hydra.heads import load_hydra
+    from emssd_heads.hydra.drafter import HydraDrafter, load_hydra
 
     lent = TargetWeights.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))

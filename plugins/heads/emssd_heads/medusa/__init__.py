@@ -31,8 +31,7 @@ class MedusaConfig(HeadTreeOptions):
 
 
 def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.medusa.drafter import MedusaDrafter
-    from emssd_heads.medusa.heads import load_medusa
+    from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 
     lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head

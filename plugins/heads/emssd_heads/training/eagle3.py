@@ -57,7 +57,7 @@ def recipe(options: Eagle3Options, target: TargetModel, _: object, dtype: torch.
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a head reads: those of EAGLE-3's authors; in a shallow target, others."""
+    """The hidden states that a head reads: those of EAGLE-3's authors, or of all depths of a shallow target."""
     authors = (2, num_layers // 2, num_layers - 3)
     if authors[0] < authors[1] < authors[2]:
         return authors
@@ -155,8 +155,8 @@ def new_head(
 class _ChainAttention:
     """Attention of all passes over `b` sequences of `m` pairs.
 
-    In pass `k`, pair ``j`` sees the pairs that it sees while drafting: in pass 0 those up to ``j - k``, which are
-    committed, and in each pass ``i`` from 1 to `k` the drafted pair ``j - k + i``. Pairs below `k` stand for no draft,
+    In pass `k`, pair ``j`` sees the pairs that it sees while drafting: in pass 0 the committed ones up to
+    ``j - k``, and in each pass ``i`` from 1 to `k` the drafted pair ``j - k + i``. Pairs below `k` stand for no draft,
     and their outputs mean nothing.
     """
 

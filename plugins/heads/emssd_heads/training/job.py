@@ -113,7 +113,7 @@ def _of_few_tokens(options: TrainOptions, vocab_size: int, console: Console) -> 
 
 
 def _train(folder: Path, texts: Seq[Text], recipe: Recipe, options: TrainOptions, console: Console) -> None:
-    if not (usable := [text for text in texts if text.can_teach]):
+    if not (usable := [text for text in texts if len(text.output) > 1]):  # drafts begin after the first new token
         raise ConfigError("the target ends all texts at once, so there is nothing to learn; give other prompts")
     loss, save = recipe.begin(texts)
     with Bar(console, "training", 1) as bar:

@@ -1,4 +1,4 @@
-"""The training loop, which is that of Transformers: batches, optimiser, schedule, checkpoints, and how it goes on."""
+"""The training loop of Transformers: batches, optimiser, schedule, checkpoints, and how an interrupted one goes on."""
 
 from __future__ import annotations
 
@@ -39,10 +39,9 @@ def check_can_train() -> None:
 def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
     """Train what `loss` has to train. An interrupted training goes on from its last checkpoint exactly.
 
-    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait.
-
-    The optimiser is AdamW, with the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a
-    25th of the steps, and then falls as a cosine.
+    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait. The optimiser is AdamW, with
+    the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a 25th of the steps, and then
+    falls as a cosine.
 
     Args:
         loss: see `emssd_heads.training.shared.Trainee`.
@@ -53,7 +52,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     on_cpu = next(loss.parameters()).device.type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=1,  # of `_Batches`
+        per_device_train_batch_size=1,  # of batches
         num_train_epochs=options.epochs,
         learning_rate=options.lr,
         lr_scheduler_type="cosine",
@@ -74,8 +73,9 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
         dataloader_pin_memory=not on_cpu,
         use_cpu=on_cpu,
     )
-    batches, steps = _Batches(texts, options.rows), _Steps(tell)
-    collate = partial(_arguments, learn_prompts=options.learn_prompts)
+    by_length = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))  # so that little is padded
+    batches: Any = [by_length[first : first + options.rows] for first in range(0, len(texts), options.rows)]
+    steps, collate = _Steps(tell), partial(_arguments, learn_prompts=options.learn_prompts)
     trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[steps])
     trainer.remove_callback(PrinterCallback)
     before: Any = signal.getsignal(signal.SIGINT)
@@ -93,20 +93,6 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
             signal.signal(signal.SIGINT, before)
     if steps.interrupted:
         raise KeyboardInterrupt
-
-
-class _Batches(torch.utils.data.Dataset[Seq[Text]]):
-    """Batches of texts that are about equally long, so that little is padded. Which go together never changes."""
-
-    def __init__(self, texts: Seq[Text], rows: int) -> None:
-        by_length = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
-        self._batches = [by_length[first : first + rows] for first in range(0, len(texts), rows)]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, index: int) -> Seq[Text]:
-        return self._batches[index]
 
 
 def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:

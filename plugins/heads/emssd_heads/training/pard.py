@@ -1,8 +1,8 @@
 """A PARD model: an ordinary draft model with a mask, the loss that it learns to fill in masks with, and its files.
 
 An et al. 2025, PARD, arXiv 2504.18583, §3.2. The token that is drafted `k`-th is a subtask of its own: ``k - 1`` masks
-follow the text. Here all subtasks of all places of a text go through the model at once. None is left out (the paper's
-conditional drop of tokens).
+follow the text. Here all subtasks of all positions of a text go through the model at once, and none is left out by the
+paper's conditional drop of tokens.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _load_draft(options: PardOptions, target: TargetModel, tokenizer: Any) -> tu
 
 
 def with_mask(draft: TargetModel) -> tuple[TargetModel, int]:
-    """`draft` with a mask, and the mask's id: that of a PARD model, or else a new one, which begins as the mean of all.
+    """`draft` with a mask, and the mask's id. A model without one gets a new token, which begins as the mean of all.
 
     The model itself is changed.
     """
@@ -80,7 +80,6 @@ class Masked:
         input_ids: ``[b, n]``.
         first: the first position that a chain begins after.
         num_masks: of a chain; masks after the last position but one are left out.
-        mask: its id.
 
     Attributes:
         begin, depth: ``[m]`` of each mask the position that its chain begins after, and its number in the chain, from

@@ -44,11 +44,6 @@ class Text:
     prompt: tuple[int, ...]
     output: tuple[int, ...]
 
-    @property
-    def can_teach(self) -> bool:
-        """Whether a draft has a place in it: after the first new token."""
-        return len(self.output) > 1
-
 
 def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
     """The `count` tokens that are most frequent in new tokens, in order of their ids; ``None`` for all tokens.

@@ -1,6 +1,7 @@
 """Drafters are trained on what they read while they draft: training gives the logits of each depth that drafting gives.
 
-Oracle: the drafter, in float64, in an engine. And what always agrees with its target has nothing to learn.
+Oracle: the drafter, in float64, in an engine. A drafter that always agrees with its target has nothing to learn. New
+drafters begin with certain weights, layers and tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import pytest
 import torch
 from emssd_heads import HeadRunner, PairedDrafter
 from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
-from emssd_heads.training.eagle3 import UnrolledLoss, head_config, new_head, save_head
+from emssd_heads.training.eagle3 import UnrolledLoss, default_layers, head_config, new_head, save_head
 from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
 from emssd_heads.training.options import Eagle3Options, MedusaOptions
 from emssd_heads.training.pard import PardLoss, with_mask
 from emssd_heads.training.shared import Teacher, choosable, divergence
+from emssd_heads.training.texts import Text, frequent_tokens
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from torch import nn
@@ -47,6 +48,7 @@ from tests.support.perfect_head import SIZE as HEAD_SIZE
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle3
 from tests.support.perfect_medusa import SIZE, lagging_target, write_perfect_medusa
 from tests.support.right_drafters import LONG_PROMPTS
+from tests.support.tiers import looped
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -66,11 +68,10 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
 
     def noted(self: Any, batch: Any, budget: Any) -> Any:
         draft = propose(self, batch, budget)
-        rows = [(list(row.tokens), place) for place, row in enumerate(batch) if draft.lengths[place]]
-        found = levels([draft.lengths[place] for _, place in rows])
-        for (tokens, place), logits in zip(rows, found, strict=True):
-            own = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-            drafts.append((tokens + own, len(own), logits))
+        chains = zip(batch, draft.token_ids.split(draft.lengths), strict=True)
+        rows = [(list(row.tokens), chain.tolist()) for row, chain in chains if len(chain)]
+        for (tokens, chain), logits in zip(rows, levels([len(chain) for _, chain in rows]), strict=True):
+            drafts.append((tokens + chain, len(chain), logits))
         return draft
 
     patch.setattr(drafter, "propose", noted)
@@ -90,27 +91,10 @@ def watch_slots(patch: pytest.MonkeyPatch, drafter: Any) -> Drafted:
     return watch(patch, drafter, lambda lengths: [[*logits] for logits in levels[: len(lengths)]])
 
 
-def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
-    """Collect what a method returns."""
-    found, method = list[Any](), getattr(owner, name)
+def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, drafted: torch.Tensor | None = None) -> None:
+    """Assert that a loss, with its code in `module`, compares the logits of drafts if nothing before them counts.
 
-    def noted(*arguments: Any) -> Any:
-        found.append(method(*arguments))
-        return found[-1]
-
-    patch.setattr(owner, name, noted)
-    return found
-
-
-def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
-    """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
-
-    Args:
-        drafts: see `watch`.
-        loss: of what drafted.
-        module: that has its code.
-        teacher: of the loss.
-        known: ids that can be drafted.
+    Only the tokens `drafted` can be drafted.
     """
     assert {length for _, length, _ in drafts} >= {1, DEPTH}
     held = 0
@@ -125,7 +109,7 @@ def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(module, "divergence", noted)
             loss(ids, torch.tensor([newest]), torch.tensor([len(tokens)]))
-            counts = choosable(teacher(ids).logits, known)[0]
+            counts = choosable(teacher(ids).logits, drafted)[0]
         if counts[newest : newest + length].all():
             held += 1
             assert len(compared) == length
@@ -171,7 +155,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
     architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = deep_model(architecture)
-    head = eagle3_head(model, tmp_path, **options)
+    head, given = eagle3_head(model, tmp_path, **options), list[Any]()
 
     def levels(lengths: list[int]) -> list[list[torch.Tensor]]:
         left = [iter(logits) for _, logits in given]  # of each pass the rows whose drafts are that long
@@ -179,7 +163,8 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         return [[next(left[depth]) for depth in range(length)] for length in lengths]
 
     with monkeypatch.context() as patch:
-        given = returned(patch, HeadRunner, "run_to_logits")
+        run = HeadRunner.run_to_logits
+        patch.setattr(HeadRunner, "run_to_logits", lambda *step: given.append(run(*step)) or given[-1])
         drafts = watch(patch, PairedDrafter, levels)
         decode(model, Eagle3Config(path=str(tmp_path), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
@@ -287,3 +272,42 @@ def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> No
     head, teacher = eagle3_head(model, tmp_path, drafted=[5]), Teacher(model, LAYERS)
     assert 5 not in teacher(text).logits.argmax(-1)
     assert UnrolledLoss(head, teacher, 1)(text, torch.tensor([1]), torch.tensor([7]))["losses"].tolist() == [0]
+
+
+def test_new_heads_begin_as_the_targets_own_projection() -> None:
+    model = TargetModel(tiny_model("llama"))
+    heads = new_heads(MedusaOptions("m", "d", "o", depth=2, num_layers=2), model, [4, 7])
+    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = hidden @ model.model.get_output_embeddings().weight[[4, 7]].T
+    for head in range(2):
+        torch.testing.assert_close(heads(head, hidden), wanted, rtol=0, atol=0)
+
+
+@looped("tied", [True, False])
+def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
+    model: Any = tiny_model("llama", tie_word_embeddings=tied)
+    before = model.get_input_embeddings().weight.detach().clone()
+    draft, mask = with_mask(TargetModel(model))
+    assert (mask, draft.vocab_size, draft.model.config.pard_token) == (61, 62, 61)
+    after = draft.model.get_input_embeddings().weight
+    torch.testing.assert_close(after[:61], before, rtol=0, atol=0)
+    torch.testing.assert_close(after[61], before.mean(0))
+    assert (after is draft.model.get_output_embeddings().weight) == tied
+    again, same = with_mask(draft)
+    assert (again, same) == (draft, 61)
+
+
+@looped(
+    "num_layers, chosen",
+    [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (1, 3, 6)), (3, (1, 2, 3)), (2, (0, 1, 2)), (1, (0, 1))],
+)
+def test_hidden_layers_by_default(num_layers: int, chosen: tuple[int, ...]) -> None:
+    assert default_layers(num_layers) == chosen
+
+
+def test_the_most_frequent_new_tokens_are_drafted() -> None:
+    texts = [Text((7, 7, 7), (4, 1, 4)), Text((7,), (1, 6, 4))]
+    assert frequent_tokens(texts, 9, 3) == [1, 4, 6]
+    assert frequent_tokens(texts, 9, 5) == [0, 1, 2, 4, 6]
+    assert frequent_tokens(texts, 9, 9) is None
+    assert frequent_tokens(texts, 9, None) is None

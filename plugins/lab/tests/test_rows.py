@@ -1,33 +1,29 @@
-"""Rows that are refused, with their sentences, and the console's output."""
+"""Files that are read, and those that are refused with a sentence."""
 
 from __future__ import annotations
 
-import io
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from emssd_lab.report.__main__ import main
 from emssd_lab.report.rows import Row, read, read_rows
-from emssd_lab.report.summary import summary
-from rich.console import Console
 
 from tests.support.tiers import looped
 
-from .conftest import measured, value, write, write_run
+from .conftest import value, write, write_run
 
 GOOD = json.dumps(value()) + "\n\n"  # an empty line counts
 
 
-def bad(*place: str, is_now: object = None) -> str:
-    """A good row, and one that lacks what is at `place`, or has something else there."""
+def bad(*path: str, is_now: object = None) -> str:
+    """A good row, and one that lacks a field, or has another value there."""
     row = value()
-    *groups, name = place
+    *groups, name = path
     group: Any = row
-    for each in groups:
-        group = group[each]
+    for key in groups:
+        group = group[key]
     if is_now is None:
         del group[name]
     else:
@@ -36,7 +32,7 @@ def bad(*place: str, is_now: object = None) -> str:
 
 
 @looped(
-    "file, text, said",
+    "file, text, error",
     [
         ("nowhere", None, "there is no {}"),
         (".", None, "python -m emssd -m experiment="),
@@ -60,24 +56,21 @@ def bad(*place: str, is_now: object = None) -> str:
         ("other.json", '{"decode_tokens_per_second": 1.0}', "has no title"),
         ("rows.jsonl --name ../x", GOOD, "--name is '../x'"),
         ("rows.jsonl --out rows.jsonl/out", GOOD, "cannot write the report to {}/out"),
-        ("rows.jsonl", GOOD, 'pip install "emssd[plots]"'),
     ],
 )
 def test_wrong_input_ends_with_one_sentence(
-    file: str, text: str | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    file: str, text: str | None, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     if text is not None:
         Path("other.json" if file.startswith("other") else "rows.jsonl").write_text(text)
-    if "plots" in said:
-        monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit) as stop:
         main(file.split())
     assert stop.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("emssd_lab.report: error: ")
-    assert said.format(file.split()[0]) in line
+    assert error.format(file.split()[0]) in line
     assert not Path("report").exists()
 
 
@@ -89,39 +82,21 @@ def test_everything_in_a_folder_is_found_and_nothing_twice(tmp_path: Path) -> No
         write_run(results / folder)
     (results / "fig1" / "0" / "metrics.json").write_text("no JSON")
     write(results / "fig1" / "ablation", [value("ablation", "greedy")])
-    found = read([tmp_path, results / "fig1", rows])
-    assert [row.experiment for row in found.rows] == ["fig1", "fig1", "ablation"]
-    assert [Path(each.name).relative_to(tmp_path).as_posix() for each in found.runs] == [
+    material = read([tmp_path, results / "fig1", rows])
+    assert [row.experiment for row in material.rows] == ["fig1", "fig1", "ablation"]
+    assert [Path(folder).relative_to(tmp_path).as_posix() for folder in material.runs] == [
         "results", "results/fig1/other", "results/sweep/0",
     ]  # fmt: skip
 
 
 @looped("end", ["\u2028", "\u2029", "\x85"])
-def test_a_row_keeps_what_it_was_given_and_what_only_unicode_calls_a_lines_end_ends_none(
-    end: str, tmp_path: Path
-) -> None:
-    given = value("fig1", "ragged", batch_size=16, repeat=3, options=[f"data.template=a{end}b"])
+def test_a_line_that_only_unicode_calls_ended_goes_on(end: str, tmp_path: Path) -> None:
+    written = value("fig1", "ragged", batch_size=16, repeat=3, options=[f"data.template=a{end}b"])
     write(tmp_path, [])
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join([json.dumps(given, ensure_ascii=False)] * 2) + "\n", encoding="utf-8")
+    path.write_text("\n".join([json.dumps(written, ensure_ascii=False)] * 2) + "\n", encoding="utf-8")
     for row in (rows := read_rows(path)):
         assert isinstance(row, Row)
         assert (row.source, row.method, row.batch_size, row.repeat) == (str(path), "ragged", 16, 3)
         assert (row.metrics.num_new_tokens, row.options) == (40, (f"data.template=a{end}b",))
     assert len(rows) == 2
-
-
-def _shown(rows: list[dict[str, Any]]) -> str:
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(*summary(rows), sep="\n")
-    return console.export_text()
-
-
-def test_the_console_shows_speedups_spread_and_what_is_missing() -> None:
-    rows = list(measured("fig1", ("greedy", "vanilla")))
-    text = _shown(rows)
-    assert "fig1: demo · llma · demo, 6 prompts, 64 new tokens · float32" in text
-    ratios = [1.3 * (1 - 0.01 * repeat) / (1 + 0.01 * repeat) for repeat in (1, 2, 3)]
-    assert f"{ratios[1]:.2f} ({ratios[2]:.2f}–{ratios[0]:.2f})" in text
-    without = [row for row in rows if row["method"] != "greedy" or row["repeat"] != 2]
-    assert "baseline in 2 of 3 repeats" in _shown(without)

@@ -29,7 +29,7 @@ def test_a_trace_file_gives_the_trace_back(tmp_path: Path) -> None:
 
 
 @looped(
-    ("make", "said"),
+    ("make", "error"),
     [
         (lambda: StageTrace((2, 0, 1), (1, 0)), "not as many entries"),
         (lambda: StageTrace((2, 0, 1), (3, 0, 0)), "3 of 2 drafted tokens are right at position 0 of 3"),
@@ -43,8 +43,8 @@ def test_a_trace_file_gives_the_trace_back(tmp_path: Path) -> None:
         (lambda: Trace((2,), (REQUEST,)), r"at most \[2\]"),
     ],
 )
-def test_a_trace_that_contradicts_itself_is_refused(make: Callable[[], object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_trace_that_contradicts_itself_is_refused(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         make()
 
 
@@ -97,7 +97,7 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "error"),
     [
         (["run", "--p", "1.5"], "p is 1.5"),
         (["run", "--batch-size", "0"], "batch_size is 0"),
@@ -112,20 +112,24 @@ def test_run_makes_up_requests(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_wrong_input_ends_with_a_sentence(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    error: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2
-    error = capsys.readouterr().err
-    assert error.startswith("emssd_lab.simulate: error: ")
-    assert said in error
+    shown = capsys.readouterr().err
+    assert shown.startswith("emssd_lab.simulate: error: ")
+    assert error in shown
 
 
 def test_the_commands_in_the_docs_that_need_no_model_run() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text(encoding="utf-8")
-    found = re.findall(r"^python -m emssd\.simulate (run (?!--trace).*)$", text, flags=re.MULTILINE)
-    assert found
-    for command in found:
+    text = (Path(__file__).parents[3] / "docs" / "simulator.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^python -m emssd_lab\.simulate (run (?!--trace).*)$", text, flags=re.MULTILINE)
+    assert commands
+    for command in commands:
         main(shlex.split(command))

@@ -7,10 +7,9 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from emssd_lab.simulate import Simulator, TreeLaw, geometric_trace
+from emssd_lab.simulate import PRESETS, Simulator, TreeLaw, geometric_trace
 from emssd_lab.simulate.appendix import QUANTITIES, acceptance_pmf, appendix_points, expected, max_pmf
-from emssd_lab.simulate.curves import StepCurve
-from emssd_lab.simulate.trace_drafter import TreeDrafter
+from emssd_lab.simulate.trace_drafter import TraceDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,28 +105,20 @@ def test_values_outside_of_their_ranges_are_refused(call: object) -> None:
 TRACE = geometric_trace(0.5, 24, num_speculative_tokens=4, num_prompt=8, max_new_tokens=64)
 
 
-class Steep(StepCurve):
-    """A machine on which 20 tokens take twice as long as none, and drafting nothing."""
-
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        return 1.0 + num_tokens / 20
-
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        return 0.0
-
-
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(0, 12), st.integers(0, 9))
 def test_what_is_accepted_is_what_the_law_says(branches: list[int], num_tokens: int, seed: int) -> None:
     law = TreeLaw(branches, [[0.5, 0.3, 0.1]], seed)
     scheduler, budget = ContinuousScheduler(8), FixedBudget(num_tokens)
-    simulation = Simulator(TRACE, scheduler, budget, Steep(), drafters=[TreeDrafter(TRACE, law)]).run()
+    simulation = Simulator(
+        TRACE, scheduler, budget, PRESETS["8b-1xh100"], drafters=[TraceDrafter(TRACE, law=law)]
+    ).run()
     for row in simulation.sequences:
         position = steps = 0
         while position < 64:
-            right, way = law.right(row.request_id, position)[:num_tokens], -1
+            right, node = law.right(row.request_id, position)[:num_tokens], -1
             depth = 0
-            while children := [n for n, ok in enumerate(right) if ok and law.parents[n] == way]:
-                (way,), depth = children, depth + 1
+            while children := [n for n, ok in enumerate(right) if ok and law.parents[n] == node]:
+                (node,), depth = children, depth + 1
             position, steps = position + min(depth, 64 - position - 1) + 1, steps + 1
         assert row.num_steps == steps
     assert simulation.report.num_new_tokens == 24 * 64

@@ -1,20 +1,43 @@
-"""Loads EAGLE-3 heads of the original repository, of SpecForge and SGLang, and of the container of ``speculators``."""
+"""Loads EAGLE-3 heads of the original repository, of SpecForge and SGLang, and of the container of ``speculators``.
+
+`ParallelDrafter` drafts all levels in one pass, with a head that was trained for that (P-EAGLE).
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence as Seq
+from typing import cast
 
-from emssd_heads import LAST_NORMED, Format, HeadFiles, Loaded, TargetSizes
+import torch
+
+from emssd.draft_models import GrowingRow, SlotDrafter
+from emssd_heads import LAST_NORMED, Format, HeadFiles, Loaded, PairedDrafter, TargetSizes
 from emssd_heads.eagle3 import LayerIds
 from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.variant import Variant, variant_of
 
-__all__ = ["load_eagle3"]
+__all__ = ["ParallelDrafter", "load_eagle3"]
 
 _OLD_NORMS = {
     f"aux_norm_{name}.weight": f"fc_norm.{number}.weight" for number, name in enumerate(("low", "mid", "high"))
 }
 _LATER_NORM = re.compile(r"(layers\.[1-9]\d*\.)hidden_norm\.weight$")
+
+
+class ParallelDrafter(SlotDrafter, PairedDrafter):
+    """Drafts with a head for which a mask stands in the place of each token that is drafted.
+
+    After the pairs of a row, the head reads as many masks as the draft has further levels, in the same pass. The
+    output at the n-th is for all nodes of level ``n + 1``.
+    """
+
+    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        head = cast("Eagle3Head", self._head)
+        packed, features = self.pack_new(rows, (head.mask_token_id or 0, head.mask_feature()))
+        logits = self._run(packed, self._inputs(packed.input_ids, features))
+        self._have_used(rows)
+        return logits
 
 
 def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.auto) -> Loaded[Eagle3Head]:
