@@ -92,7 +92,7 @@ def expected_of(name: str, dtype: torch.dtype) -> list[tuple[int, ...]]:
 
 
 def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], config: Any) -> Drafter:
-    known, vocabulary = {str(i): tokens for i, tokens in enumerate(expected)}, target.vocab_size
+    references, vocabulary = {str(i): tokens for i, tokens in enumerate(expected)}, target.vocab_size
     match name:
         case "llma":
             drafter: Drafter = Registry().find("drafter", "llma").build(LLMAConfig(), None)
@@ -101,13 +101,13 @@ def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], 
             backend = make_backend(target.kv_cache_spec(3), config, Registry())
             return DraftModelDrafter(CausalLMRunner(target, backend), vocabulary, 4)
         case "perfect":
-            return PerfectDrafter(vocabulary, 5, known)
+            return PerfectDrafter(vocabulary, 5, references)
         case "wrong":
-            return WrongDrafter(vocabulary, 5, known)
+            return WrongDrafter(vocabulary, 5, references)
         case "random":
-            return RandomDrafter(vocabulary, 5, known, seed=3)
+            return RandomDrafter(vocabulary, 5, references, seed=3)
         case "tree":
-            return TreeDrafter(vocabulary, 9, known, seed=3)
+            return TreeDrafter(vocabulary, 9, references, seed=3)
     return RandomDrafter(vocabulary, 0)
 
 
