@@ -115,6 +115,8 @@ class StepPlan:
             step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
+        compile: for recorded passes, called with the `TargetModel` and the indices of wanted hidden states; returns a
+            function that does what its ``run`` does, in fewer launches. ``None`` runs the model as it is.
         landing: ``[b * m]`` int64, memory of the host for the most probable token of each projected row. The backend
             owns it; a recording always writes to the same one. ``None`` if nobody asks.
     """
@@ -126,6 +128,7 @@ class StepPlan:
     attention: Any = None
     replay: Replay | None = None
     token_index: torch.Tensor | None = None
+    compile: Callable[[Any, Seq[int]], Callable[..., torch.Tensor]] | None = None
     landing: torch.Tensor | None = None
 
     def packed(self, fed: torch.Tensor, num_tokens: int) -> torch.Tensor:

@@ -35,8 +35,8 @@ from tests.support.pretended import PretendedCuda
 
 BACKENDS = {
     "eager": FlashInferConfig(cuda_graphs=False),
-    "recorded": FlashInferConfig(fused_kernels=False, joined_mib=0),
-    "fused": FlashInferConfig(),
+    "recorded": FlashInferConfig(fused_kernels=False),
+    "compiled": FlashInferConfig(),
 }
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=7)
 NEW = 8
@@ -46,7 +46,7 @@ IN_ONE_GRAPH = ("draft_model", "early_exit", "eagle_chain", "eagle3_chain", "mtp
 RECORDED_TWICE = (*IN_ONE_GRAPH, "eagle", "eagle3", "dflash")
 """Drafters whose own passes are recorded beside the target's."""
 
-ONCE_A_RUN = ("emssd/model/run/borrowed.py", "emssd_flashinfer/fused.py")
+ONCE_A_RUN = ("model/run/borrowed.py", "emssd_flashinfer/compiled.py")
 """Where the host looks at the model's tensors, and at what a recording gives; paths end as they are noted."""
 
 
@@ -115,7 +115,7 @@ def config_of(name: str, folder: Path) -> Any:
     ("name", "sampling", "backend"),
     [
         *itertools.product(CASES, [None, SAMPLED], ["eager", "recorded"]),
-        *itertools.product(["suffix", "draft_model", "eagle3"], [None], ["fused"]),
+        *itertools.product(["suffix", "draft_model", "eagle3"], [None], ["compiled"]),
     ],
     ids=lambda value: value if isinstance(value, str) else "sampled" if value else "greedy",
 )

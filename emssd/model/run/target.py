@@ -185,6 +185,8 @@ class TargetModel(CompilableModel):
                 run = partial(self.run, num_layers=num_layers)
             elif (chosen := program or self.compiled) is not None:
                 run = partial(chosen, step=backend.native_step(plan))
+            elif plan.compile is not None:
+                run = plan.compile(self, indices)
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device).flatten(0, 1)

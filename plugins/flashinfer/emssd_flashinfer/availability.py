@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["point_to_toolkit", "reason"]
 
-KNOWN_VERSIONS = ((0, 6, 13), (0, 8, 0))
+KNOWN_VERSIONS = ((0, 6, 18), (0, 8, 0))
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
 
 _INSTALL = "pip install 'emssd[flashinfer]' brings it"

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
 from emssd.attention.pool import KVPool
 from emssd.attention.trees import ancestors
-from tests.backends.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
+from plugins.ragged.tests.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
 
 QKV = list[torch.Tensor]
 

@@ -59,8 +59,8 @@ FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
     "card": (lambda machine: setattr(machine, "capability", (7, 5)), "8.0 or later, and an old card has 7.5"),
     "package": (lambda machine: machine.modules.discard("flashinfer"), "not installed (pip install 'emssd["),
     "module": (lambda machine: machine.modules.discard("tvm_ffi"), "installed without tvm_ffi, which it imports"),
-    "old": (lambda machine: setattr(machine, "version", "0.6.12"), "0.6.12 is installed, and this version of emssd"),
-    "new": (lambda machine: setattr(machine, "version", "0.8.0"), "0.6.13 up to, but not including, 0.8.0"),
+    "old": (lambda machine: setattr(machine, "version", "0.6.17"), "0.6.17 is installed, and this version of emssd"),
+    "new": (lambda machine: setattr(machine, "version", "0.8.0"), "0.6.18 up to, but not including, 0.8.0"),
     "unknown": (lambda machine: setattr(machine, "version", None), "so its version is unknown"),
     "ninja": (lambda machine: machine.tools.discard("ninja"), "ninja is not on PATH"),
     "compiler": (lambda machine: machine.tools.discard("c++"), "there is no C++ compiler 'c++' on PATH"),
@@ -80,7 +80,7 @@ def test_what_is_missing_is_named_in_one_sentence(
     assert "\n" not in said
 
 
-@pytest.mark.parametrize("version", ["0.6.13", "0.6.18.post1", "0.7.2.post1"])
+@pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2.post1"])
 def test_known_versions_are_taken(version: str, machine: Machine) -> None:
     machine.version = version
     assert unavailable() is None

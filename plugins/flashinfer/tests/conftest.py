@@ -182,7 +182,6 @@ class StandIn:
         )  # fmt: skip
 
     def workspace_size(self, *arguments: Any, **rules: Any) -> tuple[int, int]:
-        """New in 0.6.18."""
         qo_indptr, kv_indptr, _, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size = arguments
         module = StandIn.get_module(self._name, rules["q_data_type"], head_dim, rules["head_dim_vo"])
         return module.workspace_size(
@@ -229,15 +228,6 @@ def modules(monkeypatch: pytest.MonkeyPatch, use_module: Callable[..., None]) ->
     FakeEvent.recorded.clear()
     FakeEvent.waited.clear()
     return made
-
-
-@pytest.fixture
-def before_0_6_18(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Takes the method away that older versions of FlashInfer do not have."""
-    wrapper: Any = StandIn
-    if INSTALLED:
-        wrapper = import_module("flashinfer").BatchPrefillWithPagedKVCacheWrapper
-    return lambda: monkeypatch.delattr(wrapper, "workspace_size", raising=False)
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.sequences import Row
-from tests.backends.test_flashinfer import CPU, SPEC, allocated, sequence
+from plugins.flashinfer.tests.test_planned import CPU, SPEC, allocated, sequence
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 
