@@ -66,6 +66,7 @@ def test_a_speedup_is_the_median_ratio_within_a_repeat(rates: list[tuple[float, 
             {"greedy": None, "unpad_both": "2.00", "ragged_greedy": None, "ragged": "1.50"},
         ),
         ([*pair(10, 20), row(method="vanilla", repeat=2)], {"vanilla": "2.00, baseline in 1 of 2 repeats"}),
+        (pair(0, 0), {"vanilla": "no baseline"}),  # a token for each row takes no steps of decoding
         *(  # one of another drafter's sweep serves, and that of the same is preferred
             ([rated(60, "vanilla", drafter_options="llma(a=1)"), rated(20, "greedy"), *same], {"vanilla": text})
             for same, text in (([], "3.00"), ([rated(30, "greedy", drafter_options="llma(a=1)")], "2.00"))

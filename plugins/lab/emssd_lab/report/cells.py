@@ -138,13 +138,14 @@ def _with_speedups(rows: pd.DataFrame) -> pd.DataFrame:
     key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
     for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
         rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
-    return rows.assign(speedup=(rows.rate / rate).where(rows.speculate))
+    return rows.assign(speedup=(rows.rate / rate.where(rate > 0)).where(rows.speculate))
 
 
 def over(above: pd.DataFrame, below: pd.DataFrame, column: str = "rate") -> pd.Series:
     """For the rows `above`, their ratio of a column to the row `below` of the same repeat, file and batch size."""
     key = [*_REPEAT, "batch_size"]
-    return above[column] / above.join(below.groupby(key)[column].last().rename("below"), on=key).below
+    values = above.join(below.groupby(key)[column].last().rename("below"), on=key).below
+    return above[column] / values.where(values > 0)
 
 
 class Grid(NamedTuple):
