@@ -113,10 +113,10 @@ def test_an_interrupted_experiment_goes_on_where_it_was(emssd: Callable) -> None
 
 @looped("name", sorted(TOYS), at_a_time=2)
 def test_whatever_a_size_chooses_is_there(name: str, emssd: Callable) -> None:
-    own = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
+    ours = OmegaConf.select(OmegaConf.load(conf_dir() / "experiment" / f"{name}.yaml"), "experiment.sizes") or {}
     plugins = {kind: Registry().names(kind) for kind in KINDS}
     for size in Size:
-        if size.value in own and own[size.value] is None:
+        if size.value in ours and ours[size.value] is None:
             continue
         result = emssd(f"experiment={name}", f"size={size.value}", "--cfg", "all", "-p", "hydra.sweeper", "--resolve")
         assert result.status == 0, result.err
@@ -201,11 +201,11 @@ def test_what_a_check_found_is_said(emssd: Callable, draft_wrongly: Callable) ->
     draft_wrongly()
     result = toy(emssd, "fig1", *checked, "overwrite=true")
     _, row = jsonl(result.folder / "rows.jsonl")
-    found = row["metrics"]["check"]
-    assert found["differences"] > 0
-    assert result.out.count("DIFFERENCE in ") == found["differences"]
+    check = row["metrics"]["check"]
+    assert check["differences"] > 0
+    assert result.out.count("DIFFERENCE in ") == check["differences"]
     assert (
-        f"checked: {found['exact'] + 2} exact, {found['ties']} numerical ties, {found['differences']} true "
+        f"checked: {check['exact'] + 2} exact, {check['ties']} numerical ties, {check['differences']} true "
         "differences, in jobs 1; out/JOB/metrics.json says where\n"
     ) in result.out
 
