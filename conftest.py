@@ -8,13 +8,11 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from functools import wraps
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -160,36 +158,6 @@ def _process_state() -> dict[str, object]:
         "torch's deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
     }
     return settings | {name: value for name, value in os.environ.items() if not name.startswith(_FREE)}
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` without the tracer of coverage, under which Python 3.11 runs all bytecode slowly, also unmeasured."""
-
-    @wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
-        tracer = sys.gettrace()
-        sys.settrace(None)
-        try:
-            return function(*args, **options)
-        finally:
-            sys.settrace(tracer)
-
-    return run
-
-
-@pytest.fixture(scope="session", autouse=True)
-def libraries_are_not_traced(pytestconfig: pytest.Config) -> Iterator[None]:
-    """Do not trace slow code that calls nothing of ours: Hydra composes options, and Matplotlib draws."""
-    if not pytestconfig.getoption("cov_source", None):  # then they need not be here
-        yield
-        return
-    from hydra._internal.config_loader_impl import ConfigLoaderImpl
-    from matplotlib.figure import Figure
-
-    with pytest.MonkeyPatch.context() as patched:
-        for owner, name in ((ConfigLoaderImpl, "load_configuration"), (Figure, "savefig"), (Figure, "subplots")):
-            patched.setattr(owner, name, untraced(getattr(owner, name)))
-        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -152,7 +152,7 @@ def attack(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def bits(session: nox.Session) -> None:
     """Compares bits of all that claims to be batch-invariant, on more examples than `tests`."""
-    files = ["tests/models/test_bits.py"]
+    files = ["tests/model/test_batch_invariance.py"]
     session.run(*PYTEST, *files, *session.posargs, env={"EMSSD_BITS_EXAMPLES": "3"})
 
 
@@ -184,7 +184,7 @@ def ray(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tensor_parallel(session: nox.Session) -> None:
     """Decodes on two processes that torchrun starts, kills one of them, and plants differences between them."""
-    session.run(BIN / "pytest", "tests/parallel", *session.posargs)
+    session.run(BIN / "pytest", "tests/model/test_group.py", "tests/model/test_tensor_parallel.py", *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)

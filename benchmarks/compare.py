@@ -47,12 +47,12 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def cells_of(given: argparse.Namespace) -> dict[str, list[str]]:
+def cells_of(arguments: argparse.Namespace) -> dict[str, list[str]]:
     """The options of each cell, by its label."""
-    cells = {"plain": shlex.split(given.plain)}
-    for text in given.cell:
-        label, found, words = text.partition(": ")
-        cells[label] = shlex.split(words if found else text)
+    cells = {"plain": shlex.split(arguments.plain)}
+    for text in arguments.cell:
+        label, colon, words = text.partition(": ")
+        cells[label] = shlex.split(words if colon else text)
     return cells
 
 
@@ -89,8 +89,8 @@ def measure(
             for name in waiting:
                 taken[name] += _decode_slice(engines[name], outputs[name])
             waiting = [name for name in waiting if engines[name].has_work]
-        for name, own in taken.items():
-            seconds[name].append(own)
+        for name, duration in taken.items():
+            seconds[name].append(duration)
             rates[name].append(engines[name].report.decode_tokens_per_second)
     return {name: _figures(name, engine, seconds, rates, outputs) for name, engine in engines.items()}
 
@@ -107,7 +107,7 @@ def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]
 def _figures(
     name: str, engine: Engine, seconds: dict[str, list[float]], rates: dict[str, list[float]], outputs: dict[str, Any]
 ) -> dict[str, Any]:
-    own, report = outputs[name], engine.report
+    rows, report = outputs[name], engine.report
     ratios = [plain / mine for plain, mine in zip(seconds["plain"], seconds[name], strict=True)]
     return {
         "seconds": seconds[name],
@@ -115,7 +115,7 @@ def _figures(
         "ratios": ratios,
         "decode_ratios": (decoding := [mine / plain for plain, mine in zip(rates["plain"], rates[name], strict=True)]),
         "decode_ratio": statistics.median(decoding),
-        "tokens_per_second": sum(map(len, own.values())) / statistics.median(seconds[name]),
+        "tokens_per_second": sum(map(len, rows.values())) / statistics.median(seconds[name]),
         "tau": report.mean_acceptance_length,
         "drafted": report.num_drafted / report.num_row_steps,
         "share": {phase: value / report.total_seconds for phase, value in report.seconds.items()},
@@ -124,7 +124,7 @@ def _figures(
         "preempted": report.num_preempted,
         "kv_peak_mib": report.kv_usage.peak_held / 2**20,
         "prompt_tokens_adopted": report.num_adopted_tokens,
-        "equal_rows": sum(own[row] == tokens for row, tokens in outputs["plain"].items()),
+        "equal_rows": sum(rows[row] == tokens for row, tokens in outputs["plain"].items()),
     }
 
 
@@ -140,7 +140,7 @@ def line_of(name: str, cell: dict[str, Any]) -> list[str]:
 
 
 def markdown(files: Seq[str]) -> str:
-    """Per cell and setting × plain end to end, × plain decoding, and τ; a column's title is what others lack."""
+    """Per cell and setting × plain end to end, × plain decoding, and τ; a column's title has its own options alone."""
     rows = [row for file in files for row in json.loads(Path(file).read_text(encoding="utf-8"))["rows"]]
     shared = set.intersection(*(set(row["options"]) for row in rows)) if len(rows) > 1 else set()
     titles = [", ".join(word for word in row["options"] if word not in shared) for row in rows]
@@ -149,9 +149,9 @@ def markdown(files: Seq[str]) -> str:
     for name in names:
         cells = [row["cells"].get(name) for row in rows]
         texts = [[f"{cell[key]:.2f}" for key in ("ratio", "decode_ratio", "tau")] if cell else [""] for cell in cells]
-        lines.append([name, *(" · ".join(each) for each in texts)])
+        lines.append([name, *(" · ".join(count) for count in texts)])
     equal = [[cell["equal_rows"] for cell in row["cells"].values()] for row in rows]
-    wrong = sum(each < max(row) for row in equal for each in row)
+    wrong = sum(count < max(row) for row in equal for count in row)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + f"\n\nCells with rows unlike plain: {wrong}"
 
 
@@ -162,27 +162,27 @@ def main() -> None:
     parser.add_argument("--plain", default="drafter=none budget=fixed", help="options of the cell compared with")
     parser.add_argument("--prompts-per-row", type=int, help="in place of data.limit: as many for each row, at least 8")
     parser.add_argument("--markdown", nargs="+", metavar="FILE", help="of `--out`; decodes nothing")
-    given = parser.parse_intermixed_args()
-    if given.markdown:
-        print(markdown(given.markdown))
+    arguments = parser.parse_intermixed_args()
+    if arguments.markdown:
+        print(markdown(arguments.markdown))
         return
     registry, models, rows = Registry(), ModelCache(), list[dict[str, Any]]()
     register_configs(registry)
-    for setting in settings_of(["prefix_caching=false", *given.options]):
+    for setting in settings_of(["prefix_caching=false", *arguments.options]):
         engines, requests = {}, {}
-        for name, own in cells_of(given).items():
-            options = options_of([*setting, *own], registry)
-            if given.prompts_per_row:
-                options.data.limit = max(8, given.prompts_per_row * options.batch_size)
+        for name, words in cells_of(arguments).items():
+            options = options_of([*setting, *words], registry)
+            if arguments.prompts_per_row:
+                options.data.limit = max(8, arguments.prompts_per_row * options.batch_size)
             engines[name] = make_engine(options, registry, models)
             prompts = Failures(options.on_error).passed(prompts_of(options, registry))
             requests[name] = to_requests(options, engines[name], prompts, Failures(options.on_error))
         with Progress(transient=True) as progress:
-            cells = measure(engines, requests, given.repeats, progress)
+            cells = measure(engines, requests, arguments.repeats, progress)
         rows.append({"options": setting, "cells": cells})
         show(" ".join(setting[1:]), ("", *COLUMNS), [line_of(name, cell) for name, cell in cells.items()])
         target = engines["plain"].target
-        save(given.out, rows, device=str(target.device), dtype=target.dtype)
+        save(arguments.out, rows, device=str(target.device), dtype=target.dtype)
 
 
 if __name__ == "__main__":

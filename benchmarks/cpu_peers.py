@@ -5,8 +5,8 @@
 
 Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
 at once, and no more than the batch size run together. The repeats of all engines and modes of one batch size are
-interleaved. Tokens are counted up to and including EOS. Beside each speed stands in how many rows the tokens equal
-those of Hugging Face `generate` at batch 1 in the same precision and in float32, and those of the same engine's plain
+interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
+Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
 
 `--device cuda` compares on a GPU: both ways of Hugging Face, emssd with `backend=flashinfer`, and vLLM where `--python
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from peers.comparison import Comparison, references_of
-from peers.figures import figures, speed_table, step_table
+from peers.figures import figures, speed_table
 from peers.protocol import COPIED, DRAFTED, MATCHED, MODES, Request
 from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
@@ -63,31 +63,31 @@ def request_of(arguments: argparse.Namespace) -> Request:
 
 def installed(names: list[str], interpreters: dict[str, str], console: Console) -> list[str]:
     """The peers that can run here. For each of the others, prints how to install it."""
-    found = []
+    installed_peers = []
     for name in names:
         try:
             interpreter_of(name, interpreters)
-            found.append(name)
+            installed_peers.append(name)
         except PeerError as error:
             console.print(str(error), style="yellow", highlight=False, soft_wrap=True)
-    return found
+    return installed_peers
 
 
 def kept_references(
     file: Path | None, peer: str, request: Request, setting: Setting, logs: Path, console: Console
 ) -> dict[str, list[list[int]]]:
     """References from `file`, which may have more prompts; or new ones, which are kept there."""
-    asked = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
+    wanted = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
     if file and file.is_file():
         kept, number = json.loads(file.read_text()), len(request.prompts)
-        if kept["asked"] != asked or kept["prompts"][:number] != request.prompts:
+        if kept["asked"] != wanted or kept["prompts"][:number] != request.prompts:
             raise SystemExit(f"cpu_peers.py: error: --references {file}: they are of other prompts; name another file")
         return {name: tokens[:number] for name, tokens in kept["found"].items()}
-    found = references_of(request, setting, logs, console, peer)
+    installed_peers = references_of(request, setting, logs, console, peer)
     if file:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"asked": asked, "prompts": request.prompts, "found": found}) + "\n")
-    return found
+        file.write_text(json.dumps({"asked": wanted, "prompts": request.prompts, "found": installed_peers}) + "\n")
+    return installed_peers
 
 
 def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -105,8 +105,8 @@ def run_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def pairs_of(given: list[str]) -> dict[str, str]:
-    return dict(pair.partition("=")[::2] for pair in given)
+def pairs_of(options: list[str]) -> dict[str, str]:
+    return dict(pair.partition("=")[::2] for pair in options)
 
 
 def parsed() -> argparse.Namespace:
@@ -191,7 +191,7 @@ def main() -> None:
     print(
         f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {arguments.prompts} prompts"
     )
-    print(f"\n{speed_table(results['cells'])}\n\n{step_table(results['cells'])}".rstrip())
+    print(f"\n{speed_table(results['cells'])}")
     if compared.failed:
         raise SystemExit(f"{len(compared.failed)} cells failed; the engines' own output is in {logs}")
 

@@ -43,21 +43,23 @@ def main() -> None:
     parser.add_argument("--skip", type=int, default=0)
     parser.add_argument("--limit", type=int, default=100)
     parser.add_argument("--max-new-tokens", type=int, default=64)
-    given = parser.parse_args()
-    lines = given.data.read_text(encoding="utf-8").splitlines()[given.skip : given.skip + given.limit]
+    options = parser.parse_args()
+    lines = options.data.read_text(encoding="utf-8").splitlines()[options.skip : options.skip + options.limit]
     records = [json.loads(line) for line in lines]
-    found = {}
+    results = {}
     for weights in ("auto", "int8"):
-        engine = Engine.from_pretrained(given.model, dtype=given.dtype, weights=weights, compile=True, drafter="none")
+        engine = Engine.from_pretrained(
+            options.model, dtype=options.dtype, weights=weights, compile=True, drafter="none"
+        )
         encode = engine.tokenizer.encode
         prompts = [PROMPT.format(question=record["question"]) for record in records]
         texts = [
             (encode(prompt, add_special_tokens=False), encode(" " + record["answer"], add_special_tokens=False))
             for prompt, record in zip(prompts, records, strict=True)
         ]
-        answers = [done.token_ids for done in engine.generate(prompts, given.max_new_tokens)]
-        found[weights] = *judged(engine.target.model, texts, weights), answers
-    (loss, tokens, answers), (other_loss, other_tokens, other_answers) = found["auto"], found["int8"]
+        answers = [done.token_ids for done in engine.generate(prompts, options.max_new_tokens)]
+        results[weights] = *judged(engine.target.model, texts, weights), answers
+    (loss, tokens, answers), (other_loss, other_tokens, other_answers) = results["auto"], results["int8"]
     result = {
         "perplexity": math.exp(loss),
         "perplexity_int8": math.exp(other_loss),
@@ -67,7 +69,7 @@ def main() -> None:
         "num_texts": len(answers),
     }
     Console().print(result)
-    save(given.out, result, dtype=engine.target.dtype)
+    save(options.out, result, dtype=engine.target.dtype)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,12 @@ All take turns; figures are medians.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from common import in_large_pages, make_parser, save, show
+from common import best_ms, in_large_pages, make_parser, save, show
 
 from emssd.model.compile.int8 import rounded
 from emssd.native import load_kernels
@@ -49,16 +48,10 @@ def layers(kind: str, num_layers: int) -> Callable[[int], None]:
         inputs[num_in] = torch.randn(32, num_in, dtype=torch.bfloat16)
 
     def run(rows: int) -> None:
-        for place, (num_out, num_in) in enumerate(outputs):
-            kernels.linear(inputs[num_in][:rows], handle, place, num_out)
+        for layer, (num_out, num_in) in enumerate(outputs):
+            kernels.linear(inputs[num_in][:rows], handle, layer, num_out)
 
     return run
-
-
-def milliseconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return (time.perf_counter() - start) * 1e3
 
 
 @torch.inference_mode()
@@ -68,18 +61,18 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 5, 8, 16, 20], help="32 at most")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    given = parser.parse_args()
-    torch.set_num_threads(given.threads)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    num_weights = sum(num_out * num_in for num_out, num_in in SHAPES) * given.layers + VOCABULARY * WIDTH
+    num_weights = sum(num_out * num_in for num_out, num_in in SHAPES) * options.layers + VOCABULARY * WIDTH
     memory = in_large_pages(num_weights // 2)  # as many bytes as the weights in bfloat16
     square = torch.randn(PRODUCT, PRODUCT).to(torch.bfloat16)
-    steps = {kind: layers(kind, given.layers) for kind in given.kinds}
+    steps = {kind: layers(kind, options.layers) for kind in options.kinds}
     rows: list[dict[str, Any]] = []
-    for num_rows in given.rows:
+    for num_rows in options.rows:
         runs: dict[str, Callable[[], object]] = {kind: partial(step, num_rows) for kind, step in steps.items()}
         runs |= {"read": memory.sum, "product": lambda: [torch.mm(square, square) for _ in range(10)]}
-        turns = [{name: milliseconds(run) for name, run in runs.items()} for _ in range(given.repeats + 1)][1:]
+        turns = [{name: best_ms(run, 1) for name, run in runs.items()} for _ in range(options.repeats + 1)][1:]
         middle = {name: statistics.median(turn[name] for turn in turns) for name in runs}
         product = middle["product"] / 10 * num_rows * num_weights / PRODUCT**3
         for kind in steps:
@@ -88,13 +81,12 @@ def main() -> None:
             row = {"kind": kind, "rows": num_rows, "ms": middle[kind], "read_ms": read, "product_ms": product}
             row |= {"times_floor": middle[kind] / floor, "bandwidth_gb_s": memory.numel() * 4 / middle["read"] / 1e6}
             rows.append(row | {"all_ms": [turn[kind] for turn in turns]})
-    rows.sort(key=lambda row: given.kinds.index(row["kind"]))
+    rows.sort(key=lambda row: options.kinds.index(row["kind"]))
     figures = ("ms", "read_ms", "product_ms", "times_floor", "bandwidth_gb_s")
     lines = [[row["kind"], row["rows"], *(f"{row[name]:.2f}" for name in figures)] for row in rows]
-    show(
-        f"linear layers of {num_weights / 1e6:.0f}M weights, {given.threads} threads", ("kind", "rows", *figures), lines
-    )
-    save(given.out, rows, dtype=torch.bfloat16)
+    title = f"linear layers of {num_weights / 1e6:.0f}M weights, {options.threads} threads"
+    show(title, ("kind", "rows", *figures), lines)
+    save(options.out, rows, dtype=torch.bfloat16)
 
 
 if __name__ == "__main__":

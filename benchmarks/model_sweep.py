@@ -24,6 +24,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -112,17 +113,17 @@ def build_models(config: Any) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     if size > _MOST_PARAMETERS:
         raise ValueError(f"{size:,} parameters are left")
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
     with torch.no_grad():
-        for name, each in model.named_parameters():
-            if each.ndim > 1:
-                each.normal_(0.0, 1.0 if "embed" in name else 0.3)
+        for name, weight in model.named_parameters():
+            if weight.ndim > 1:
+                weight.normal_(0.0, 1.0 if "embed" in name else 0.3)
             else:
-                each.add_(torch.randn_like(each), alpha=0.1)
+                weight.add_(torch.randn_like(weight), alpha=0.1)
     oracle = AutoModelForCausalLM.from_config(
         type(config).from_dict(config.to_dict()), dtype=torch.float64, attn_implementation="eager"
     ).eval()
@@ -154,7 +155,7 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
     """Build, decode and compare one model; ``None`` where the type has no such variant."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    outcome, reason, num_wrong, num_accepted, given = NOT_BUILT, "", 0, 0, []
+    outcome, reason, num_wrong, num_accepted, rows_in = NOT_BUILT, "", 0, 0, []
     try:
         config = build_config(model_type, variant)
         if config is None:
@@ -166,50 +167,44 @@ def sweep_one(model_type: str, variant: str) -> Result | None:
         outcome = REFUSED
         Engine.from_model(model, max_model_len=MAX_MODEL_LEN, drafter="none")
         outcome = NOT_BUILT
-        given = prompts(model)
-        rows = [greedy(oracle, prompt) for prompt in given]
+        rows_in = prompts(model)
+        rows = [greedy(oracle, prompt) for prompt in rows_in]
         outcome = FAILED
-        num_wrong, num_accepted = decode(model, given, rows)
+        num_wrong, num_accepted = decode(model, rows_in, rows)
         outcome = WRONG if num_wrong else SERVED
     except Exception as error:  # whatever models raise
         if outcome == REFUSED and not isinstance(error, EmssdError):
             outcome = FAILED
-        reason = _said(error)
-    long_prompt = len(given) > len(PROMPT_LENGTHS)
+        text = " ".join(str(error).split()) or type(error).__name__
+        reason = text if isinstance(error, UnsupportedModelError) else f"{type(error).__name__}: {text[:160]}"
+    long_prompt = len(rows_in) > len(PROMPT_LENGTHS)
     return Result(model_type, variant, outcome, reason, num_wrong, num_accepted, long_prompt)
 
 
-def decode(model: Any, given: list[list[int]], rows: list[list[int]]) -> tuple[int, int]:
+def decode(model: Any, prompts: list[list[int]], rows: list[list[int]]) -> tuple[int, int]:
     """Decode prompts. Returns how many `rows` come out otherwise, and how many drafted tokens were accepted."""
     engine = Engine.from_model(
         model, max_model_len=max(MAX_MODEL_LEN, *map(len, rows)), drafter=KnowingDrafter(rows), budget="fixed",
         batch_size=BATCH_SIZE, on_drafter_error="fail", max_step_tokens=STEP_TOKENS,
     )  # fmt: skip
-    done = engine.generate(given, NEW_TOKENS, ignore_eos=True)
+    done = engine.generate(prompts, NEW_TOKENS, ignore_eos=True)
     wrong = sum([*ours.prompt_ids, *ours.token_ids] != row for ours, row in zip(done, rows, strict=True))
     return wrong, engine.report.num_accepted
-
-
-def _said(error: Exception) -> str:
-    """An error in one line."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if isinstance(error, UnsupportedModelError) else f"{type(error).__name__}: {text[:160]}"
 
 
 def sweep(cases: list[tuple[str, str]], jobs: int) -> list[Result]:
     """Every case, in processes of their own, told as they come."""
     results = []
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        for number, result in enumerate(pool.imap(_one, cases), 1):
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        for number, result in enumerate(pool.map(sweep_one, *zip(*cases, strict=True)), 1):
             if result is not None:
                 results.append(result)
-                told = f"{result.model_type} ({result.variant}): {result.outcome}"
-                print(f"{number}/{len(cases)} {told}" + (f": {result.reason}" if result.reason else ""), flush=True)
+                reason = f": {result.reason}" if result.reason else ""
+                print(
+                    f"{number}/{len(cases)} {result.model_type} ({result.variant}): {result.outcome}{reason}",
+                    flush=True,
+                )
     return results
-
-
-def _one(case: tuple[str, str]) -> Result | None:
-    return sweep_one(*case)
 
 
 def main() -> int:
@@ -219,17 +214,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
     arguments = parser.parse_args()
-    types = [each for each in arguments.only.split(",") if each] or causal_lm_types()
-    chosen = [each for each in arguments.variants.split(",") if each]
+    types = [name for name in arguments.only.split(",") if name] or causal_lm_types()
+    chosen = [name for name in arguments.variants.split(",") if name]
     start = time.monotonic()
-    results = sweep([(each, variant) for each in types for variant in chosen or variants(each)], arguments.jobs)
+    results = sweep([(name, variant) for name in types for variant in chosen or variants(name)], arguments.jobs)
     counts = Counter(result.outcome for result in results)
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()), f"in {time.monotonic() - start:.0f} s")
     if not (arguments.check or arguments.only or chosen):
-        found = {"transformers": transformers.__version__, "torch": torch.__version__}
-        found |= {"cases": [asdict(result) for result in results]}
-        RESULTS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(found), encoding="utf-8")
+        kept = {"transformers": transformers.__version__, "torch": torch.__version__}
+        kept |= {"cases": [asdict(result) for result in results]}
+        RESULTS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+        PAGE.write_text(page(kept), encoding="utf-8")
     return int(counts[WRONG] + counts[FAILED] > 0)
 
 

@@ -183,13 +183,13 @@ def build_config(model_type: str, variant: str = "default") -> Any:
 
 
 def _shrunk(config: Any) -> dict[str, Any]:
-    known = config.to_dict()
-    values = {name: value for name, value in _SIZES.items() if isinstance(known.get(name), int | float)}
-    values |= {name: value for name, value in (("eos_token_id", None), ("head_dim", 8)) if name in known}
-    if known.get("num_key_value_heads") == known.get("num_attention_heads") is not None:
+    defaults = config.to_dict()
+    values = {name: value for name, value in _SIZES.items() if isinstance(defaults.get(name), int | float)}
+    values |= {name: value for name, value in (("eos_token_id", None), ("head_dim", 8)) if name in defaults}
+    if defaults.get("num_key_value_heads") == defaults.get("num_attention_heads") is not None:
         values["num_key_value_heads"] = values["num_attention_heads"]
-    count = next((known[name] for name in _LAYERS if isinstance(known.get(name), int)), None)
-    values |= _fewer_layers(known, count) if count else {}
+    count = next((defaults[name] for name in _LAYERS if isinstance(defaults.get(name), int)), None)
+    values |= _fewer_layers(defaults, count) if count else {}
     for name in config.sub_configs:
         sub = getattr(config, name, None)
         if hasattr(sub, "to_dict"):
@@ -197,10 +197,10 @@ def _shrunk(config: Any) -> dict[str, Any]:
     return values
 
 
-def _fewer_layers(known: dict[str, Any], count: int) -> dict[str, Any]:
+def _fewer_layers(defaults: dict[str, Any], count: int) -> dict[str, Any]:
     """Lists of `count` entries, cut to the first layer of each kind."""
     lists = {
-        name: value for name, value in known.items()
+        name: value for name, value in defaults.items()
         if isinstance(value, list | tuple) and len(value) == count and count > 2 and name != "moe_layers"
     }  # fmt: skip
     kinds: dict[str, int] = {}
@@ -210,33 +210,33 @@ def _fewer_layers(known: dict[str, Any], count: int) -> dict[str, Any]:
     others = [layer for layer in range(count) if layer not in firsts]
     kept = sorted(firsts + others[: max(NUM_LAYERS - len(firsts), 0)])
     shorter: dict[str, Any] = {name: [value[layer] for layer in kept] for name, value in lists.items()}
-    if "moe_layers" in known and isinstance(known["moe_layers"], list):
-        shorter["moe_layers"] = [new for new, old in enumerate(kept) if old in known["moe_layers"]]
-    return shorter | {name: len(kept) for name in _LAYERS if isinstance(known.get(name), int)}
+    if "moe_layers" in defaults and isinstance(defaults["moe_layers"], list):
+        shorter["moe_layers"] = [new for new, old in enumerate(kept) if old in defaults["moe_layers"]]
+    return shorter | {name: len(kept) for name in _LAYERS if isinstance(defaults.get(name), int)}
 
 
 def _changes(default: Any, values: dict[str, Any], variant: str) -> dict[str, Any]:
     """The fields that a variant changes, in the text part of the config."""
-    known = default.to_dict()
+    defaults = default.to_dict()
     if isinstance(values.get("text_config"), dict):
         inner = _changes(default.text_config, values["text_config"], variant)
         return {"text_config": inner} if inner else {}
     types = values.get("layer_types")
     if variant == "features":
-        return {name: value for name, value in _FEATURES.items() if name in known and known[name] != value}
+        return {name: value for name, value in _FEATURES.items() if name in defaults and defaults[name] != value}
     if variant == "windows":
         changes = {
-            name: value for name, value in (("sliding_window", 6), ("use_sliding_window", True)) if name in known
+            name: value for name, value in (("sliding_window", 6), ("use_sliding_window", True)) if name in defaults
         }
-        if types and "sliding_window" in known:
+        if types and "sliding_window" in defaults:
             changes["layer_types"] = [("full_attention", "sliding_attention")[i % 2] for i in range(len(types))]
         return changes
     if variant == "full":
         foreign = set(types or ()) - {"full_attention", "sliding_attention"}
         return {"layer_types": ["full_attention"] * len(types)} if foreign else {}
-    if variant != "yarn" or "rope_parameters" not in known:
+    if variant != "yarn" or "rope_parameters" not in defaults:
         return {}
-    rope, scaled = known["rope_parameters"] or {}, _ROPE | {"rope_type": "yarn", "factor": 4.0}
+    rope, scaled = defaults["rope_parameters"] or {}, _ROPE | {"rope_type": "yarn", "factor": 4.0}
     if rope and all(isinstance(value, dict) for value in rope.values()):
         plain = {name for name, value in rope.items() if value.get("rope_type") == "default"}
         return {"rope_parameters": {name: value | (scaled if name in plain else {}) for name, value in rope.items()}}

@@ -159,11 +159,11 @@ def differences(model: Any, texts: dict[str, Any]) -> list[float]:
     mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in rows])
     logits = model(input_ids=ids, attention_mask=mask).logits.detach().double().log_softmax(-1)
     return [
-        abs(float(logits[row, len(prompt) - 1 + place, token]) - logprob)
+        abs(float(logits[row, len(prompt) - 1 + index, token]) - logprob)
         for row, (prompt, tokens, logprobs) in enumerate(
             zip(texts["prompt_ids"], texts["completion_ids"], texts["logprobs"], strict=True)
         )
-        for place, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True))
     ]
 
 

@@ -137,7 +137,7 @@ def build() -> Callable[..., Engine]:
         prefix_caching: bool = False,
         **options: Any,
     ) -> Engine:
-        trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
+        trees = any(one.drafts_trees for one in ([drafter] if isinstance(drafter, Drafter) else drafter))
         backend = make_backend()
         spec = dataclasses.replace(oracle.target.kv_cache_spec(batch_size), trees=trees, prefix_caching=prefix_caching)
         continuous = dataclasses.replace(spec, continuous=True)

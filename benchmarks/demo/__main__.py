@@ -82,8 +82,8 @@ def _training_texts(docs: Seq[Document], rng: Random) -> Iterator[str]:
     """Texts without end: the rest of a document from some paragraph on, or a passage and its restatement."""
     starts = [doc.starts for doc in docs]
     sizes = [len(doc.paragraphs) for doc in docs]
-    prose = [found for doc in docs if len(found := doc.prose) >= 2]
-    pool = sorted({paragraph for found in prose for paragraph in found})
+    prose = [texts for doc in docs if len(texts := doc.prose) >= 2]
+    pool = sorted({paragraph for texts in prose for paragraph in texts})
     while True:
         if rng.random() < 0.5:
             (chosen,) = rng.choices(range(len(docs)), sizes)

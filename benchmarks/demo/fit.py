@@ -115,7 +115,7 @@ def fit(
     Returns the loss in nats a token, a mean over the last steps.
     """
     optimizers = _optimizers(model)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, partial(_rate, steps=steps)) for each in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(one, partial(_rate, steps=steps)) for one in optimizers]
     model.train()
     losses: list[float] = []
     began = time.perf_counter()

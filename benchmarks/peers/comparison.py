@@ -8,7 +8,7 @@ from typing import Any
 
 from peers.figures import Cell
 from peers.protocol import Request
-from peers.workers import PeerError, Setting, Worker, warm_up_of
+from peers.workers import PeerError, Setting, Worker
 from rich.console import Console
 from rich.progress import Progress
 
@@ -22,17 +22,17 @@ def references_of(
 
     Those of another `peer`, in batches and in float32 alone, take less time where the model is large.
     """
-    found = {}
+    references = {}
     batch_size, dtypes = (1, [setting.dtype, "float32"]) if peer == "hf" else (16, ["float32"])
     for dtype in dict.fromkeys(dtypes):
         with console.status(f"reference: {peer} at batch {batch_size} in {dtype}"):
             worker = Worker(peer, replace(setting, dtype=dtype, options={}), logs / f"reference-{dtype}.log")
             try:
                 name = "HF" if peer == "hf" else peer
-                found[f"{name} {dtype}"] = worker.ask(replace(request, batch_size=batch_size))["tokens"]
+                references[f"{name} {dtype}"] = worker.ask(replace(request, batch_size=batch_size))["tokens"]
             finally:
                 worker.close()
-    return found
+    return references
 
 
 class Comparison:
@@ -72,7 +72,7 @@ class Comparison:
 
     def _start(self, cell: Cell, workers: dict[Cell, Worker]) -> None:
         peer, mode, batch = cell
-        few = replace(self.request, prompts=self.request.prompts[: warm_up_of(batch)])
+        few = replace(self.request, prompts=self.request.prompts[: max(8, 2 * batch)])  # to warm up
         try:
             workers[cell] = Worker(peer, self.setting, self.logs / f"{peer}-{mode}-{batch}.log")
             self.versions[peer] = workers[cell].versions

@@ -6,9 +6,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["PHASES", "Cell", "figures", "speed_table", "step_table"]
-
-PHASES = ("schedule", "draft", "plan", "forward", "verify", "other")
+__all__ = ["Cell", "figures", "speed_table"]
 
 Cell = tuple[str, str, int]  # peer, mode, batch size
 Tokens = list[list[int]]
@@ -28,7 +26,7 @@ def figures(
     for (peer, mode, batch), repeats in answers.items():
         outputs = [answer["tokens"] for answer in repeats]
         speeds = [sum(map(len, answer["tokens"])) / answer["seconds"] for answer in repeats]
-        own = answers.get((peer, "greedy", batch)) if mode != "greedy" else None
+        greedy = answers.get((peer, "greedy", batch)) if mode != "greedy" else None
         rows.append(
             {
                 "peer": peer,
@@ -40,7 +38,7 @@ def figures(
                 "median": statistics.median(speeds),
                 "num_rows": len(outputs[-1]),
                 "equal_rows": {name: num_equal(outputs[-1], tokens) for name, tokens in references.items()},
-                "equal_to_own_greedy": num_equal(outputs[-1], own[-1]["tokens"]) if own else None,
+                "equal_to_own_greedy": num_equal(outputs[-1], greedy[-1]["tokens"]) if greedy else None,
                 "equal_in_all_repeats": min(num_equal(outputs[-1], tokens) for tokens in outputs),
                 "details": [answer["details"] for answer in repeats],
             }
@@ -71,25 +69,11 @@ def speed_table(rows: list[dict[str, Any]]) -> str:
             ours, speeds, total = emssd.get((row["mode"], row["batch_size"])), row["tokens_per_second"], row["num_rows"]
             line += [f"{row['median']:.0f}", f"{min(speeds):.0f} – {max(speeds):.0f}"]
             line += [f"{ours / row['median']:.2f}" if ours and row["peer"] != "emssd" else ""]
-            own = row["equal_to_own_greedy"]
-            counts = [*row["equal_rows"].values(), *([] if own is None else [own])]
+            greedy = row["equal_to_own_greedy"]
+            counts = [*row["equal_rows"].values(), *([] if greedy is None else [greedy])]
             line += [f"{count}/{total}" for count in counts]
         lines.append(line + [""] * (len(columns) - len(line)))
     return markdown(columns, lines)
-
-
-def step_table(rows: list[dict[str, Any]]) -> str:
-    """Milliseconds of emssd's steps by phase, in the repeat of median speed, and its acceptance lengths."""
-    lines = []
-    for row in measured(rows):
-        middle = row["tokens_per_second"].index(statistics.median_low(row["tokens_per_second"]))
-        if (metrics := row["details"][middle].get("metrics")) is None:
-            continue
-        steps = metrics["num_steps"]
-        shares = [f"{1e3 * metrics['seconds'][phase] / steps:.2f}" for phase in ("total", *PHASES)]
-        tau = f"{metrics['mean_acceptance_length']:.2f}"
-        lines.append([str(row["batch_size"]), row["mode"], str(steps), tau, *shares])
-    return markdown(["batch", "mode", "steps", "τ", "ms per step", *PHASES], lines) if lines else ""
 
 
 def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -52,9 +52,9 @@ def quantised(source: Path, target: Path, weights: str) -> None:
     """Rounds `source` by llama.cpp's own program, all matrices alike."""
     import llama_cpp
 
-    given = llama_cpp.llama_model_quantize_default_params()
-    given.ftype, given.pure, given.nthread = FTYPES[weights], True, 1
-    if llama_cpp.llama_model_quantize(bytes(source), bytes(target), given):
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.pure, params.nthread = FTYPES[weights], True, 1
+    if llama_cpp.llama_model_quantize(bytes(source), bytes(target), params):
         raise ValueError(f"llama.cpp cannot quantise {source} to {weights}")
 
 

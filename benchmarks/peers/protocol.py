@@ -103,27 +103,27 @@ def serve(load: Callable[[argparse.Namespace], Build], distributions: Sequence[s
         sys.exit(1)
 
 
-def options_of(given: list[str], known: dict[str, str]) -> dict[str, str]:
+def options_of(words: list[str], defaults: dict[str, str]) -> dict[str, str]:
     """The ``NAME=VALUE`` of a command line over the values of `known`.
 
     Raises:
         ValueError: a name that is not known.
     """
-    pairs = dict(option.partition("=")[::2] for option in given)
-    if unknown := sorted(pairs.keys() - known):
-        raise ValueError(f"unknown option {unknown[0]!r}; this runner has {', '.join(known) or 'none'}")
-    return known | pairs
+    pairs = dict(option.partition("=")[::2] for option in words)
+    if unknown := sorted(pairs.keys() - defaults):
+        raise ValueError(f"unknown option {unknown[0]!r}; this runner has {', '.join(defaults) or 'none'}")
+    return defaults | pairs
 
 
 def _versions(distributions: Sequence[str]) -> dict[str, str]:
     """Versions of those installed. An engine may come under one of several names."""
-    found = {}
+    versions = {}
     for name in distributions:
         try:
-            found[name] = importlib.metadata.version(name)
+            versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def _timed(engine: Engine, request: Request) -> dict[str, Any]:

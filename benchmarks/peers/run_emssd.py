@@ -27,17 +27,17 @@ def load(arguments: argparse.Namespace) -> Build:
 
     torch.set_num_threads(arguments.threads)
     registry = Registry()
-    given: dict[str, str] = DEFAULTS | DRAFTERS
+    chosen: dict[str, str] = DEFAULTS | DRAFTERS
     if arguments.device.startswith("cuda"):
-        given |= {"backend": "flashinfer"}
-    given |= dict(option.partition("=")[::2] for option in arguments.option)
+        chosen |= {"backend": "flashinfer"}
+    chosen |= dict(option.partition("=")[::2] for option in arguments.option)
     plain: Any = OmegaConf.to_container(
-        OmegaConf.from_dotlist([f"{name}={value}" for name, value in given.items() if "." not in name])
+        OmegaConf.from_dotlist([f"{name}={value}" for name, value in chosen.items() if "." not in name])
     )
 
     def part(kind: str, name: str, **fixed: Any) -> Any:
         """The config of the plugin that option `name` chooses, with the options that begin with `name`."""
-        values = [f"{key[len(name) + 1 :]}={value}" for key, value in given.items() if key.startswith(f"{name}.")]
+        values = [f"{key[len(name) + 1 :]}={value}" for key, value in chosen.items() if key.startswith(f"{name}.")]
         config = OmegaConf.structured(registry.find(kind, plain[name]).config(**fixed))
         return OmegaConf.to_object(OmegaConf.merge(config, OmegaConf.from_dotlist(values)))
 

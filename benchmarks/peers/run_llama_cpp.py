@@ -40,14 +40,14 @@ class Context:
         import llama_cpp
 
         self.c = llama_cpp
-        given = llama_cpp.llama_context_default_params()
-        given.n_ctx = slots * (-(-length // 256) * 256)
-        given.n_seq_max, given.kv_unified = slots, unified
-        given.n_batch = given.n_ubatch = MAX_STEP_TOKENS
-        given.n_threads = given.n_threads_batch = threads
-        given.type_k = given.type_v = F32 if exact else F16
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = slots * (-(-length // 256) * 256)
+        params.n_seq_max, params.kv_unified = slots, unified
+        params.n_batch = params.n_ubatch = MAX_STEP_TOKENS
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = F32 if exact else F16
         model = llama_cpp.llama_model_load_from_file(bytes(path), llama_cpp.llama_model_default_params())
-        self.context = llama_cpp.llama_init_from_model(model, given) if model else None
+        self.context = llama_cpp.llama_init_from_model(model, params) if model else None
         if not self.context:
             raise RuntimeError(f"llama.cpp does not load {path}")
         self.memory = llama_cpp.llama_get_memory(self.context)
@@ -107,8 +107,8 @@ def chains(context: Context, rows: list[Row], most: int) -> list[list[int]]:
         live = [(row, drafts[i]) for i, row in enumerate(rows) if len(row.ids) + depth + 1 < row.end]
         if not live:
             break
-        for (_, draft), found in zip(live, context.next_tokens([(row, draft) for row, draft in live]), strict=True):
-            draft += found[-1:]
+        for (_, draft), best in zip(live, context.next_tokens([(row, draft) for row, draft in live]), strict=True):
+            draft += best[-1:]
     return drafts
 
 
@@ -126,9 +126,9 @@ def decode(
             index, ids = waiting.popleft()
             running.append(Row(index, free.pop(), list(ids), len(ids) + new))
         drafts = drafts_of(request.mode, running, target, draft)
-        found = target.next_tokens(list(zip(running, drafts, strict=True)))
+        replies = target.next_tokens(list(zip(running, drafts, strict=True)))
         counted["steps"] += 1
-        for row, drafted, best in zip(list(running), drafts, found, strict=True):
+        for row, drafted, best in zip(list(running), drafts, replies, strict=True):
             if not best:
                 continue
             right = next((i for i, (a, b) in enumerate(zip(drafted, best, strict=False)) if a != b), len(best) - 1)
@@ -148,7 +148,7 @@ def decode(
 
 
 def drafts_of(mode: str, rows: list[Row], target: Context, draft: Context | None) -> list[list[int]]:
-    """A draft for each row; none for those whose prompt is not cached yet, and for their last token."""
+    """A draft for each row; none while its prompt is not cached, and for its last token."""
     drafts: list[list[int]] = [[] for _ in rows]
     ready = [i for i, row in enumerate(rows) if len(row.ids) - row.cached.get(id(target), 0) == 1]
     if mode == "ngram":
@@ -164,8 +164,8 @@ def load(arguments: argparse.Namespace) -> Build:
     import llama_cpp
 
     llama_cpp.llama_backend_init()
-    known = {"weights": WEIGHTS[arguments.dtype], "unified": "true", "export": "gguf"}
-    options = options_of(arguments.option, known)
+    defaults = {"weights": WEIGHTS[arguments.dtype], "unified": "true", "export": "gguf"}
+    options = options_of(arguments.option, defaults)
     folder, weights = Path(options["export"]), options["weights"]
     path = gguf_of(arguments.model, folder, weights)
 

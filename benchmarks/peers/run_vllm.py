@@ -46,8 +46,8 @@ def load(arguments: argparse.Namespace) -> Build:
         )
 
         def generate(prompts: Tokens, new: int) -> Tokens:
-            given = SamplingParams(temperature=0, max_tokens=new, stop_token_ids=request.eos, detokenize=False)
-            done = engine.generate([{"prompt_token_ids": row} for row in prompts], given, use_tqdm=False)
+            sampling = SamplingParams(temperature=0, max_tokens=new, stop_token_ids=request.eos, detokenize=False)
+            done = engine.generate([{"prompt_token_ids": row} for row in prompts], sampling, use_tqdm=False)
             return [list(row.outputs[0].token_ids) for row in done]
 
         return Engine(generate)

@@ -17,7 +17,6 @@ __all__ = ["PEERS", "Peer", "PeerError", "Setting", "Worker", "interpreter_of"]
 
 FOLDER = Path(__file__).parent
 ENVIRONMENTS = FOLDER.parent.parent / ".nox"
-WARM_UP = 8  # prompts at least, and two full batches
 
 
 class PeerError(Exception):
@@ -73,24 +72,26 @@ class Setting:
     device: str = "cpu"
 
 
-def interpreter_of(name: str, given: dict[str, str]) -> str:
-    """The interpreter that runs peer `name`: the one that is `given`, or that of its environment.
+def interpreter_of(name: str, chosen: dict[str, str]) -> str:
+    """The interpreter that runs peer `name`: the `chosen` one, or that of its environment.
 
     Raises:
         PeerError: it is not there, or the peer is not installed in it.
     """
     peer = PEERS[name]
-    if peer.environment is None and name not in given:
+    if peer.environment is None and name not in chosen:
         return sys.executable
     environment = peer.environment or name
-    found = given.get(name) or given.get(environment) or str(ENVIRONMENTS / f"peers-{environment}" / "bin" / "python")
+    interpreter = (
+        chosen.get(name) or chosen.get(environment) or str(ENVIRONMENTS / f"peers-{environment}" / "bin" / "python")
+    )
     how = f'make its environment with: nox -s "peers({environment})"'
-    if not Path(found).is_file():
-        raise PeerError(f"{name} is not installed: there is no {found}; {how}")
+    if not Path(interpreter).is_file():
+        raise PeerError(f"{name} is not installed: there is no {interpreter}; {how}")
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer.module or 'torch'!r}) is None)"
-    if subprocess.run([found, "-c", look], check=False, capture_output=True).returncode:
-        raise PeerError(f"{name} is not installed: {found} finds no module {peer.module}; {how}")
-    return found
+    if subprocess.run([interpreter, "-c", look], check=False, capture_output=True).returncode:
+        raise PeerError(f"{name} is not installed: {interpreter} finds no module {peer.module}; {how}")
+    return interpreter
 
 
 class Worker:
@@ -149,18 +150,9 @@ class Worker:
         line = self._process.stdout.readline()
         if not line:
             status = self._process.wait()
-            raise PeerError(
-                f"its process ended with status {status}; the end of {self._log.name}:\n{self._end_of_log()}"
-            )
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
+            raise PeerError(f"its process ended with status {status}; the end of {self._log.name}:\n{end}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise PeerError(f"{answer['error']} (see {self._log.name})")
         return answer
-
-    def _end_of_log(self) -> str:
-        return "\n".join(self._log.read_text(errors="replace").splitlines()[-5:])
-
-
-def warm_up_of(batch_size: int) -> int:
-    """Prompts that an engine decodes before it is timed."""
-    return max(WARM_UP, 2 * batch_size)

@@ -29,6 +29,7 @@ CLEAN = (
     "emssd",
     "examples",
     "noxfile.py",
+    "plugins/lab/tests",
     "tests/benchmarks",
     "tests/cli",
     "tests/data",
@@ -36,8 +37,8 @@ CLEAN = (
     "tests/gpu",
     "tests/integrations",
     "tests/packaging",
-    "tests/parallel",
-    "tests/report",
+    "tests/model",
+    "tests/native",
     "plugins/heads/tests/train",
     *sorted(str(each.relative_to(ROOT)) for each in ROOT.glob("plugins/*/emssd_*")),
 )

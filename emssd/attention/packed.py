@@ -123,12 +123,8 @@ def runs(starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.in
 
 
 def on_device(values: Seq[int] | torch.Tensor, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """``[n]`` integers, moved to `device`. The way to a GPU is through pinned memory, so that the host does not wait.
-
-    Args:
-        values: host integers, or a tensor on the host.
-        device: where to move them.
-        dtype: of the result.
+    """``[n]`` integers of the host, moved to `device` as `dtype`; to a GPU through pinned memory, so that the host does
+    not wait.
     """
     if not isinstance(values, torch.Tensor):
         values = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")

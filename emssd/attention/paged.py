@@ -23,10 +23,7 @@ class PagedKernels(ABC):
     One object serves one `PagedBackend`.
 
     Attributes:
-        takes_trees: whether `plan` takes rows that end with token trees.
-        takes_sinks: whether they compute `LayerSpec.sinks`.
-        takes_devices: see `AttentionBackend.takes_devices`.
-        batch_invariant: see `AttentionBackend.batch_invariant`.
+        takes_trees, takes_sinks, takes_devices, batch_invariant: see `AttentionBackend`.
     """
 
     takes_trees: bool = False

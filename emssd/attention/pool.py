@@ -81,7 +81,7 @@ def fixed_num_pages(spec: KVCacheSpec, page_size: int, page_bytes: int, free_byt
 def kv_bytes(kv_memory: str | float | None, device: torch.device, free: Callable[[], int] | None = None) -> int | None:
     """Bytes that `kv_memory` means: ``8GiB``, ``500MB``, a number of bytes, or a share of the free memory (``0.8``).
 
-    The free memory is that of `device`, or what `free` says.
+    The free memory is that of `device`, or as `free` says.
     """
     if kv_memory is None:
         return None

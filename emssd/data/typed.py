@@ -19,7 +19,7 @@ def typed(value: Any, kind: type[_Kind]) -> _Kind:
     it is something else. The message says what: ``it has no id``, or ``its id cannot be 5``.
     """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)  # JSON has no other keys
     except msgspec.ValidationError as error:
         if error.__cause__ is not None:  # the record has refused its values
             raise error.__cause__ from None

@@ -32,9 +32,8 @@ class Difference:
         request_id, sample: as in `Generation`.
         position: index among the new tokens.
         token, greedy_token: the tokens of the run and of plain decoding there (``None`` if it has ended).
-        margin: by how much the target's logits of the two differ after the common prefix; of a sampled row, by how much
-            what is compared to choose the token differs: processed logits with noise. A token at a cut-off such as
-            top-p, which rounding may keep or not, need not be kept, and may be.
+        margin: by how much the target's logits of the two differ after the common prefix; in a sampled row, processed
+            logits with noise, where a token at a cut-off such as top-p counts as kept and as dropped.
         tolerance: up to which margin that is a numerical tie.
     """
 
@@ -117,7 +116,7 @@ def _cut(
     """Scores without cut-offs at `node`, and the tokens that top-k and the like certainly, or possibly, keep.
 
     These cut sharply: where logits are within `tolerance` of a cut-off, their last bits decide. So logits are moved by
-    that much: for each of `tokens` once in favour of it, and once in favour of those above it, or of all others.
+    that much: for each of `tokens` once in favour of it, once in favour of the tokens above it, and once against it.
     """
     whole = replace(node, params=replace(node.params, top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0))
     ranks = [processed_at(logits[None], [whole])[0]]

@@ -52,14 +52,8 @@ def _hidden(batch: Batch, verified: Seq[Verified], packed: PackedInputs, output:
         else:
             indices += range(begin, begin + length)
         indptr.append(len(indices))
-    return HiddenStates(
-        packed.request_ids,
-        tuple(starts),
-        tuple(indptr),
-        tuple(output.hidden),
-        tuple(output.hidden.values()),
-        tuple(indices),
-    )
+    layers, states = tuple(output.hidden), tuple(output.hidden.values())
+    return HiddenStates(packed.request_ids, tuple(starts), tuple(indptr), layers, states, tuple(indices))
 
 
 def step_stats(
@@ -144,7 +138,7 @@ class StepTimer:
 
 class SharedTimer(StepTimer):
     """Gives all ranks of `group` the seconds of rank 0 at the first call of `timed`, so that budget policies decide the
-    same in each. Those of the report, which come after it, are each rank's own.
+    same in each. The report counts each rank's own.
     """
 
     def __init__(self, group: Group) -> None:

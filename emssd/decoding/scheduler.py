@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
-from emssd.decoding.prefixes import NONE_SHARED, Prefixes
+from emssd.decoding.prefixes import Prefixes
 from emssd.sequences import Batch, Row
 
 __all__ = ["ContinuousScheduler", "Fits", "Prefill", "Schedule", "Scheduler", "StaticScheduler"]
@@ -60,7 +60,7 @@ class Scheduler(ABC):
             engine sets it.
     """
 
-    prefixes: Prefixes = NONE_SHARED
+    prefixes: Prefixes = Prefixes()
     trees: bool = False
 
     def __init__(self, batch_size: int) -> None:

@@ -17,9 +17,8 @@ __all__ = ["SharedNoise", "best_tokens", "verify"]
 
 
 class SharedNoise(VerificationRule):
-    """Accepts what plain decoding gives: the noise of a sampled token is a function of its place.
-
-    So what is accepted is what sampling without a draft would have given (Daliri et al., arXiv 2408.07978, §4).
+    """Accepts the tokens of plain decoding, also where it samples: the noise of a token is a function of its position
+    (Daliri et al. 2024, arXiv 2408.07978, §4).
     """
 
     def verify(
@@ -39,7 +38,7 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 def verify(
     choices: torch.Tensor, rows: Seq[Row], draft: Draft, candidates: torch.Tensor | None = None
 ) -> list[Verified]:
-    """Accept each row's longest way through its tree that equals the target's own choices (Equations 4 and 5).
+    """Accept each row's longest path through its tree that equals the target's own choices (Equations 4 and 5).
 
     Args:
         choices: ``[R]`` int64 with ``R = B + num_draft``: the target's token after each row's newest token, then
@@ -90,9 +89,9 @@ def _chain_path(tokens: list[int], choices: list[int]) -> range:
 
 
 def _path(tokens: list[int], tree: Parents, choices: list[int]) -> list[int]:
-    """The accepted nodes of a tree, from its origin down: the deepest of those that the target chooses, all the way.
+    """The accepted nodes of a tree, from its origin down: the deepest path of tokens that the target chooses.
 
-    Children may be drafted twice. So several ways can be right, and the first of the deepest is taken.
+    Children may be drafted twice. So several paths can be right, and the first of the deepest is taken.
     """
     paths: dict[int, list[int]] = {-1: []}
     for node, (token, parent) in enumerate(zip(tokens, tree, strict=True)):

@@ -1,37 +1,29 @@
-"""`DraftCache`: the KV of what drafts, beside that of the target."""
+"""`DraftCache`: the KV cache of a drafter's model, beside the target's."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 
-from emssd.attention import Kept, StepPlan
+from emssd.attention import AttentionBackend, Kept, StepPlan
+from emssd.model import ModelRunner
 
 __all__ = ["DraftCache", "fed"]
 
 
-class KVCache(Protocol):
-    """The methods that a `DraftCache` needs of an `AttentionBackend` or a `ModelRunner`."""
-
-    def commit(self, kept: Kept) -> None: ...
-    def release(self, request_ids: Iterable[str]) -> None: ...
-    def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
-
-
 class DraftCache:
-    """The KV of what drafts.
+    """The KV cache of a drafter's model.
 
     Args:
-        caches: of its parts, which all compute the same tokens.
+        caches: of the model's parts, which all compute the same tokens.
 
     Attributes:
         held: by request id, how many tokens have KV that stays.
     """
 
-    def __init__(self, *caches: KVCache) -> None:
+    def __init__(self, *caches: AttentionBackend | ModelRunner) -> None:
         self._caches, self._fixed = caches, dict[Hashable, torch.Tensor]()
         self.held: dict[str, int] = {}
 
@@ -79,7 +71,7 @@ class DraftCache:
 
 
 def fed(plan: StepPlan, values: torch.Tensor) -> torch.Tensor:
-    """Of ``values [nnz, ...]`` for the packed tokens those of the fed ones, ``[b * n, ...]``; zeros for padding."""
+    """``values [nnz, ...]`` of the packed tokens in the order of the fed ones, ``[b * n, ...]``; zeros for padding."""
     num_fed = plan.input_ids.numel()
     if plan.token_index is None and num_fed == len(values):
         return values

@@ -158,7 +158,7 @@ class LevelDrafter(Drafter):
             likely[-1][:, index] = self._likely(self.follow(some, tokens, depth), nodes)[..., 0]
 
     def _num_cached(self, row: Row) -> int:
-        """Of the row's tokens, how many need not be computed."""
+        """The number of the row's tokens that need not be computed."""
         return 0
 
     def node_of(self, row: Row) -> Node:
@@ -204,10 +204,7 @@ class LevelDrafter(Drafter):
         )
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        self._add(level, self.choices(level, logits))
-
-    def _add(self, level: Level, choices: Choices) -> None:
-        left = zip(*choices, strict=True)
+        left = zip(*self.choices(level, logits), strict=True)
         for row, expansions in level:
             children = list[Child]()
             for (node, ranks), (tokens, log_probs) in zip(expansions, left, strict=False):
@@ -244,8 +241,8 @@ class LevelDrafter(Drafter):
     def _likely(self, logits: torch.Tensor, nodes: Seq[Node] | None) -> torch.Tensor:
         """``[2, n, width]``, see `likely_tokens`: the target's tokens after nodes, from ``[n, draft_vocab_size]``.
 
-        Where all nodes are greedy, only the drafter's own columns are looked at. Others need all of the target's
-        tokens, as noise, penalties and biases are for those: the tokens of no column are impossible there.
+        Where all nodes are greedy, only the drafter's own columns are looked at. Otherwise noise, penalties and biases
+        need all of the target's tokens: a token without a column is impossible there.
         """
         width, temperature = min(self.shape.width, logits.shape[1]), self.shape.temperature
         if self._all_greedy or nodes is None:
@@ -313,10 +310,10 @@ def pack_chain(rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> Packe
 
 
 class SlotDrafter(LevelDrafter):
-    """Drafts with one pass for all levels: what follows a node depends on its level, and not on the tokens before.
+    """Drafts with one pass for all levels: the tokens after a node depend on its level, and not on the tokens before.
 
     Its logits have a slot for each level of a row. On a GPU the host waits once a draft, or twice in a batch of greedy
-    and sampled rows; once more for each level if a row has penalties, which read what was drafted before.
+    and sampled rows; once more for each level if a row has penalties, which read the tokens drafted before.
     """
 
     caches_nodes = False

@@ -23,8 +23,7 @@ class CheckedDrafter(Drafter):
     """Calls a drafter, checks its drafts, and switches it off, or raises, when it fails.
 
     Args:
-        drafter: what to call.
-        name: how messages call the plugin it comes from.
+        name: how messages call the plugin that it comes from.
         vocab_size: of the target.
         on_error: ``"disable"`` warns and drafts nothing from then on; ``"fail"`` raises.
 

@@ -59,12 +59,9 @@ class Draft:
 
     @classmethod
     def from_chains(cls, chains: Iterable[Seq[int]], confidence: Iterable[Seq[float]] | None = None) -> Draft:
-        """A draft of one chain of token ids per row; an empty chain drafts nothing.
+        """A draft of one chain of token ids per row, possibly empty.
 
-        `confidence` is that of each token, in the same shape.
-
-        Raises:
-            DraftError: it has another shape.
+        Raises DraftError: `confidence` has another shape.
         """
         rows = [list(tokens) for tokens in chains]
         lengths = list(map(len, rows))
@@ -140,8 +137,7 @@ class Draft:
 
     def within(self, vocab_size: int) -> Draft:
         """The same with ids that the host has not seen forced into the vocabulary, so that nobody reads beyond a table.
-
-        An id that this changes was no token of the target's, so what is verified is still the draft itself.
+        The draft itself is verified: an id that this changes is no token of the target's.
         """
         if self.on_host:
             return self
@@ -163,9 +159,7 @@ class Draft:
             trees: whether the drafter has announced token trees.
 
         Raises:
-            DraftError: token ids that are no flat int64 tensor, wrong number of rows, more than the budget, no tree, a
-                tree that is too deep or was not announced, no probabilities as confidence, or ids that are outside the
-                vocabulary.
+            DraftError: it breaks one of the rules in ``docs/reference/drafter_rules.md``.
         """
         ids = self.token_ids
         if not isinstance(ids, torch.Tensor):

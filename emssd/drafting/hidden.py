@@ -19,9 +19,9 @@ __all__ = ["HiddenStates", "checked_layers"]
 class HiddenStates:
     """Hidden states of the tokens that a step computed and kept, ragged: row ``i`` has ``indptr[i]:indptr[i + 1]``.
 
-    The rows are those of the batch, and those that computed a piece of their prompt. A row's tokens come in order, each
-    once, and none that was rejected: `starts` is where its latest delivery ended, or 0 for a row that begins, or begins
-    anew after `Drafter.release`. Its newest token is not among them, as the target has not seen it yet. (A row that an
+    The rows are the batch, and rows that computed a piece of their prompt. A row's tokens come in order, each once, and
+    none that was rejected: `starts` is where its latest delivery ended, or 0 for a row that begins, or begins anew
+    after `Drafter.release`. Its newest token is not among them, as the target has not seen it yet. (A row that an
     EOS has just cut may have it.)
 
     Attributes:

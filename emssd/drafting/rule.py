@@ -1,4 +1,4 @@
-"""`VerificationRule`: which drafted tokens are accepted, and which token follows them."""
+"""`VerificationRule`: decides which drafted tokens are accepted, and draws the token after them."""
 
 from __future__ import annotations
 

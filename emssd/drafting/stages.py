@@ -218,12 +218,8 @@ def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -
     """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
     if drafter.drafts_trees:
         return tuple([min(limit, most, _MOST_NODES) for limit in still])
-    return tuple(
-        [
-            min(limit, most, max(0, row.max_length - len(row.tokens) - 1))
-            for row, limit in zip(batch.rows, still, strict=True)
-        ]
-    )
+    rows = zip(batch.rows, still, strict=True)
+    return tuple([min(limit, most, max(0, row.max_length - len(row.tokens) - 1)) for row, limit in rows])
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:

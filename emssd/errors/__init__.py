@@ -1,4 +1,4 @@
-"""Every error that emssd raises on purpose; each message says what was asked, what is possible and what to do."""
+"""Every error that emssd raises on purpose; each message names the request, the possibilities and the way out."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ class CompileError(EmssdError):
 
 
 class GroupError(EmssdError):
-    """A process of a tensor parallel run has ended, or did not do what the others did."""
+    """A process of a tensor parallel run has ended, or has gone another way than the rest."""
 
 
 class OutOfMemoryError(EmssdError):
-    """The KV cache, or the device, has no room left; the message says what takes it and which option lowers it."""
+    """The KV cache, or the device, has no room left; the message names the option that lowers the need."""
 
 
 class PluginError(EmssdError):

@@ -106,7 +106,7 @@ class Registry:
         return spec
 
     def configured(self, kind: str, name: str, options: Mapping[str, Any]) -> Any:
-        """The config of what is called `name`, with these of its options, which it must have."""
+        """The config of the plugin `name` with these `options`. Raises ConfigError: it has no such option."""
         config = self.find(kind, name).config
         names = [field.name for field in dataclasses.fields(config)]
         for option in options:

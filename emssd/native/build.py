@@ -21,12 +21,12 @@ from emssd.errors import EmssdError
 from emssd.native.cache import CacheError, entry, room_hint
 
 _SOURCES = Path(__file__).with_name("cpp")
-_PARTS = ("library", "attention", "choice", "linear", "recurrence")  # what takes longest first
+_PARTS = ("library", "attention", "choice", "linear", "recurrence")  # the slowest to build first
 _LIBRARY = "emssd_native.so"
 _OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "plain_linear", "add_weight",
               "run_program")  # fmt: skip
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-march=native", "-fopenmp")
-_LIBRARY_FLAGS = ("-std=c++20", "-O1", *_FLAGS[2:])  # PyTorch's headers; it computes nothing
+_FLAGS_OF = dict.fromkeys(_PARTS, _FLAGS) | {"library": ("-std=c++20", "-O1", *_FLAGS[2:])}  # which computes nothing
 
 logger = logging.getLogger("emssd")
 
@@ -40,10 +40,9 @@ class NativeError(EmssdError):
 
 
 def load_kernels() -> Any:
-    """The operators ``torch.ops.emssd_native``, built if need be (some 15 seconds, said beforehand).
+    """The operators ``torch.ops.emssd_native``, built if need be, in about 15 seconds.
 
-    Raises:
-        NativeError: there is no compiler, or it fails.
+    Raises NativeError: there is no compiler, or it fails.
     """
     if (failure := _load()) is not None:
         raise NativeError(str(failure), failure.short)
@@ -56,13 +55,13 @@ def loaded_kernels() -> Any | None:
 
 
 def why_unavailable() -> str | None:
-    """The reason why the kernels cannot be had here, in words, or ``None``; builds them if that was not done yet."""
+    """The reason why there can be no kernels here, or ``None``; builds them if need be."""
     failure = _load()
     return None if failure is None else str(failure)
 
 
 def fallback_reason() -> str | None:
-    """In a few words, what runs in the place of the kernels and why; ``None`` if nothing that asked for them must."""
+    """In a few words, what runs in the place of the kernels and why; ``None`` unless they were needed and failed."""
     failure = _load() if _load.cache_info().currsize else None
     return None if failure is None else f"attention in PyTorch: {failure.short}"
 
@@ -88,21 +87,20 @@ def compiler() -> str | None:
 
 @cache
 def _load() -> NativeError | None:
-    """Load the library of this machine, once in a process; what went wrong is remembered too."""
+    """Load the library of this machine, once in a process. Returns the failure, if there was one."""
     try:
         if sys.platform != "linux":
             raise NativeError("the C++ kernels are written for Linux, and this is another system", "not Linux")
-        library = entry("kernels", kernels_key(), _build)
-        if not _loads(library.folder / _LIBRARY):  # a library that it needs is gone, say
-            library = entry("kernels", kernels_key(), _build, replace=True)
-            if not _loads(library.folder / _LIBRARY):
-                reason = f"{library.folder / _LIBRARY} does not hold the C++ kernels; delete {library.folder}"
-                raise NativeError(reason, "a broken library")
+        for replace in (False, True):  # as another library that it needs may be gone
+            folder = entry("kernels", kernels_key(), _build, replace=replace).folder
+            if _loads(folder / _LIBRARY):
+                return None
+        reason = f"{folder / _LIBRARY} does not hold the C++ kernels; delete {folder}"
+        raise NativeError(reason, "a broken library")
     except CacheError as error:
         return NativeError(f"there is no place for the C++ kernels: {error}", "the cache cannot be used")
     except NativeError as error:
         return error
-    return None
 
 
 def _loads(library: Path) -> bool:
@@ -121,13 +119,9 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _flags(part: str) -> tuple[str, ...]:
-    return _LIBRARY_FLAGS if part == "library" else _FLAGS
-
-
 def _part_key(part: str) -> str:
-    """A key of all that the object of one part depends on."""
-    parts = [_text(f"{part}.cpp"), torch.__version__, *_flags(part), _processor()]
+    """A key of the sources, flags, PyTorch and processor of one part."""
+    parts = [_text(f"{part}.cpp"), torch.__version__, *_FLAGS_OF[part], _processor()]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -140,15 +134,14 @@ def _text(name: str) -> str:
 def _build(folder: Path) -> None:
     """Compile the parts that are not kept, and link all into `folder`."""
     if (tool := compiler()) is None:
-        reason = "there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)"
-        raise NativeError(reason, "no C++ compiler")
+        raise NativeError("there is no C++ compiler on PATH (tried $CXX, c++, g++, clang++)", "no C++ compiler")
     logger.info("building kernels for this processor, once; this takes about 15 s …")
     home = Path(torch.__file__).parent
 
     def compiled(part: str) -> str:
         def write(target: Path) -> None:
-            source, flags = _SOURCES / f"{part}.cpp", (*_flags(part), f"-isystem{home / 'include'}")
-            _run(tool, *flags, "-c", str(source), "-o", str(target / "part.o"))
+            options = *_FLAGS_OF[part], f"-isystem{home / 'include'}", "-c", str(_SOURCES / f"{part}.cpp")
+            _run(tool, *options, "-o", str(target / "part.o"))
 
         return str(entry("objects", _part_key(part), write).folder / "part.o")
 
@@ -180,7 +173,6 @@ def _openmp() -> str:
 def _complaint(error: BaseException) -> str:
     """The compiler's first complaint, else the first line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
-    # the linker's error does not say that the disk is full
-    full = [line for line in lines if "No space left" in line]
+    full = [line for line in lines if "No space left" in line]  # the linker's error does not say so
     errors = full or [line for line in lines if re.search(r"\berror: ", line)]
     return (errors or lines or [type(error).__name__])[0].strip()

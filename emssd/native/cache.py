@@ -42,8 +42,7 @@ def cache_dir() -> Path:
 def private_folder(*names: str) -> Path:
     """The folder of these names in the cache, made for this user alone if it is not there.
 
-    Raises:
-        CacheError: it cannot be made, or others could change what is in the cache.
+    Raises CacheError: it cannot be made, or others could change the code in the cache.
     """
     root = cache_dir()
     try:
@@ -63,16 +62,10 @@ def private_folder(*names: str) -> Path:
 
 
 def entry(kind: str, key: str, write: Callable[[Path], None], *, replace: bool = False) -> Entry:
-    """The entry of that key, written first if there is none.
+    """The entry of that key, written first if there is none, or to `replace` it.
 
-    Processes that ask for the same one wait for the first of them. One that is killed leaves nothing that is read.
-
-    Args:
-        write: puts its files into an empty folder; what it raises is passed on.
-        replace: whether it is written anew in any case.
-
-    Raises:
-        CacheError: others than this user could change what is there, or it cannot be written.
+    Processes that want the same one wait for the first of them. One that is killed leaves nothing that is read. `write`
+    puts the files into an empty folder; its errors are passed on. Raises CacheError as `private_folder`.
     """
     folder = private_folder(kind) / key
     if not replace and folder.is_dir():
@@ -100,9 +93,8 @@ def is_kept(kind: str, key: str) -> bool:
 
 def room_hint(error: BaseException) -> str:
     """Advice for a full disk, to be put after the error; nothing for other errors."""
-    if "No space left on device" not in str(error):
-        return ""
-    return "; make room on the disk, or set EMSSD_CACHE and TMPDIR to where some is"
+    full = "No space left on device" in str(error)
+    return "; make room on the disk, or set EMSSD_CACHE and TMPDIR to where some is" if full else ""
 
 
 def _write(folder: Path, write: Callable[[Path], None]) -> None:

@@ -36,7 +36,7 @@ def noise_state(key: int, position: int) -> int:
 
 
 def hashed(states: Seq[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """``[r, vocab]`` int64, 32 random bits for each token under each of `states`, which are those of `noise_state`.
+    """``[r, vocab]`` int64, 32 random bits for each token under each of `states`, see `noise_state`.
 
     Murmur3's finalizer, twice: ``fmix32(fmix32(token * 0x9E3779B9 + low) ^ high)`` with the two halves of a state.
     """

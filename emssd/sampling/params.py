@@ -36,7 +36,7 @@ class SamplingParams:
     """The choice of the next token of a request. The names are Transformers', and so is their order of effect.
 
     First come `logit_bias`, `repetition_penalty`, `no_repeat_ngram_size`, and the presence and frequency penalties;
-    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what those before it have left.
+    then `temperature`, `top_k`, `top_p`, `min_p`, and `typical_p`, each on what is left by the ones before.
 
     Attributes:
         temperature: divides the logits; 0 takes the most probable token.
@@ -136,12 +136,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the token is that of the largest logit as the model gives it."""
+        """Whether the token has the model's largest logit."""
         return self.takes_largest and self.grammar is None
 
     @property
     def takes_largest(self) -> bool:
-        """Whether the token is that of the largest logit, as the model gives it, among those that `grammar` allows."""
+        """Whether the token has the model's largest logit of all tokens that `grammar` allows."""
         return self.temperature == 0 and not self.logit_bias and not self.reads_prefix
 
     @property
@@ -171,11 +171,7 @@ class SamplingParams:
         return self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Make sure that `logit_bias` speaks of tokens below `vocab_size`, and `logprobs` of no more than there are.
-
-        Raises:
-            ConfigError: one of them does not.
-        """
+        """Raises ConfigError: `logit_bias` has a token, or `logprobs` more tokens, than the vocabulary."""
         if unknown := [token for token in self.logit_bias if token >= vocab_size]:
             raise ConfigError(f"logit_bias has token {unknown[0]}, but the model's vocabulary has {vocab_size} tokens")
         if self.logprobs is not None and self.logprobs > vocab_size:

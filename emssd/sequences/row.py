@@ -18,9 +18,7 @@ __all__ = ["Batch", "FinishReason", "Request", "Row", "TokenLogprob"]
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """One new token, under the model's own distribution: the log-softmax of its logits in float64, as it gives them.
-
-    Neither temperature nor anything else of `SamplingParams` has a part in it.
+    """One new token with its log-probability in float64, as `SamplingParams.logprobs` says.
 
     Attributes:
         token_id: the token.

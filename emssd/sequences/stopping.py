@@ -21,10 +21,10 @@ class Stop(Protocol):
     """A text that ends its sequence when a new token completes it."""
 
     def completed_by_last(self, tokens: Seq[int], start: int) -> bool:
-        """Whether the last of `tokens`, of which those from `start` on are new, is the last of its sequence."""
+        """Whether the last of `tokens` ends its sequence, whose new tokens are ``tokens[start:]``."""
 
     def text_before(self, output: Seq[int]) -> str:
-        """The text of `output`, which ended so, up to where what ended it begins."""
+        """The text of an `output` that ended so, up to where this text begins."""
 
 
 class StopStrings:
@@ -40,10 +40,6 @@ class StopStrings:
     Raises:
         ConfigError: no string, an empty one, one that is no Unicode text, one text in the place of a list, or no
             tokenizer.
-
-    Example:
-        >>> stop = StopStrings(["\n\n", "Question:"], tokenizer)  # doctest: +SKIP
-        >>> Request("a", prompt_ids, max_new_tokens=64, stop=stop)  # doctest: +SKIP
     """
 
     def __init__(self, strings: Iterable[str], tokenizer: Any) -> None:

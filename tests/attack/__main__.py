@@ -39,66 +39,50 @@ class Tally:
         )
 
 
-class Attack:
-    """Goes through the areas, world by world, until the time is up.
-
-    Args:
-        seed: of everything.
-        areas: which.
-        seconds: how long.
-    """
-
-    def __init__(self, seed: int, areas: list[str], seconds: float) -> None:
-        self.seed, self.seconds = seed, seconds
-        self.tallies = {area: Tally() for area in areas}
-
-    def run(self) -> None:
-        start = shown = time.monotonic()
-        while time.monotonic() - start < self.seconds:
-            area = min(self.tallies, key=lambda area: self.tallies[area].seconds / (AREAS[area].share or 0.1))
-            tally, begun = self.tallies[area], time.monotonic()
-            self._world(area, f"{self.seed}.{tally.worlds}", tally)
-            tally.seconds += time.monotonic() - begun
-            if time.monotonic() - shown > 10:
-                shown, tallies = time.monotonic(), self.tallies.values()
-                counts = f"{sum(t.histories for t in tallies)} histories, {sum(t.wrong for t in tallies)} wrong"
-                print(f"  {min((shown - start) / self.seconds, 1):4.0%} {counts}; {area}", flush=True)
-
-    def _world(self, area: str, seed: str, tally: Tally) -> None:
-        tally.worlds += 1
-        empty = True
-        for case, world, history in cases(area, seed):
-            empty = False
-            account = safely(world, history)
-            tally.histories += 1
-            tally.account.add(account)
-            if account.differences:
-                tally.wrong += 1
-                told = f"{case.name}, {world.name}: {account.differences[0]}\n    {differing_fields(history)}"
-                print(f"  {told}\n    again: python -m tests.attack --case {case.name}", flush=True)
-        tally.refused += empty
-
-    def close(self) -> int:
-        """Tell all of it. Returns how many histories went wrong."""
-        print()
-        for area, tally in self.tallies.items():
-            print(tally.line(area))
-        wrong = sum(tally.wrong for tally in self.tallies.values())
-        histories = sum(tally.histories for tally in self.tallies.values())
-        print(f"seed {self.seed}: {histories} histories, {wrong} with differences")
-        return wrong
+def attack(seed: int, areas: list[str], seconds: float) -> int:
+    """Go through the areas, world by world, until the time is up. Returns how many histories went wrong."""
+    tallies = {area: Tally() for area in areas}
+    start = shown = time.monotonic()
+    while time.monotonic() - start < seconds:
+        area = min(areas, key=lambda area: tallies[area].seconds / AREAS[area].share)
+        begun = time.monotonic()
+        _attack_world(area, f"{seed}.{tallies[area].worlds}", tallies[area])
+        tallies[area].seconds += time.monotonic() - begun
+        histories, wrong = (sum(getattr(t, name) for t in tallies.values()) for name in ("histories", "wrong"))
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
+            print(
+                f"  {min((shown - start) / seconds, 1):4.0%} {histories} histories, {wrong} wrong; {area}", flush=True
+            )
+    print("", *(tally.line(area) for area, tally in tallies.items()), sep="\n")
+    print(f"seed {seed}: {histories} histories, {wrong} with differences")
+    return wrong
 
 
-def again(name: str) -> int:
-    """One case, told in full. Returns how many differences it has."""
-    area, seed, number = name.split("/")
-    for case, world, history in cases(area, seed):
+def _attack_world(area: str, seed: str, tally: Tally) -> None:
+    before = tally.histories
+    for name, world, history in cases(area, seed):
+        account = safely(world, history)
+        tally.histories += 1
+        tally.account.add(account)
+        if account.differences:
+            tally.wrong += 1
+            print(f"  {name}, {world.name}: {account.differences[0]}\n    {differing_fields(history)}")
+            print(f"    again: python -m tests.attack --case {name}", flush=True)
+    tally.worlds += 1
+    tally.refused += tally.histories == before
+
+
+def again(case: str) -> int:
+    """Run a case, and print all of it. Returns how many differences it has."""
+    area, seed, _ = case.split("/")
+    for name, world, history in cases(area, seed):
         account = safely(world, history)  # those before it belong to it: they share an oracle, and perhaps a bug
-        if case.number == int(number):
-            print(f"{case.name}, {world.name}\n{differing_fields(history)}")
+        if name == case:
+            print(f"{name}, {world.name}\n{differing_fields(history)}")
             print("\n".join(account.differences) or "no difference")
             return len(account.differences)
-    print(f"{name}: the model is refused")
+    print(f"{case}: the model is refused")
     return 0
 
 
@@ -112,16 +96,12 @@ def main() -> int:
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     if options.case:
-        return 1 if again(options.case) else 0
+        return int(again(options.case) > 0)
     if unknown := sorted(set(options.only or ()) - set(AREAS)):
         parser.error(f"no area {', '.join(unknown)}; there are {', '.join(AREAS)}")
     print(f"attack with seed {options.seed}, {options.minutes:g} minutes", flush=True)
-    areas = [area for area, each in AREAS.items() if each.share]
-    if options.minutes < _MINUTES_TO_COMPILE:
-        areas.remove("compiled")
-    attack = Attack(options.seed, options.only or areas, 60 * options.minutes)
-    attack.run()
-    return 1 if attack.close() else 0
+    areas = [area for area in AREAS if "compiled" not in area or options.minutes >= _MINUTES_TO_COMPILE]
+    return int(attack(options.seed, options.only or areas, 60 * options.minutes) > 0)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from .plain import judged_by_plain
 from .runner import run_history
 from .worlds import World, draw_world
 
-__all__ = ["AREAS", "Area", "Case"]
+__all__ = ["AREAS", "Area", "cases", "run_seeds"]
 
 
 @dataclass(frozen=True)
@@ -25,47 +26,28 @@ class Area:
     """A kind of attack.
 
     Attributes:
-        about: what it is, in a few words.
         world: the world of a seed, or ``None`` if its model is refused.
         history: a history in it.
-        share: of the time; 0 where it must be asked for.
+        share: of the time.
         num_histories: in each world.
     """
 
-    about: str
     world: Callable[[str], World | None]
     history: Callable[[random.Random, World], History]
     share: float
     num_histories: int = 12
 
 
-@dataclass(frozen=True)
-class Case:
-    """A history in a world, by seed; what a command can run again."""
-
-    area: str
-    seed: str
-    number: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.area}/{self.seed}/{self.number}"
-
-
 # The kinds that are compiled: each takes a minute or so, and is kept in the cache.
 _COMPILED = ("llama", "gemma2")
+_ROUNDED = ("llama", "mistral", "qwen2", "gemma2", "opt", "gpt2", "gpt_neox", "phi")
 _KEEP_STATES = ("qwen3_5_text", "kimi_linear", "jamba", "lfm2", "zamba2")
-
-
-def _exact(seed: str) -> World | None:
-    return draw_world(seed)
 
 
 def _rounded(seed: str) -> World | None:
     """A world in float32 or bfloat16: only ties may differ from the same engine without drafts."""
-    rng = random.Random(f"rounded {seed}")
-    kinds = ("llama", "mistral", "qwen2", "gemma2", "opt", "gpt2", "gpt_neox", "phi")
-    world = draw_world(seed, kinds=kinds, dtype=rng.choice((torch.float32, torch.bfloat16)))
+    dtype = random.Random(f"rounded {seed}").choice((torch.float32, torch.bfloat16))
+    world = draw_world(seed, kinds=_ROUNDED, dtype=dtype)
     return world and judged_by_plain(world, BACKENDS[_plain_backend(seed)])
 
 
@@ -74,9 +56,7 @@ def _compiled(seed: str) -> World | None:
     rng = random.Random(f"compiled {seed}")
     kind, dtype = rng.choice(_COMPILED), rng.choice((torch.bfloat16, torch.bfloat16, torch.float64))
     world = draw_world(f"shape {kind}", kinds=(kind,), dtype=dtype, compiled=True, prompts_of=seed)
-    if world is None or dtype is torch.float64:
-        return world
-    return judged_by_plain(world, BACKENDS["fused"])
+    return world if world is None or dtype is torch.float64 else judged_by_plain(world, BACKENDS["fused"])
 
 
 def _invariant(seed: str) -> World | None:
@@ -87,7 +67,7 @@ def _invariant(seed: str) -> World | None:
 
 
 def _compiled_exact(seed: str) -> World | None:
-    """A float64 world with its own weights, which histories change."""
+    """A float64 world with weights of its own, which histories change."""
     return draw_world("shape llama", kinds=("llama",), compiled=True, prompts_of=seed)
 
 
@@ -97,9 +77,8 @@ def _plain_backend(seed: str) -> str:
 
 def _same_backend(rng: random.Random, world: World) -> History:
     """Without preemption: what is computed anew is computed in another shape."""
-    name = world.name.split(maxsplit=1)[1]
-    history = replace(draw_history(rng, world), room=None, headroom=None, backend=_plain_backend(name))
-    return replace(history, batching="auto")
+    backend = _plain_backend(world.name.split(maxsplit=1)[1])
+    return replace(draw_history(rng, world), room=None, headroom=None, backend=backend, batching="auto")
 
 
 def _fused(rng: random.Random, world: World) -> History:
@@ -109,11 +88,9 @@ def _fused(rng: random.Random, world: World) -> History:
 
 def _changing(rng: random.Random, world: World) -> History:
     """Rounds of one engine, on pages that rows may share, and a change of the model between them."""
-    history = draw_history(rng, world, sampled=rng.random() < 0.3)
-    backend = rng.choice(("page 1", "page 1", "page 3", "fused", "padded"))
     return replace(
-        history,
-        backend=backend,
+        draw_history(rng, world, sampled=rng.random() < 0.3),
+        backend=rng.choice(("page 1", "page 1", "page 3", "fused", "padded")),
         batching="auto",
         room=None,
         headroom=None,
@@ -121,10 +98,6 @@ def _changing(rng: random.Random, world: World) -> History:
         rounds=rng.choice((2, 3)),
         change=rng.choice(list(CHANGES)),
     )
-
-
-def _states(seed: str) -> World | None:
-    return draw_world(seed, kinds=_KEEP_STATES)
 
 
 def _anything(rng: random.Random, world: World) -> History:
@@ -138,42 +111,40 @@ def _in_threads(rng: random.Random, world: World) -> History:
 
 
 AREAS: dict[str, Area] = {
-    "histories": Area("random histories, float64", _exact, draw_history, 0.15),
-    "sampled": Area("tokens are drawn", _exact, lambda rng, world: draw_history(rng, world, sampled=True), 0.1),
-    "sins": Area("drafters that break the rules", _exact, lambda rng, world: draw_history(rng, world, sins=True), 0.07),
-    "faults": Area(
-        "failures in the middle of a step", _exact, lambda rng, world: draw_history(rng, world, faults=True), 0.11
-    ),
-    "foul": Area("embeddings that are not finite", lambda seed: draw_world(seed, foul=True), draw_history, 0.09),
-    "stops": Area("stop strings", lambda seed: draw_world(seed, spelt=True), draw_history, 0.08),
-    "states": Area("layers that keep a state", _states, _anything, 0.1),
-    "rounded": Area("float32 and bfloat16", _rounded, _same_backend, 0.06),
-    "bits": Area("asked for bits that no batch changes", _invariant, _fused, 0.08),
-    "compiled": Area("compiled, bits in bfloat16", _compiled, _fused, 0.08, num_histories=24),
-    "changes": Area("the model changes between two runs", _exact, _changing, 0.05),
-    "recompiled": Area("so does a compiled one", _compiled_exact, _changing, 0.03),
-    "threads": Area("engines of one model in several threads", _exact, _in_threads, 0.08),
+    "histories": Area(draw_world, draw_history, 0.15),
+    "sampled": Area(draw_world, partial(draw_history, sampled=True), 0.1),
+    "sins": Area(draw_world, partial(draw_history, sins=True), 0.07),
+    "faults": Area(draw_world, partial(draw_history, faults=True), 0.11),
+    "foul": Area(partial(draw_world, foul=True), draw_history, 0.09),
+    "stops": Area(partial(draw_world, spelt=True), draw_history, 0.08),
+    "states": Area(partial(draw_world, kinds=_KEEP_STATES), _anything, 0.1),
+    "rounded": Area(_rounded, _same_backend, 0.06),
+    "bits": Area(_invariant, _fused, 0.08),
+    "compiled": Area(_compiled, _fused, 0.08, num_histories=24),
+    "changes": Area(draw_world, _changing, 0.05),
+    "recompiled": Area(_compiled_exact, _changing, 0.03),
+    "threads": Area(draw_world, _in_threads, 0.08),
 }
 
 
-def cases(area: str, seed: str) -> Iterator[tuple[Case, World, History]]:
-    """The world of a seed, and history after history in it; nothing if the model is refused."""
+def cases(area: str, seed: str) -> Iterator[tuple[str, World, History]]:
+    """The world of a seed, and history after history in it, each with a name; nothing if the model is refused."""
     world = AREAS[area].world(f"{area} {seed}")
     if world is not None:
         for number in range(AREAS[area].num_histories):
-            case = Case(area, seed, number)
-            yield case, world, AREAS[area].history(random.Random(case.name), world)
+            name = f"{area}/{seed}/{number}"
+            yield name, world, AREAS[area].history(random.Random(name), world)
 
 
 def run_seeds(area: str, seeds: range) -> tuple[Account, int]:
-    """All that comes of some seeds, and how many models were refused."""
+    """The results of some seeds, and how many models were refused."""
     together, refused = Account(), 0
     for seed in seeds:
-        there = False
-        for case, world, history in cases(area, str(seed)):
-            there = True
+        is_refused = True
+        for name, world, history in cases(area, str(seed)):
+            is_refused = False
             account = run_history(world, history)
-            account.differences = [f"{case.name} ({world.name}): {what}" for what in account.differences]
+            account.differences = [f"{name} ({world.name}): {difference}" for difference in account.differences]
             together.add(account)
-        refused += not there
+        refused += is_refused
     return together, refused

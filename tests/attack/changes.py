@@ -28,7 +28,7 @@ def _some(model: Any, rng: random.Random) -> list[torch.nn.Parameter]:
     return rng.sample(weights, rng.choice((1, min(3, len(weights)), len(weights))))
 
 
-def _each(write: Callable[[torch.nn.Parameter, torch.Tensor], object]) -> Callable[[Any, random.Random], None]:
+def _written(write: Callable[[torch.nn.Parameter, torch.Tensor], object]) -> Callable[[Any, random.Random], None]:
     """Some of the weights get other values, by `write`."""
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ def _loaded(model: Any, rng: random.Random) -> None:
 
 
 def _trained(model: Any, rng: random.Random) -> None:
-    """A step of what trainers take by default, which raises no version of a tensor."""
+    """A step of the optimizer that trainers take by default; it raises no version of a tensor."""
     weights = _some(model, rng)
     for weight in weights:
         weight.grad = _drawn(rng, weight)
@@ -54,8 +54,8 @@ def _trained(model: Any, rng: random.Random) -> None:
 
 
 def _replaced(model: Any, rng: random.Random) -> None:
-    """Another module in the place of a linear layer; what it computes is an older one's with other weights."""
-    name, old = rng.choice([each for each in model.named_modules() if type(each[1]) is torch.nn.Linear])
+    """Another module in the place of a linear layer; its weights are others."""
+    name, old = rng.choice([pair for pair in model.named_modules() if type(pair[1]) is torch.nn.Linear])
     new = torch.nn.Linear(old.in_features, old.out_features, old.bias is not None, dtype=old.weight.dtype)
     new.load_state_dict({key: _drawn(rng, value) for key, value in old.state_dict().items()})
     model.set_submodule(name, new.requires_grad_(old.weight.requires_grad))
@@ -63,16 +63,16 @@ def _replaced(model: Any, rng: random.Random) -> None:
 
 def _hooked(model: Any, rng: random.Random) -> None:
     """As adapters do it: the weights stay, and a layer gives something else."""
-    layers = [each for each in model.modules() if type(each) is torch.nn.Linear]
+    layers = [layer for layer in model.modules() if type(layer) is torch.nn.Linear]
     factor = rng.choice((-1.0, 0.3, 2.0))
-    rng.choice(layers).register_forward_hook(lambda module, given, output: output * factor)
+    rng.choice(layers).register_forward_hook(lambda module, inputs, output: output * factor)
 
 
 CHANGES: dict[str, Callable[[Any, random.Random], None]] = {
-    "copy_": _each(lambda weight, values: weight.copy_(values)),
-    ".data written": _each(lambda weight, values: weight.data.copy_(values)),
-    ".data replaced": _each(lambda weight, values: setattr(weight, "data", values)),
-    "numpy": _each(lambda weight, values: weight.detach().numpy().__setitem__(..., values.numpy())),
+    "copy_": _written(lambda weight, values: weight.copy_(values)),
+    ".data written": _written(lambda weight, values: weight.data.copy_(values)),
+    ".data replaced": _written(lambda weight, values: setattr(weight, "data", values)),
+    "numpy": _written(lambda weight, values: weight.detach().numpy().__setitem__(..., values.numpy())),
     "load_state_dict": _loaded,
     "fused optimizer": _trained,
     "replaced module": _replaced,

@@ -13,7 +13,7 @@ import torch
 from emssd.drafting import Draft, Drafter, Outcome
 
 from .histories import History
-from .moods import FORMS, MOODS, Mood, Tree, best_way, right_depths, shallow, tree
+from .moods import FORMS, MOODS, Mood, Tree, best_path, right_depths, shallow, tree
 from .policies import SHALLOW
 from .sins import LATE, OF_TREES, SINS, WHEN_TOLD
 
@@ -59,7 +59,7 @@ class HurtfulDrafter(Drafter):
         self.rng = random.Random(history.seed + at)
         self.complaints: list[str] = []
         self.sins = self.num_drafted = self.num_steps = self.num_moved = 0
-        self.late: Callable[[], None] = _nothing
+        self.late: Callable[[], object] = lambda: None
         self.kept: list[Any] = []  # batches and outcomes of before, for those that look back
         self._drafted: dict[str, tuple[int, list[Any]]] = {}  # length of the text; nodes, each with its confidence
 
@@ -67,11 +67,11 @@ class HurtfulDrafter(Drafter):
         self.num_steps += 1
         self.faults("propose")
         trees = []
-        for place, (row, room) in enumerate(zip(batch, budget, strict=True)):
+        for index, (row, room) in enumerate(zip(batch, budget, strict=True)):
             right = self.will_be(row.request_id)
             if list(row.tokens) != right[: len(row.tokens)]:
                 self.complaints.append(f"was shown {list(row.tokens)} of {row.request_id}, which goes {right}")
-            mood = MOODS[self._mood(place, row.request_id)]
+            mood = MOODS[self._mood(index, row.request_id)]
             room = min(max(room, 0), _MOST_NODES)  # one that wants ever more is given thousands
             trees.append(self._tree(mood, right[len(row.tokens) :], room, row.num_remaining - 1))
             sure = [self.rng.choice((0.0, 1.0, self.rng.random())) if self.how.sure else None for _ in trees[-1]]
@@ -91,8 +91,8 @@ class HurtfulDrafter(Drafter):
             return [(token, node - 1) for node, token in enumerate(mood(coming, room, self, self.rng)[:room])]
         longest = min(room, max(deepest, 0))
         length = self.rng.randint(min(1, longest), longest)
-        way = mood(coming, length, self, self.rng)[:length]
-        return tree(self.rng.choice(self.how.shapes), way, room, deepest, self, self.rng)
+        path = mood(coming, length, self, self.rng)[:length]
+        return tree(self.rng.choice(self.how.shapes), path, room, deepest, self, self.rng)
 
     def _draft(self, batch: Any, trees: list[Tree]) -> Draft:
         draft = Draft.from_trees(trees)
@@ -104,15 +104,15 @@ class HurtfulDrafter(Drafter):
 
     def observe(self, outcome: Outcome) -> None:
         if not self.sins:  # one that has sinned may have been switched off in between, or spoilt what it reads here
-            for place, row in enumerate(outcome.batch):
-                self._hear(row.request_id, place, outcome)
+            for index, row in enumerate(outcome.batch):
+                self._hear(row.request_id, index, outcome)
         self.faults("observe")
         self._when_told("observe", outcome.batch)
 
-    def _hear(self, request_id: str, place: int, outcome: Outcome) -> None:
-        """Hold what is told of a row against what was drafted for it, and what comes."""
+    def _hear(self, request_id: str, index: int, outcome: Outcome) -> None:
+        """Compare an outcome of a row with its draft, and with the text that comes."""
         draft = outcome.draft
-        start, stop = draft.indptr[place : place + 2]
+        start, stop = draft.indptr[index : index + 2]
         length, made = self._drafted.get(request_id, (0, []))
         made = made if self.max_depth is None else shallow(made, self.max_depth)
         coming = self.will_be(request_id)[length:]
@@ -121,16 +121,16 @@ class HurtfulDrafter(Drafter):
         drafted = list(zip(draft.token_ids[start:stop].tolist(), parents, sure, strict=True))
         if drafted != made[: len(drafted)]:
             self.complaints.append(f"heard that it drafted {drafted} for {request_id}, where it had {made}")
-        depths, accepted = right_depths(drafted, coming), list(outcome.accepted[place])
+        depths, accepted = right_depths(drafted, coming), list(outcome.accepted[index])
         self.num_moved += accepted != list(range(len(accepted)))
-        if accepted != best_way(drafted, depths):
+        if accepted != best_path(drafted, depths):
             self.complaints.append(
                 f"of {request_id} {drafted} was drafted where {coming} comes, and {accepted} accepted"
             )
-        for at, (depth, said) in enumerate(zip([0, *depths], outcome.target_ids[place], strict=True)):
-            if (depth or not at) and depth < len(coming) and said != coming[depth]:
+        for at, (depth, token) in enumerate(zip([0, *depths], outcome.target_ids[index], strict=True)):
+            if (depth or not at) and depth < len(coming) and token != coming[depth]:
                 self.complaints.append(
-                    f"heard of {said} behind {depth} right nodes of {request_id}, where {coming} comes"
+                    f"heard of {token} behind {depth} right nodes of {request_id}, where {coming} comes"
                 )
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -138,13 +138,9 @@ class HurtfulDrafter(Drafter):
             self._drafted.pop(request_id, None)
         self._when_told("release", ())
 
-    def _mood(self, place: int, request_id: str) -> str:
-        kinds = {
-            "chance": self.rng.randrange(len(self.how.moods)),
-            "row": place,
-            "id": sum(request_id.encode()),
-            "step": self.num_steps,
-        }
+    def _mood(self, index: int, request_id: str) -> str:
+        chance = self.rng.randrange(len(self.how.moods))
+        kinds = {"chance": chance, "row": index, "id": sum(request_id.encode()), "step": self.num_steps}
         return self.how.moods[kinds[self.how.manner] % len(self.how.moods)]
 
     def _sin(self, batch: Any, budget: Seq[int], draft: Draft) -> Draft:
@@ -154,7 +150,7 @@ class HurtfulDrafter(Drafter):
         if self.sin in LATE and len(batch):
             self.sins += 1
             ids = torch.tensor(draft.token_ids.tolist(), dtype=torch.int64)
-            lists: list[Any] = [each and list(each) for each in (draft.indptr, draft.parents, draft.confidence)]
+            lists: list[Any] = [field and list(field) for field in (draft.indptr, draft.parents, draft.confidence)]
             draft = Draft(ids, *lists)  # a list can be changed
             self.late = lambda: LATE[self.sin](self, batch, draft)
         return draft
@@ -164,7 +160,3 @@ class HurtfulDrafter(Drafter):
         if when == what and sin is not None and self.rng.random() < self.how.chance:
             self.sins += 1
             sin(self, batch)
-
-
-def _nothing() -> None:
-    pass

@@ -1,4 +1,4 @@
-"""Histories: what is asked of an engine, how it is put together and driven, drawn at random and as plain data."""
+"""Histories: requests, an engine's options and how it is driven, drawn at random and as plain data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLACES = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A disturbance: at which place, when it is come to for which times, and as what."""
+    """A disturbance: its place, the visits of the place at which it happens, and its error."""
 
     place: str
     times: tuple[int, ...]
@@ -228,7 +228,7 @@ def draw_history(
 
 
 def differing_fields(history: History) -> str:
-    """The fields of a history that are not as they are by default."""
+    """The fields of a history that differ from their defaults."""
     plain = History(history.asks)
-    given = [field.name for field in fields(History) if getattr(history, field.name) != getattr(plain, field.name)]
-    return ", ".join([f"asks={history.asks}", *(f"{name}={getattr(history, name)!r}" for name in given)])
+    changed = [field.name for field in fields(History) if getattr(history, field.name) != getattr(plain, field.name)]
+    return ", ".join([f"asks={history.asks}", *(f"{name}={getattr(history, name)!r}" for name in changed)])

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from emssd_testing.oracle import seen
+
+from emssd.attention import PackedInputs
 
 from .oracle import Ask, ending
 from .worlds import World
@@ -20,7 +23,7 @@ class Account:
     """A history's result.
 
     Attributes:
-        differences: what was wrong, in words; the shortest text first where there are several.
+        differences: sentences about what was wrong.
         num_tokens, num_logits: compared with the oracle.
         num_nodes: of these logits, those after a node of a tree with branches.
         num_moved: rows whose accepted nodes were not the first ones of their tree, over all steps.
@@ -45,7 +48,7 @@ class Account:
 
 
 class Judge:
-    """Holds what came out against what is right.
+    """Compares the output of an engine with the oracle.
 
     Args:
         world: with the oracle.
@@ -57,9 +60,9 @@ class Judge:
         self.world, self.asks, self.account = world, asks, account
         self._tied: dict[str, int] = {}  # length of a text up to a tie
 
-    def wrong(self, what: str) -> None:
+    def wrong(self, difference: str) -> None:
         """Count a difference."""
-        self.account.differences.append(what)
+        self.account.differences.append(difference)
 
     def texts(self, got: dict[str, tuple[list[int], str]], ended: bool) -> None:
         """Compare what came out, ``{request_id: (tokens, reason)}``; not all need have, if the run `ended` early."""
@@ -68,17 +71,17 @@ class Judge:
             prompt = world.prompts[ask.prompt]
             room = world.oracle.max_model_len - len(prompt)
             spelling = world.speller.bytes_of if world.speller else None
-            right, why = ending(world.text_of(ask)[len(prompt) :], ask, room, spelling)
+            right, reason = ending(world.text_of(ask)[len(prompt) :], ask, room, spelling)
             if request_id not in got:
                 if world.twins:  # it may have taken the other of two equals, and nobody knows where
                     self._tied[request_id] = len(prompt)
                 if not ended:
                     self.wrong(f"{request_id!r} never came out")
                 continue
-            tokens, reason = got[request_id]
+            tokens, got_reason = got[request_id]
             self.account.num_texts += 1
             self.account.num_tokens += len(right)
-            if (tokens, reason) == (right, why) or world.has_no_say(ask):
+            if (tokens, got_reason) == (right, reason) or world.has_no_say(ask):
                 continue
             at = [*(one != other for one, other in zip(tokens, right, strict=False)), True].index(True)
             is_greedy = ask.sampling is None or ask.sampling.temperature == 0
@@ -89,7 +92,7 @@ class Judge:
                     self.account.num_ties += 1
                     self._tied[request_id] = min(self._tied.get(request_id, len(prompt) + at), len(prompt) + at)
                     continue
-            self.wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({reason}), and {right} ({why}) is right")
+            self.wrong(f"{request_id!r} of {list(prompt)}: {tokens} ({got_reason}), and {right} ({reason}) is right")
 
     def text_before_stop(self, done: Any) -> None:
         """Compare the text of a generation that a stop string ended."""
@@ -101,28 +104,30 @@ class Judge:
             self.wrong(f"{ask.stop} ends {list(done.token_ids)}: its text is {done.text!r}, and {text!r} is right")
 
     @torch.inference_mode()
-    def logits(self, said: Iterable[tuple[Any, torch.Tensor]]) -> None:
+    def logits(self, steps: Iterable[tuple[PackedInputs, torch.Tensor]]) -> None:
         """Compare the target's logits after each right beginning to the oracle's, within a `spread` of the largest."""
         if self.world.spread is None:
             return
         oracle = self.world.judge or self.world.oracle
         texts, largest = {request_id: self.world.text_of(ask) for request_id, ask in self.asks.items()}, 0.0
-        for packed, logits in said:
-            ids, row = packed.input_ids.tolist(), 0
-            for place, line in zip(packed.logit_rows.tolist(), logits, strict=True):
-                while packed.qo_indptr[row + 1] <= place:
+        for packed, logits in steps:
+            row = 0
+            for fed_index, line in zip(packed.logit_rows.tolist(), logits, strict=True):
+                while packed.qo_indptr[row + 1] <= fed_index:
                     row += 1
-                name, way = packed.request_ids[row], _way(packed, ids, row, place)
-                text = texts[name][: way.num_before + len(way.tokens)]
+                name, (num_before, fed) = packed.request_ids[row], _text_to(packed, row, fed_index)
+                text = texts[name][: num_before + len(fed)]
                 if len(text) > self._tied.get(name, math.inf):
-                    continue  # its text has gone another way
-                if way.tokens != text[way.num_before :]:
+                    continue  # after a tie, its text may be another
+                if fed != text[num_before:]:
                     continue  # after a wrong draft
                 right = oracle.logits(text)
                 if not right.isfinite().all():
                     continue
                 self.account.num_logits += 1
-                self.account.num_nodes += way.in_tree
+                self.account.num_nodes += bool(packed.trees) and fed_index >= packed.qo_indptr[row + 1] - len(
+                    packed.trees[row]
+                )
                 largest = max(largest, float(right.abs().max()))  # logits that nearly cancel are rounded as others are
                 off = float((line - right).abs().max()) / max(largest, 1e-9)  # all may be 0
                 if not off <= self.world.spread:
@@ -130,23 +135,10 @@ class Judge:
                     return
 
 
-class _Way(NamedTuple):
-    """The fed tokens of a text up to some token, without branches, and the number of tokens before them."""
-
-    num_before: int
-    tokens: list[int]
-    in_tree: bool
-
-
-def _way(packed: Any, ids: list[int], row: int, place: int) -> _Way:
-    """The way to a fed token, by the parents alone: neither positions nor masks are believed."""
+def _text_to(packed: PackedInputs, row: int, fed_index: int) -> tuple[int, list[int]]:
+    """The fed tokens on the path to a fed token, and how many tokens of the text come before them."""
     first, end = packed.qo_indptr[row : row + 2]
-    num_before, tree = packed.kv_lens[row] - (end - first), packed.trees[row] if packed.trees else ()
-    root = end - len(tree)
-    if place < root:
-        return _Way(num_before, ids[first : place + 1], False)
-    nodes, node = list[int](), place - root
-    while node >= 0:
-        nodes.append(ids[root + node])
-        node = tree[node]
-    return _Way(num_before, ids[first:root] + nodes[::-1], True)
+    num_before = packed.kv_lens[row] - (end - first)
+    path = seen(packed, row, num_before + fed_index - first)  # by the parents alone: neither positions nor masks
+    ids = packed.input_ids[first:end].tolist()
+    return num_before, [ids[index - num_before] for index in path if index >= num_before]

@@ -1,4 +1,4 @@
-"""Chains and token trees made to hurt: where they are right, ids at the edges, and who stands beside the right way."""
+"""Chains and token trees made to hurt: where they are right, ids at the edges, and who stands beside the right path."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FORMS", "MOODS", "SHAPES", "Mood", "Tree", "best_way", "right_depths", "shallow", "tree"]
+__all__ = ["FORMS", "MOODS", "SHAPES", "Mood", "Tree", "best_path", "right_depths", "shallow", "tree"]
 
 # What is drafted for one row: of what will come, room, ids at hand, and a source of chance.
 Mood = Callable[[list[int], int, Any, random.Random], list[int]]
 
 
-def _right_then_wrong(coming: list[int], room: int, own: Any, rng: random.Random) -> list[int]:
+def _right_then_wrong(coming: list[int], room: int, me: Any, rng: random.Random) -> list[int]:
     num_right = rng.randint(0, room)
-    wrong = [(token + 1) % own.vocab_size for token in coming[num_right:room]]
+    wrong = [(token + 1) % me.vocab_size for token in coming[num_right:room]]
     return coming[:num_right] + wrong
 
 
-def _one_wrong(coming: list[int], room: int, own: Any, rng: random.Random) -> list[int]:
+def _one_wrong(coming: list[int], room: int, me: Any, rng: random.Random) -> list[int]:
     chain = coming[:room]
     if chain:
         at = rng.randrange(len(chain))
-        chain[at] = (chain[at] + rng.randrange(own.vocab_size)) % own.vocab_size
+        chain[at] = (chain[at] + rng.randrange(me.vocab_size)) % me.vocab_size
     return chain
 
 
-def _ends(coming: list[int], room: int, own: Any, rng: random.Random) -> list[int]:
+def _ends(coming: list[int], room: int, me: Any, rng: random.Random) -> list[int]:
     chain = coming[:room]
     for at in range(len(chain)):
         if rng.random() < 0.4:
-            chain[at] = rng.choice(own.ends)
+            chain[at] = rng.choice(me.ends)
     return chain
 
 
 MOODS: dict[str, Mood] = {
-    "right": lambda coming, room, own, rng: coming[:room],
-    "some": lambda coming, room, own, rng: coming[: rng.randint(0, room)],
+    "right": lambda coming, room, me, rng: coming[:room],
+    "some": lambda coming, room, me, rng: coming[: rng.randint(0, room)],
     "right then wrong": _right_then_wrong,
     "one wrong": _one_wrong,
-    "wrong": lambda coming, room, own, rng: [(token + 1) % own.vocab_size for token in coming[:room]],
-    "late": lambda coming, room, own, rng: coming[1 : room + 1],
-    "repeat": lambda coming, room, own, rng: coming[:1] * room,
+    "wrong": lambda coming, room, me, rng: [(token + 1) % me.vocab_size for token in coming[:room]],
+    "late": lambda coming, room, me, rng: coming[1 : room + 1],
+    "repeat": lambda coming, room, me, rng: coming[:1] * room,
     "ends": _ends,
-    "edge": lambda coming, room, own, rng: [rng.choice((0, own.vocab_size - 1)) for _ in range(room)],
-    "any": lambda coming, room, own, rng: [rng.randrange(own.vocab_size) for _ in range(room)],
-    "none": lambda coming, room, own, rng: [],
-    "foul": lambda coming, room, own, rng: (coming[: rng.randint(0, room)] + [rng.choice(own.foul)] * room)[:room],
+    "edge": lambda coming, room, me, rng: [rng.choice((0, me.vocab_size - 1)) for _ in range(room)],
+    "any": lambda coming, room, me, rng: [rng.randrange(me.vocab_size) for _ in range(room)],
+    "none": lambda coming, room, me, rng: [],
+    "foul": lambda coming, room, me, rng: (coming[: rng.randint(0, room)] + [rng.choice(me.foul)] * room)[:room],
 }
 
 
@@ -73,13 +73,13 @@ FORMS: dict[str, Callable[[list[int]], torch.Tensor]] = {
 
 Tree = list[tuple[int, int]]  # of each node its token and the index of its parent, or -1
 
-# What grows around a way: of the way, room for nodes, the drafter, and a source of chance.
+# What grows around a path: of the path, room for nodes, the drafter, and a source of chance.
 Shape = Callable[[list[int], int, Any, random.Random], Tree]
 
 
-def tree(shape: str, way: list[int], room: int, deepest: int, own: Any, rng: random.Random) -> Tree:
-    """At most `room` nodes, none of them deeper than `deepest`, around the tokens `way`."""
-    grown = SHAPES[shape](way, room, own, rng)
+def tree(shape: str, path: list[int], room: int, deepest: int, me: Any, rng: random.Random) -> Tree:
+    """At most `room` nodes, none of them deeper than `deepest`, around the tokens `path`."""
+    grown = SHAPES[shape](path, room, me, rng)
     if rng.random() < 0.5:
         grown = _shuffled(grown, rng)
     return shallow(grown, deepest)[:room]
@@ -108,41 +108,41 @@ def right_depths(nodes: Seq[tuple[Any, ...]], coming: Seq[int]) -> list[int]:
     return depths
 
 
-def best_way(nodes: Seq[tuple[Any, ...]], depths: Seq[int]) -> list[int]:
-    """The way from the root to the first of the deepest right nodes."""
+def best_path(nodes: Seq[tuple[Any, ...]], depths: Seq[int]) -> list[int]:
+    """The path from the root to the first of the deepest right nodes."""
     node = max(range(len(nodes)), key=lambda node: (depths[node], -node)) if any(depths) else -1
-    way: list[int] = []
+    path: list[int] = []
     while node >= 0:
-        way.append(node)
+        path.append(node)
         node = nodes[node][1]
-    return way[::-1]
+    return path[::-1]
 
 
-def _chain(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    return [(token, node - 1) for node, token in enumerate(way)]
+def _chain(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    return [(token, node - 1) for node, token in enumerate(path)]
 
 
-def _siblings(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    tokens = [rng.choice((*way[:1], _noise(own, rng))) for _ in range(room)]
+def _siblings(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    tokens = [rng.choice((*path[:1], _noise(me, rng))) for _ in range(room)]
     return [(token, -1) for token in tokens]
 
 
-def _twins(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """Each token of the way is drafted several times, and any of its twins may have the next ones as children."""
+def _twins(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """Each token of the path is drafted several times, and any of its twins may have the next ones as children."""
     grown, before = Tree(), [-1]
-    for token in way:
+    for token in path:
         twins = rng.randint(1, 3)
         grown += [(token, rng.choice(before)) for _ in range(twins)]
         before = list(range(len(grown) - twins, len(grown)))
     return grown
 
 
-def _forest(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """Chains side by side, the way among them, the others like it up to some place; level by level."""
+def _forest(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """Chains side by side, the path among them, the others like it up to some place; level by level."""
     chains = [
-        [*way[: rng.randint(0, len(way))], *_noises(own, rng, rng.randint(0, 3))] for _ in range(rng.randint(1, 4))
+        [*path[: rng.randint(0, len(path))], *_noises(me, rng, rng.randint(0, 3))] for _ in range(rng.randint(1, 4))
     ]
-    chains.insert(rng.randint(0, len(chains)), way)
+    chains.insert(rng.randint(0, len(chains)), path)
     grown, ends = Tree(), [-1] * len(chains)
     for level in range(max(map(len, chains))):
         for at, chain in enumerate(chains):
@@ -152,41 +152,41 @@ def _forest(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
     return grown
 
 
-def _twice(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """The way, or a beginning of it, before the whole of it; perhaps with another below the first."""
-    begun = _chain(way[: rng.randint(0, len(way))], room, own, rng)
-    begun += [(token, len(begun) - 1) for token in _noises(own, rng, rng.randint(0, 2))]
-    again = [(token, -1 if parent < 0 else len(begun) + parent) for token, parent in _chain(way, room, own, rng)]
+def _twice(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """The path, or a beginning of it, before the whole of it; perhaps with another below the first."""
+    begun = _chain(path[: rng.randint(0, len(path))], room, me, rng)
+    begun += [(token, len(begun) - 1) for token in _noises(me, rng, rng.randint(0, 2))]
+    again = [(token, -1 if parent < 0 else len(begun) + parent) for token, parent in _chain(path, room, me, rng)]
     return begun + again
 
 
-def _comb(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """Each token of the way stands after wrong siblings."""
+def _comb(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """Each token of the path stands after wrong siblings."""
     grown, before = Tree(), -1
-    for token in way:
-        grown += [(noise, before) for noise in _noises(own, rng, rng.randint(0, 2))]
+    for token in path:
+        grown += [(noise, before) for noise in _noises(me, rng, rng.randint(0, 2))]
         grown.append((token, before))
         before = len(grown) - 1
     return grown
 
 
-def _bushy(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """The way, and anything below any of its nodes and theirs."""
-    grown = _chain(way, room, own, rng)
+def _bushy(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """The path, and anything below any of its nodes and theirs."""
+    grown = _chain(path, room, me, rng)
     while len(grown) < room:
-        grown.append((_noise(own, rng), rng.randint(-1, len(grown) - 1)))
+        grown.append((_noise(me, rng), rng.randint(-1, len(grown) - 1)))
     return _shuffled(grown, rng)
 
 
-def _any(way: list[int], room: int, own: Any, rng: random.Random) -> Tree:
-    """Any shape, in which right tokens are found wherever the way to them is right."""
-    grown, known = Tree(), {-1: 0}  # how much of the way lies after a node
+def _any(path: list[int], room: int, me: Any, rng: random.Random) -> Tree:
+    """Any shape, in which right tokens are found wherever the path to them is right."""
+    grown, depths = Tree(), {-1: 0}  # of nodes on the path
     for node in range(room):
         parent = rng.randint(-1, node - 1)
-        depth = known.get(parent, len(way))
-        token = way[depth] if depth < len(way) and rng.random() < 0.6 else _noise(own, rng)
-        if depth < len(way) and token == way[depth]:
-            known[node] = depth + 1
+        depth = depths.get(parent, len(path))
+        token = path[depth] if depth < len(path) and rng.random() < 0.6 else _noise(me, rng)
+        if depth < len(path) and token == path[depth]:
+            depths[node] = depth + 1
         grown.append((token, parent))
     return grown
 
@@ -203,14 +203,14 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-def _noise(own: Any, rng: random.Random) -> int:
+def _noise(me: Any, rng: random.Random) -> int:
     """Any token; often one of a few, so that siblings are equal, or one whose embedding is not finite."""
-    token: int = rng.choice((rng.randrange(own.vocab_size), rng.choice(own.foul), rng.choice(own.ends)))
+    token: int = rng.choice((rng.randrange(me.vocab_size), rng.choice(me.foul), rng.choice(me.ends)))
     return token
 
 
-def _noises(own: Any, rng: random.Random, count: int) -> list[int]:
-    return [_noise(own, rng) for _ in range(count)]
+def _noises(me: Any, rng: random.Random, count: int) -> list[int]:
+    return [_noise(me, rng) for _ in range(count)]
 
 
 def _shuffled(nodes: Tree, rng: random.Random) -> Tree:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from emssd_testing.oracle import next_logits
 
 from emssd.sampling import SamplingParams
 from tests.support import sampling as by_hand
@@ -48,28 +49,21 @@ class Oracle:
     def __init__(self, model: Any, max_model_len: int) -> None:
         self.model = model
         self.max_model_len = max_model_len
-        self.num_passes = 0
         self._logits: dict[tuple[int, ...], torch.Tensor] = {}
         self._texts: dict[tuple[int, ...], list[int]] = {}
         self._drawn: dict[tuple[object, ...], list[int]] = {}
 
     def forget(self) -> None:
         """The model is another from now on."""
-        for known in (self._logits, self._texts, self._drawn):
-            known.clear()  # type: ignore[attr-defined]  # all are dicts
+        self._logits.clear()
+        self._texts.clear()
+        self._drawn.clear()
 
-    @torch.inference_mode()
     def logits(self, tokens: Seq[int]) -> torch.Tensor:
         """``[vocab]``: what the model says after exactly these tokens."""
         key = tuple(tokens)
         if key not in self._logits:
-            before = self.model.config._attn_implementation
-            self.model.config._attn_implementation = "eager"
-            try:
-                self._logits[key] = self.model(torch.tensor([key]), use_cache=False).logits[0, -1].clone()
-            finally:
-                self.model.config._attn_implementation = before
-            self.num_passes += 1
+            self._logits[key] = next_logits(self.model, key).clone()
         return self._logits[key]
 
     def text(self, prompt: tuple[int, ...], num_new: int) -> list[int]:

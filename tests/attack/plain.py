@@ -53,10 +53,10 @@ class PlainOracle(Oracle):
     def text(self, prompt: tuple[int, ...], num_new: int) -> list[int]:
         length = min(len(prompt) + num_new, self.max_model_len)
         if len(self._texts.get(prompt, ())) < length:
-            self._watch.said.clear()
+            self._watch.steps.clear()
             (done,) = self._engine.generate([prompt], length - len(prompt))
             text = [*prompt, *done.token_ids]
-            for at, (_, logits) in enumerate(self._watch.said[-len(done.token_ids) :]):
+            for at, (_, logits) in enumerate(self._watch.steps[-len(done.token_ids) :]):
                 self._logits[tuple(text[: len(prompt) + at])] = logits[-1]
             self._texts[prompt] = text
         return self._texts[prompt][:length]

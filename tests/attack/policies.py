@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
@@ -18,15 +19,15 @@ class ChancePolicy(BudgetPolicy):
     """Allots any number within the limits, and verifies any part of what was drafted.
 
     Args:
-        seed: of what it decides.
-        least: the smallest share of a limit that it allots.
-        trims: whether it takes back some of what was drafted.
+        seed: of its decisions.
         faults: see `Watch.faults`.
+        least: the smallest share of a limit that it allots.
+        trims: whether it takes back some drafted tokens.
         max_depth: how deep trees may be.
     """
 
     def __init__(
-        self, seed: int, least: float, trims: bool, faults: Callable[[str], None], max_depth: int | None = None
+        self, seed: int, faults: Callable[[str], None], *, least: float, trims: bool, max_depth: int | None = None
     ) -> None:
         self.rng = random.Random(seed)
         self.least, self.trims, self.faults, self.max_depth = least, trims, faults, max_depth
@@ -42,13 +43,10 @@ class ChancePolicy(BudgetPolicy):
     def observe(self, outcome: Outcome, stats: Any) -> None:
         self.faults("policy observes")
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        pass
-
 
 POLICIES: dict[str, Callable[[int, Callable[[str], None]], BudgetPolicy]] = {
-    "chance": lambda seed, faults: ChancePolicy(seed, 0.0, True, faults),
-    "all": lambda seed, faults: ChancePolicy(seed, 1.0, False, faults),
-    "half": lambda seed, faults: ChancePolicy(seed, 0.5, False, faults),
-    "shallow": lambda seed, faults: ChancePolicy(seed, 0.7, True, faults, SHALLOW),
+    "chance": partial(ChancePolicy, least=0.0, trims=True),
+    "all": partial(ChancePolicy, least=1.0, trims=False),
+    "half": partial(ChancePolicy, least=0.5, trims=False),
+    "shallow": partial(ChancePolicy, least=0.7, trims=True, max_depth=SHALLOW),
 }

@@ -1,4 +1,4 @@
-"""Runs a history and says what of it was not as the oracle has it."""
+"""Runs a history, and collects its differences from the oracle."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def _at_once(world: World, history: History) -> Account:
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(len(runs)) as pool, torch.inference_mode():
-            running = [pool.submit(run.account) for run in runs]
-            while not all(each.done() for each in running):
+            running = [pool.submit(history.account) for history in runs]
+            while not all(run.done() for run in running):
                 with suppress(EmssdError):  # it may be told to wait
-                    said = model(ids, use_cache=False).logits[0, -1]
-                    if not torch.allclose(said, right, atol=1e-6 * float(right.abs().max())):
+                    logits = model(ids, use_cache=False).logits[0, -1]
+                    if not torch.allclose(logits, right, atol=1e-6 * float(right.abs().max())):
                         together.differences = ["the model, called beside its engines, gives other logits"]
-        for each in running:
-            together.add(each.result())
+        for run in running:
+            together.add(run.result())
         if model.config._attn_implementation != before:
             together.differences.append(f"the model keeps the attention {model.config._attn_implementation!r}")
     finally:
@@ -101,7 +101,7 @@ def safely(world: World, history: History) -> Account:
 
 
 class _Run:
-    """One history on its way: the engine it runs on, what is thrown into it, and what comes out."""
+    """One history on its way: its engine, the faults that are thrown into it, and its results."""
 
     def __init__(self, world: World, history: History) -> None:
         if history.drive == "generate":  # takes one set of ends for all
@@ -149,7 +149,7 @@ class _Run:
                 self.judge.wrong(f"{held} bytes of KV are held by nobody")
             if ended:
                 break
-        self.judge.logits(self.watch.said)
+        self.judge.logits(self.watch.steps)
         good = not self.history.sin and not self.history.fault
         if good and not self.result.num_ties and not self.world.twins and not self.world.foul:
             for drafter in self.drafters:
@@ -159,7 +159,7 @@ class _Run:
         self.result.num_moved = sum(drafter.num_moved for drafter in self.drafters)
         return self.result
 
-    # What it is made of.
+    # Its parts.
 
     def _engine(self) -> Engine:
         history, target, room = self.history, self.world.target, self.history.room
@@ -254,7 +254,7 @@ class _Run:
             self.judge.text_before_stop(done)
             yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
 
-    # Faults, and what may come of them.
+    # Faults, and errors that they may lead to.
 
     def _faults(self, place: str) -> None:
         fault = self.history.fault

@@ -32,40 +32,30 @@ class Speller:
         """The text of an output that a stop string ended, up to where the earliest begins; ``None``: no Unicode."""
         text = b"".join(map(self.bytes_of, output))
         end = min(at for stop in stops if (at := text.find(stop.encode())) >= 0)
-        shown, place = b"", 0
+        shown, begin = b"", 0
         for token in output:
             piece = self.bytes_of(token)
             if token != self.num_tokens - 1:
-                shown += piece[: max(0, end - place)]
-            place += len(piece)
+                shown += piece[: max(0, end - begin)]
+            begin += len(piece)
         try:
             return shown.decode()
         except UnicodeDecodeError:
             return None
 
 
-def _alphabet() -> dict[int, str]:
-    """GPT-2's table of bytes as characters: those that print stand for themselves, others follow from 256 on."""
-    table, more = {}, 256
-    for byte in range(256):
-        if 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255:
-            table[byte] = chr(byte)
-        else:
-            table[byte], more = chr(more), more + 1
-    return table
-
-
 def draw_speller(rng: random.Random) -> Speller:
     """A byte-level vocabulary, or one of pieces with bytes to fall back on: few letters, some words, odd bytes."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     pieces = [bytes([byte]) for byte in b"abQ: \n"] + [word.encode() for word in rng.sample(_WORDS, rng.randint(3, 8))]
     pieces += [bytes([byte]) for byte in (*"🙂é".encode(), *rng.sample(range(0x80, 0x100), rng.randint(0, 6)))]
     pieces = list(dict.fromkeys(pieces))
     rng.shuffle(pieces)
-    byte_level = rng.random() < 0.6
-    names = [_byte_level_name(piece) if byte_level else _sentencepiece_name(piece) for piece in pieces]
+    byte_level, table = rng.random() < 0.6, bytes_to_unicode()
+    names = ["".join(map(table.get, piece)) if byte_level else _sentencepiece_name(piece) for piece in pieces]
     tokenizer = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [], byte_fallback=not byte_level))
     if byte_level:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -74,11 +64,6 @@ def draw_speller(rng: random.Random) -> Speller:
         tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
     tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
     return Speller(PreTrainedTokenizerFast(tokenizer_object=tokenizer), (*pieces, SPECIAL.encode()))
-
-
-def _byte_level_name(piece: bytes) -> str:
-    table = _alphabet()
-    return "".join(table[byte] for byte in piece)
 
 
 def _sentencepiece_name(piece: bytes) -> str:

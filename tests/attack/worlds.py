@@ -37,8 +37,8 @@ class World:
         foul: ids whose embeddings are not finite.
         twins: whether tokens have others of the same logit.
         spread: how far logits may be from the oracle's, as a share of the largest; ``None``: they are not compared.
-        judge: of logits, where it is another than the oracle.
-        tie: what of the largest logit two tokens may be apart where a difference is told as a tie.
+        judge: the oracle of logits, if it is another.
+        tie: the largest distance of two tokens' logits that is a tie, as a share of the largest logit.
     """
 
     name: str
@@ -154,7 +154,7 @@ class Watch:
 
     Attributes:
         packed: the step that was planned last.
-        said: of each step, which texts were fed and what the target said after them.
+        steps: of each step, its fed tokens and the target's logits.
         faults: ``faults(place)`` is called at every place where one may be planted.
         between: called between packing and verification.
     """
@@ -162,7 +162,7 @@ class Watch:
     faults: Callable[[str], None] = lambda place: None
     between: Callable[[], None] = lambda: None
     packed: Any = None
-    said: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
+    steps: list[tuple[Any, torch.Tensor]] = field(default_factory=list)
 
 
 class WatchedTarget:
@@ -174,9 +174,9 @@ class WatchedTarget:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __call__(self, *given: Any, **options: Any) -> Computed:
-        computed = self._inner(*given, **options)
-        self._watch.said.append((self._watch.packed, computed.logits.clone()))
+    def __call__(self, *inputs: Any, **options: Any) -> Computed:
+        computed = self._inner(*inputs, **options)
+        self._watch.steps.append((self._watch.packed, computed.logits.clone()))
         self._watch.faults("after forward")
         return computed
 
@@ -195,9 +195,9 @@ def watched(engine: Engine, watch: Watch) -> Engine:
         watch.between()
         return made
 
-    def attended(*given: Any) -> torch.Tensor:
+    def attended(*inputs: Any) -> torch.Tensor:
         watch.faults("before attention")
-        out: torch.Tensor = attend(*given)
+        out: torch.Tensor = attend(*inputs)
         watch.faults("after attention")
         return out
 

@@ -94,12 +94,12 @@ def trees(draw: st.DrawFn) -> tuple[list[Row], Draft]:
 
 def paths(rows: list[Row], draft: Draft) -> list[list[list[int]]]:
     """The indices of the tokens from the first to each new one, itself last, for each row."""
-    found = []
+    seen = []
     for number, row in enumerate(rows):
-        known = len(row.tokens)
-        new = [list(range(token + 1)) for token in range(row.num_cached, known)]
-        found.append([*new, *([*range(known), *(known + node for node in way)] for way in ways(draft.tree(number)))])
-    return found
+        length = len(row.tokens)
+        new = [list(range(token + 1)) for token in range(row.num_cached, length)]
+        seen.append([*new, *([*range(length), *(length + node for node in way)] for way in ways(draft.tree(number)))])
+    return seen
 
 
 @given(forest=trees(), window=st.none() | st.integers(1, 6))
@@ -121,4 +121,4 @@ def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
 def seen_in(mask: TreeMask, packed: PackedInputs) -> list[bool]:
     """``[sum(q_len * kv_len)]``"""
     rows = enumerate(zip(packed.lengths, packed.kv_lens, strict=True))
-    return [bool(each) for row, (q_len, kv_len) in rows for each in seen_of(mask, row, q_len, kv_len).flatten()]
+    return [bool(bit) for row, (q_len, kv_len) in rows for bit in seen_of(mask, row, q_len, kv_len).flatten()]

@@ -49,9 +49,9 @@ class SharedPagesMachine(RuleBasedStateMachine):
     def arrive(self, tokens: Text) -> None:
         self.num_rows += 1
         row = Row(f"r{self.num_rows}", list(tokens))
-        used, known = self.table.num_used, self.known()
+        used, indexed = self.table.num_used, self.known()
         row.num_cached = self.table.adopt(row.request_id, row.tokens)
-        prefixes = [end for end in range(0, len(tokens), self.size) if all_known(tokens[:end], known, self.size)]
+        prefixes = [end for end in range(0, len(tokens), self.size) if all_known(tokens[:end], indexed, self.size)]
         assert row.num_cached == max(prefixes), "a longer beginning was known"
         assert self.table.num_used <= used + row.num_cached // self.size
         if self.table.fits(self.lengths() | {row.request_id: len(tokens)}):
@@ -77,10 +77,10 @@ class SharedPagesMachine(RuleBasedStateMachine):
         self.copy()
         text = (*row.tokens, *draft)
         slots = self.table.slots(row.request_id, range(row.num_cached, len(text)))
-        known = {page for page in range(self.table.num_pages) if page in self.table._known}
-        for place, slot in enumerate(slots, start=row.num_cached):
-            assert slot // self.size not in known, "a known page is written to"
-            self.memory[slot] = text[: place + 1]
+        indexed = {page for page in range(self.table.num_pages) if page in self.table._known}
+        for index, slot in enumerate(slots, start=row.num_cached):
+            assert slot // self.size not in indexed, "a known page is written to"
+            self.memory[slot] = text[: index + 1]
         if data.draw(st.booleans(), label="the step fails"):
             self.failed = row  # it holds more than its tokens take, until its next step
             return
@@ -108,11 +108,11 @@ class SharedPagesMachine(RuleBasedStateMachine):
         row = self.pick(data)
         if publishes:
             self.publish(row)
-            known = self.known()
-            assert all_known(tuple(row.tokens[: row.num_cached]), known, self.size), "what was published is not known"
+            indexed = self.known()
+            assert all_known(tuple(row.tokens[: row.num_cached]), indexed, self.size), "what was published is not known"
         self.depart(row)
         if publishes:
-            assert self.known() == known, "a released page is forgotten at once"
+            assert self.known() == indexed, "a released page is forgotten at once"
 
     @rule()
     def forget(self) -> None:
@@ -198,8 +198,8 @@ def _pages(size: int) -> list[Text]:
     return pages
 
 
-def all_known(text: Text, known: set[Text], size: int) -> bool:
-    return all(text[:end] in known for end in range(size, len(text) + 1, size))
+def all_known(text: Text, published: set[Text], size: int) -> bool:
+    return all(text[:end] in published for end in range(size, len(text) + 1, size))
 
 
 TestSharedPages = SharedPagesMachine.TestCase
@@ -227,10 +227,10 @@ def test_a_row_that_is_cut_back_into_a_shared_page_gets_a_copy_before_it_writes(
     assert table.fits({"a": 4, "b": 4})
     assert not table.fits({"a": 6, "b": 6}), "the copy was not counted"
     table.reserve_step(pack([rows[1]], Draft.empty(1)))
-    (shared, own), (head, end) = table.pages("b"), table.pages("a")
+    (shared, private), (head, end) = table.pages("b"), table.pages("a")
     assert shared == head
-    assert own != end
-    assert table.copies == [(end, own)]
+    assert private != end
+    assert table.copies == [(end, private)]
 
 
 def test_what_a_row_alone_knows_is_unknown_once_it_writes_there() -> None:

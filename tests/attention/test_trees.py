@@ -31,7 +31,7 @@ def draft_of(forest: list[Tree], confidence: bool = False) -> Draft:
 def texts(draft: Draft, row: int) -> list[tuple[int, ...]]:
     """The tokens on the way to each node of a row."""
     tokens = draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist()
-    return [tuple(tokens[each] for each in path(draft.tree(row), node)) for node in range(len(tokens))]
+    return [tuple(tokens[ancestor] for ancestor in path(draft.tree(row), node)) for node in range(len(tokens))]
 
 
 @given(SHAPES)
@@ -51,7 +51,7 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
         wanted = data.draw(
             st.sets(st.integers(0, len(tree) - 1), max_size=2) if tree else st.just(set()), label="nodes"
         )
-        rows.append(sorted({node for each in wanted for node in path(draft.tree(row), each)}))
+        rows.append(sorted({node for leaf in wanted for node in path(draft.tree(row), leaf)}))
     picked = draft.pick(rows)
     assert picked.lengths == [len(nodes) for nodes in rows]
     for row, nodes in enumerate(rows):
@@ -147,7 +147,7 @@ def test_nodes_packed_level_by_level_are_the_nodes_of_one_step(
     rows, forest, _ = step
     whole = pack(rows, Draft.from_trees(forest))
     grown = [0] * len(rows)
-    found: list[list[tuple[int, int]]] = [[] for _ in rows]
+    by_row: list[list[tuple[int, int]]] = [[] for _ in rows]
     while active := [i for i, tree in enumerate(forest) if grown[i] < len(tree)]:
         lengths = [data.draw(st.integers(1, len(forest[i]) - grown[i]), label="new nodes") for i in active]
         for i, length in zip(active, lengths, strict=True):
@@ -164,11 +164,11 @@ def test_nodes_packed_level_by_level_are_the_nodes_of_one_step(
         for number, i in enumerate(active):
             tokens = slice(packed.qo_indptr[number], packed.qo_indptr[number + 1])
             ids, positions = packed.input_ids[tokens].tolist(), packed.position_ids[tokens].tolist()
-            found[i] += zip(ids, positions, strict=True)
+            by_row[i] += zip(ids, positions, strict=True)
             assert packed.kv_positions(number) == positions_by_hand(rows[i], nodes[number])
     for number, row in enumerate(rows):
         tokens = slice(whole.qo_indptr[number] + len(row.tokens) - row.num_cached, whole.qo_indptr[number + 1])
-        assert found[number] == list(
+        assert by_row[number] == list(
             zip(whole.input_ids[tokens].tolist(), whole.position_ids[tokens].tolist(), strict=True)
         )
 
@@ -179,17 +179,17 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
 ) -> None:
     """Each row: its tree, how many tokens before it are new, and how far apart the slots of its nodes lie."""
     given_rows, expected = [], set()
-    for place, (tree, num_before, gap) in enumerate(rows):
+    for number, (tree, num_before, gap) in enumerate(rows):
         slots = [2 + node * (gap + 1) for node in range(len(tree))]
         num_cached = data.draw(st.integers(0, len(tree) - 1), label="cached nodes") if tree else 0
         num_before = num_before if not num_cached else 0
         given_rows.append((tree, num_before + len(tree) - num_cached, slots))
         for node in range(num_cached, len(tree)):
             strangers = set(range(len(tree))) - set(path(tree, node))
-            expected |= {(place, num_before + node - num_cached, slots[other]) for other in strangers}
+            expected |= {(number, num_before + node - num_cached, slots[other]) for other in strangers}
     hidden = hidden_nodes(given_rows, num_queries=12, num_slots=40)
     assert hidden.shape == (len(rows), 12, 40)
-    assert {tuple(place) for place in hidden.nonzero().tolist()} == expected
+    assert {tuple(entry) for entry in hidden.nonzero().tolist()} == expected
 
 
 @st.composite
@@ -214,6 +214,6 @@ def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple
         for position in range(len(row.tokens) - 1, len(row.tokens) + drafted)
     ]
     owner = [i for i, row in enumerate(unpack(packed, packed.input_ids)) for _ in row]
-    found = [(owner[token], int(packed.position_ids[token])) for token in packed.logit_rows.tolist()]
-    assert found == wanted
-    assert len(found) == len(rows) + draft.token_ids.numel()
+    owners = [(owner[token], int(packed.position_ids[token])) for token in packed.logit_rows.tolist()]
+    assert owners == wanted
+    assert len(owners) == len(rows) + draft.token_ids.numel()

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import json
 import sys
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,6 @@ import torch
 import transformers
 
 from emssd.metrics.stats import PHASES
-from emssd.model import ModelOptions, TargetModel
-
-CPU = torch.device("cpu")
 
 
 def options(**chosen: Any) -> argparse.Namespace:
@@ -29,22 +25,14 @@ def names(load: Any, **chosen: Any) -> list[str]:
     return [name for name, _ in load("gpu").pieces(None, "opt-6.7b", options(**chosen))]
 
 
-def tiny(load: Any) -> TargetModel:
-    models = load("gpu_models")
-    return TargetModel(
-        models.model_of_shape(models.SHAPES["tiny"], torch.float32, CPU, 64),
-        ModelOptions(max_model_len=64, compile=False),
-    )
-
-
 def test_no_piece_has_the_name_of_another(load: Any) -> None:
     kinds = load("gpu").KINDS
     for quick in (True, False):
-        found = names(load, quick=quick, only=kinds)
-        assert len(found) == len(set(found))
+        results = names(load, quick=quick, only=kinds)
+        assert len(results) == len(set(results))
         alone = [names(load, quick=quick, only=[kind]) for kind in kinds]
         assert all(alone)
-        assert sorted(itertools.chain(*alone)) == sorted(found)
+        assert sorted(itertools.chain(*alone)) == sorted(results)
 
 
 def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,33 +68,6 @@ def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypat
     assert "an illegal memory access was encountered" in results["pieces"]["a"]["failed"]
 
 
-@pytest.mark.benchmark
-def test_a_model_is_gone_before_the_next_is_made(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, models = load("gpu"), []
-    make = gpu.model_of_shape
-
-    def watched(*arguments: Any) -> Any:
-        assert all(model() is None for model in models), "the last model is still in memory"
-        model = make(*arguments)
-        models.append(weakref.ref(model))
-        return model
-
-    monkeypatch.setattr(gpu, "model_of_shape", watched)
-    command = "gpu.py --device cpu --shape tiny tiny --quick --only step decode --batch 2 --repeats 1"
-    monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "4"])
-    monkeypatch.setattr(gpu, "load", lambda path: {"machine": {}, "pieces": _Forgetful()})
-    monkeypatch.setattr(gpu, "STEPS", [(2, 2)])
-    gpu.main()
-    assert len(models) == 2
-
-
-class _Forgetful(dict[str, Any]):
-    """Results in which nothing is ever known, so that the second model is measured as the first."""
-
-    def items(self) -> Any:
-        return {}.items()
-
-
 def test_results_survive_an_interruption_and_those_of_another_card_are_put_aside(
     load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -131,13 +92,13 @@ def test_the_host_and_products_are_measured(load: Any, monkeypatch: pytest.Monke
     command = f"gpu.py --device cpu --shape tiny --quick --only host products --batch 1 --repeats 2 --out {out}"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--new-tokens", "8"])
     gpu.main()
-    found = json.loads(out.read_text())["pieces"]
-    host = found.pop("host tiny flashinfer batch=1 context=24")
+    results = json.loads(out.read_text())["pieces"]
+    host = results.pop("host tiny flashinfer batch=1 context=24")
     assert host["phases"].keys() == {*PHASES}
     assert {"step", "_schedule", "plan", "_verify"} <= {name for *_, name in host["one_step"]}
     assert {calls for name, calls, _ in host["functions"] if name.endswith(" _attend")} == {2}, "one for each layer"
-    assert len(found) == 10
-    assert all(row["by_tokens"].keys() == {"1", "2"} for row in found.values())
+    assert len(results) == 10
+    assert all(row["by_tokens"].keys() == {"1", "2"} for row in results.values())
 
 
 @pytest.mark.parametrize("shape", ["opt-6.7b", "llama-3-8b", "qwen3-8b"])
@@ -153,11 +114,11 @@ def test_products_are_those_of_the_model(load: Any, shape: str) -> None:
 
 def test_the_timeline_counts_overlapping_kernels_once(load: Any) -> None:
     second = 1e6
-    found = load("gpu_profile").timeline(
+    results = load("gpu_profile").timeline(
         [("b", 5 * second, 7 * second), ("a", 1 * second, 3 * second), ("a", 2 * second, 4 * second)], steps=2
     )
-    assert (found["busy_seconds"], found["idle_seconds"], found["launches"]) == (2.5, 0.5, 1.5)
-    assert found["kernels"] == [
+    assert (results["busy_seconds"], results["idle_seconds"], results["launches"]) == (2.5, 0.5, 1.5)
+    assert results["kernels"] == [
         {"name": "a", "per_step": 1.0, "seconds": 2.0},
         {"name": "b", "per_step": 0.5, "seconds": 1.0},
     ]
@@ -181,36 +142,3 @@ def test_ratios_are_to_runs_of_the_same_batch(load: Any) -> None:
     assert "compiled while timed" in columns["run"][3]
     assert columns["tokens/s"][5] == "no"
     assert "drafts for nothing" in table.caption
-
-
-@pytest.mark.dry_run  # it compiles three times; the table of a GPU session says as well what was compiled while timed
-def test_the_static_peer_is_compiled_and_not_while_it_is_timed(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, decode, made = tiny(load), load("gpu_hf").hf_decode, []
-
-    begin = transformers.StaticCache.__init__
-
-    def counted(self: Any, *given: Any, **options: Any) -> None:
-        made.append(type(self))
-        begin(self, *given, **options)
-
-    monkeypatch.setattr(transformers.StaticCache, "__init__", counted)
-    for batch in (2, 3, 4):  # code for any batch size would be compiled for the second, and serve the third
-        found = decode(target, "static", batch, 16, 4, compile_anywhere=True)
-        assert found["compiled"] == 1
-        assert found["compiled_while_timed"] == 0
-        assert found["equal_rows"] == batch
-    assert len(made) == 3, "one cache is held for all calls"
-    assert decode(target, "dynamic", 2, 16, 4)["compiled"] == 0
-
-
-@pytest.mark.dry_run  # each compiles twice
-@pytest.mark.parametrize("model_type", ["opt", "llama", "qwen3"])
-def test_a_plain_loop_has_the_right_tokens(load: Any, model_type: str) -> None:
-    models, small = load("gpu_models"), {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    grouped = models._grouped(model_type, 2, 96, 512) | small | {"head_dim": 16}
-    shape = models.SHAPES["tiny"] if model_type == "opt" else grouped
-    target = TargetModel(
-        models.model_of_shape(shape, torch.float32, CPU, 64), ModelOptions(max_model_len=64, compile=False)
-    )
-    for tokens in (1, 3):
-        assert load("gpu_loop").loop_decode(target, tokens, 3, 16, 8)["equal_rows"] == 3

@@ -93,3 +93,5 @@ def test_a_dry_run_leaves_the_files_of_each_part(part: str, tmp_path: Path) -> N
     assert len(pieces) > 1
     assert next(iter(pieces)) == "before"
     assert not [name for name, row in pieces.items() if "failed" in row]
+    decoded = {name: row["equal_rows"] for name, row in pieces.items() if name.startswith("decode")}
+    assert all(f"batch={rows} " in name for name, rows in decoded.items()), f"some rows have wrong tokens: {decoded}"

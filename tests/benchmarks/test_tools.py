@@ -119,8 +119,8 @@ class Spec:
 
 
 def build(load: Any, keep: Path, *specs: Spec, check: bool = True) -> dict[str, str]:
-    found: dict[str, str] = load("kernels_ahead").build({spec.name: spec for spec in specs}, keep, 4, load=check)
-    return found
+    outcomes: dict[str, str] = load("kernels_ahead").build({spec.name: spec for spec in specs}, keep, 4, load=check)
+    return outcomes
 
 
 @pytest.fixture(autouse=True)
@@ -144,10 +144,10 @@ def test_a_built_module_is_put_where_it_loads_from_and_kept_and_not_built_again(
 
 def test_one_that_fails_stops_no_other(load: Any, tmp_path: Path) -> None:
     specs = [Spec("a", tmp_path, fails=True), Spec("b", tmp_path), Spec("c", tmp_path, loadable=())]
-    found = build(load, tmp_path / "keep", *specs)
-    assert found["a"] == "FAILED: Ninja build failed."
-    assert found["b"].startswith("built in 0 s")
-    assert found["c"].startswith("FAILED: ")
+    outcomes = build(load, tmp_path / "keep", *specs)
+    assert outcomes["a"] == "FAILED: Ninja build failed."
+    assert outcomes["b"].startswith("built in 0 s")
+    assert outcomes["c"].startswith("FAILED: ")
     assert [file.name for file in (tmp_path / "keep").iterdir()] == ["b.so"]
     assert not specs[2].aot_path.exists()
 

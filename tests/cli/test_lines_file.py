@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_lab.experiment.rows_file import RowsFile
+from emssd_lab.experiment.rows import RowsFile
 
 from emssd.cli import lines_file
 from emssd.cli.lines_file import LinesFile

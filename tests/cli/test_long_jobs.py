@@ -373,4 +373,4 @@ def test_a_report_passes_over_a_job_whose_figures_were_lost(decode: Callable, wo
     decode("output_dir=out/1", "data.limit=1")
     (work / "out" / "1" / "metrics.json").unlink()  # the disk was full, say
     assert decode(*RESUME, "output_dir=out/1", "data.limit=1").status == 0
-    assert [run.name for run in read([work / "out"]).runs] == [str(work / "out" / "0")]
+    assert [*read([work / "out"]).runs] == [str(work / "out" / "0")]

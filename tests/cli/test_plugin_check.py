@@ -35,11 +35,11 @@ ALL_KEPT = f"\n{len(rules_of('drafter'))} rules kept, 0 broken, 0 not tested\n"
 @pytest.mark.parametrize("kind", ["drafter", "budget"])
 def test_check_reports_what_is_right_rule_by_rule(kind: str, install: Callable, plugins: Callable) -> None:
     install("good", drafter(GREEDY, options="depth: int = 4"))
-    arguments, name = {
+    given, name = {
         "drafter": (["third", "depth=5"], "drafter third (third-party-good 1.2)"),
         "budget": (["fixed", "num_tokens=2"], f"budget fixed (emssd {__version__})"),
     }[kind]
-    lines = plugins("check", *arguments, "--examples", "1").out.splitlines()
+    lines = plugins("check", *given, "--examples", "1").out.splitlines()
     rules = rules_of(kind)
     assert lines[0] == f"{name}, rule by rule:"
     assert [line.split()[:2] for line in lines[2 : 2 + len(rules)]] == [["ok", rule.name] for rule in rules]
@@ -56,9 +56,9 @@ def test_check_names_the_rule_that_is_broken_and_exits_with_1(
     result = plugins("check", "third", "--kind", "drafter", "--examples", "1")
     assert result.status == 1
     lines = [" ".join(line.split()) for line in result.out.splitlines()]
-    index = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
-    assert "with a budget of" in lines[index + 1]
-    assert lines[index + 2] == "see docs/reference/drafter_rules.md#drafter-budget"
+    place = lines.index("BROKEN drafter.budget it drafts at most budget[row] tokens for a row")
+    assert "with a budget of" in lines[place + 1]
+    assert lines[place + 2] == "see docs/reference/drafter_rules.md#drafter-budget"
     assert "ok drafter.pickle its options survive pickle, copy and deepcopy" in lines
     assert lines[lines.index("? drafter.lossless the tokens are those of plain greedy decoding") + 1] == (
         "its test stopped at drafter.budget"
@@ -117,9 +117,9 @@ def test_check_leaves_out_what_cannot_be_compared(
     if source is not None:
         install("odd", drafter(source))
     lines = plugins("check", name, "--examples", "1", flag).out.splitlines()
-    skipped = {line.split()[1]: lines[index + 1].strip() for index, line in enumerate(lines) if line.startswith("skip")}
-    assert skipped == {f"{kind}.{rule}": reason for rule in rules}
-    assert lines[-1] == f"{len(rules_of(kind)) - len(skipped)} rules kept, 0 broken, {len(skipped)} not tested"
+    found = {line.split()[1]: lines[place + 1].strip() for place, line in enumerate(lines) if line.startswith("skip")}
+    assert found == {f"{kind}.{rule}": reason for rule in rules}
+    assert lines[-1] == f"{len(rules_of(kind)) - len(found)} rules kept, 0 broken, {len(found)} not tested"
 
 
 WRONG = {
@@ -153,16 +153,16 @@ def test_check_of_a_plugin_that_needs_an_option(options: str, install: Callable,
 
 
 def test_check_of_a_trained_head_needs_its_target(plugins: Callable) -> None:
-    message = plugins("check", "eagle3", f"path={random_head('eagle3').path}").sentence
-    assert message.startswith("drafter 'eagle3' cannot draft for the small random target of this ")
-    assert message.endswith("; if it was trained for one target, name that target's folder: --model DIR")
+    said = plugins("check", "eagle3", f"path={random_head('eagle3')}").sentence
+    assert said.startswith("drafter 'eagle3' cannot draft for the small random target of this ")
+    assert said.endswith("; if it was trained for one target, name that target's folder: --model DIR")
 
 
 @pytest.mark.nightly
 def test_check_of_a_trained_head_on_its_target(tmp_path: Path, plugins: Callable, kernels: None) -> None:
     for part in (perfect_target(64), setting("llama", VOCAB).context.tokenizer):
         part.save_pretrained(tmp_path)
-    head = [f"path={random_head('eagle3').path}", "depth=2"]
+    head = [f"path={random_head('eagle3')}", "depth=2"]
     result = plugins("check", "eagle3", *head, "--model", f"{tmp_path}", "--examples", "1")
     assert result.out.endswith(ALL_KEPT)
 
@@ -207,7 +207,7 @@ PROPOSES: dict[str, tuple[Callable[[Any, Batch], Any], str, str]] = {
 
 @looped("fault", PROPOSES)
 def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
-    propose, rule, message = PROPOSES[fault]
+    propose, rule, said = PROPOSES[fault]
 
     class Third(Drafter):
         def propose(self, batch: Batch, budget: Any) -> Any:
@@ -216,7 +216,7 @@ def test_a_drafter_that_misbehaves_breaks_a_rule(fault: str) -> None:
     with pytest.raises(BrokenRule) as caught:
         WatchedDrafter(Third(), 7).propose(Batch((Row(Request("a", (1, 2), 9)),)), [2])
     assert caught.value.rule == rule
-    assert message in caught.value.message
+    assert said in caught.value.message
 
 
 @looped(
@@ -230,10 +230,8 @@ def test_check_of_plugins_that_change_the_process_while_they_are_loaded(
     code: str, setting: str, install: Callable, plugins: Callable
 ) -> None:
     install("odd", f"{code}\n{drafter()}")
-    message = plugins("check", "third").sentence
-    assert message.startswith(
-        f"loading the plugins left {setting} changed for the whole process; the plugin that does so"
-    )
+    said = plugins("check", "third").sentence
+    assert said.startswith(f"loading the plugins left {setting} changed for the whole process; the plugin that does so")
 
 
 def test_options_that_exit_are_named(install: Callable, plugins: Callable) -> None:

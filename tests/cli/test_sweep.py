@@ -45,14 +45,14 @@ def store() -> None:
 def table(text: str) -> list[list[str]]:
     """The cells of each line of the last table in `text`, its head first."""
     lines = text[text.index("the runs of this sweep") :].splitlines()
-    found = list[list[str]]()
+    shown = list[list[str]]()
     for line in (line for line in lines if line[0] in "┃│"):
         cells = [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")]
-        if not found or cells[found[0].index("tokens/s")]:
-            found.append(cells)
+        if not shown or cells[shown[0].index("tokens/s")]:
+            shown.append(cells)
         else:  # what had no room in a line goes on in the next one
-            found[-1] = [" ".join(filter(None, pair)) for pair in zip(found[-1], cells, strict=True)]
-    return found
+            shown[-1] = [" ".join(filter(None, pair)) for pair in zip(shown[-1], cells, strict=True)]
+    return shown
 
 
 def swept(*runs: tuple[str, dict[str, Any]]) -> list[list[str]]:
@@ -93,17 +93,10 @@ def test_a_run_that_fails_is_a_line_and_resume_tries_it_again(emssd: Callable, m
     few = ("prompt=abc", "max_new_tokens=2", "progress=false", "output_dir=out")
     sweep = ("-m", f"model.path=later,{model}", "drafter=none,rest", *few)
     first = emssd(*sweep)
-    assert (
-        first.sentence
-        == "3 of 4 runs failed; once their causes are mended, the same command with resume=true makes them"
-    )
-    assert [line[-1].partition(":")[0] for line in table(first.out)] == [
-        "folder",
-        "failed",
-        "failed",
-        "out/2",
-        "failed",
-    ]
+    again = "once their causes are mended, the same command with resume=true makes them"
+    assert first.sentence == f"3 of 4 runs failed; {again}"
+    ends = [line[-1].partition(":")[0] for line in table(first.out)]
+    assert ends == ["folder", "failed", "failed", "out/2", "failed"]
     (why,) = {line[-1] for line in table(first.out) if "rest" in line and "datastore" in line[-1]}
     assert why.startswith("failed: drafter=rest drafts from a datastore: give drafter.store=FOLDER")
     assert f"{why}\n" in first.err
@@ -148,12 +141,10 @@ def test_a_run_is_compared_with_the_plain_one_of_its_own_options() -> None:
 
 
 def test_without_a_plain_run_the_one_of_the_check_counts_and_differences_are_told() -> None:
-    def check(exact: int, ties: int, differences: int) -> dict[str, int]:
-        return {"exact": exact, "ties": ties, "differences": differences}
-
+    right, wrong = {"exact": 5, "ties": 0, "differences": 0}, {"exact": 3, "ties": 1, "differences": 1}
     head, *lines = swept(
-        ("batch_size=1 check=greedy", figures(10, speedup=1.25, speedup_interval=[1.2, 1.304], check=check(5, 0, 0))),
-        ("batch_size=2 check=greedy", figures(10, speedup=1.5, check=check(3, 1, 1))),
+        ("batch_size=1 check=greedy", figures(10, speedup=1.25, speedup_interval=[1.2, 1.304], check=right)),
+        ("batch_size=2 check=greedy", figures(10, speedup=1.5, check=wrong)),
         ("batch_size=3", figures(10)),
     )
     assert head[-2:] == ["check", "folder"]
@@ -178,20 +169,19 @@ def test_every_option_but_those_of_drafting_tells_runs_apart() -> None:
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> str:
     """The option that chooses a launcher which is not Hydra's own."""
-    known = Plugins.instance().class_name_to_class
     package, module = ModuleType("hydra_plugins"), ModuleType("hydra_plugins.stand_in")
     stand_in = type("JoblibLauncher", (BasicLauncher,), {"__module__": module.__name__})
     module.JoblibLauncher, package.stand_in = stand_in, module
-    for each in (package, module):
-        monkeypatch.setitem(sys.modules, each.__name__, each)
+    for made in (package, module):
+        monkeypatch.setitem(sys.modules, made.__name__, made)
     name = f"{module.__name__}.JoblibLauncher"
-    monkeypatch.setitem(known, name, stand_in)
+    monkeypatch.setitem(Plugins.instance().class_name_to_class, name, stand_in)
     return f"hydra.launcher._target_={name}"
 
 
 def test_an_experiment_with_another_launcher_ends_before_anything_runs(launcher: str, emssd: Callable) -> None:
     result = emssd("-m", "experiment=fig1", "size=toy", "output_dir=out", launcher)
     page = Path(__file__).resolve().parents[2] / "docs" / "how_to" / "sweeps.md"
-    (said,) = re.findall(r"With another launcher nothing runs: `([^`]*)`", page.read_text(encoding="utf-8"))
-    assert result.sentence == " ".join(said.split())
+    (error,) = re.findall(r"With another launcher nothing runs: `([^`]*)`", page.read_text(encoding="utf-8"))
+    assert result.sentence == " ".join(error.split())
     assert not (result.folder / "rows.jsonl").exists()

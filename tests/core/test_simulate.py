@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from emssd_lab.simulate import PRESETS, RequestTrace, Simulator, StageTrace, Trace, geometric_trace
-from emssd_lab.simulate.curves import StepCurve
+from emssd_lab.simulate.curves import Roofline
 from emssd_lab.simulate.recording import logged_steps, record_trace
 from emssd_lab.simulate.simulator import warm_up
 from emssd_testing.drafters import ChainDrafter
@@ -30,15 +30,14 @@ CURVE = PRESETS["8b-1xh100"]
 
 
 class PlaceDrafter(ChainDrafter):
-    """Its drafts depend on the place in the output only, as a recorded trace must assume."""
+    """Its drafts depend on the position in the output only, as a recorded trace must assume."""
 
     def __init__(self, plan: Seq[tuple[int, int]], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._plan = plan
 
     def chain(self, row: Row, limit: int) -> list[int]:
-        place = len(row.output_ids)
-        num_right, num_wrong = self._plan[place % len(self._plan)]
+        num_right, num_wrong = self._plan[len(row.output_ids) % len(self._plan)]
         upcoming = self.upcoming(row)
         wrong = [(token + 1) % self.vocab_size for token in upcoming[num_right : num_right + num_wrong]]
         return (upcoming[:num_right] + wrong)[: self.num_speculative_tokens]
@@ -111,7 +110,7 @@ def test_every_step_is_the_engines(
     assert [stage.drafter for stage in engine.drafting.drafters] == drafters
     with logged_steps(engine, make_policy()) as steps:
         engine.generate(prompts, max_new_tokens=limits)
-    in_order = tuple(sorted(trace, key=lambda row: int(row.request_id)))  # as they were given to the engine
+    in_order = tuple(sorted(trace, key=lambda row: int(row.request_id)))  # as the engine got them
     trace = dataclasses.replace(trace, requests=in_order)
     run = Simulator(trace, make_scheduler(), make_policy(), CURVE, max_kv_tokens=max_kv_tokens).run()
     # After an EOS, a drafted token may be right in the engine's eyes, and is never counted as a new token.
@@ -121,21 +120,16 @@ def test_every_step_is_the_engines(
     assert run.report.num_new_tokens == engine.report.num_new_tokens
 
 
-class PlainCurve(StepCurve):
-    """One second for each step, beside drafting."""
-
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        return 1.0
-
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        return 5.0 + 7.0 * depth + 11.0 * num_tokens if depth else 0.0
+PLAIN_CURVE = Roofline(  # 1 s for each step; 7 s for each pass of drafting, and 2 s for each token in it
+    0.0, 0.0, 0.0, 1.0, 1.0, overhead=1.0, drafts=(Roofline(1.0, 0.0, 0.0, 1.0, 1.0, overhead=7.0),)
+)
 
 
 def test_drafting_takes_the_seconds_of_its_curve_stage_by_stage() -> None:
     trace = geometric_trace(0.5, 4, num_speculative_tokens=3, max_new_tokens=9, seed=0)
-    run = Simulator(trace, ContinuousScheduler(4), FixedBudget(), PlainCurve()).run()
+    run = Simulator(trace, ContinuousScheduler(4), FixedBudget(), PLAIN_CURVE).run()
     drafting = [step.stages[0].budget for step in run.steps if any(step.stages[0].budget)]
-    expected = sum(5.0 + 7.0 * max(budget) + 11.0 * sum(budget) for budget in drafting)
+    expected = sum(max(budget) * (7.0 + 2.0 * -(-sum(budget) // max(budget))) for budget in drafting)
     assert run.report.seconds["draft"] == pytest.approx(expected)
     assert sum(step.stages[0].seconds for step in run.steps) == pytest.approx(expected)
     assert run.report.seconds["forward"] == len(run.steps)
@@ -146,7 +140,7 @@ def test_a_row_ends_where_its_trace_does_before_its_limit_also_by_a_drafted_toke
     # after two tokens, the third ends the row; it is drafted, rightly or wrongly
     stage = StageTrace((0, 0, 2) if not right else (0, 2, 0), (0, 0, 0) if not right else (0, 2, 0))
     trace = Trace((2,), (RequestTrace("a", 3, 50, (stage,)),))
-    run = Simulator(trace, ContinuousScheduler(1), FixedBudget(), PlainCurve()).run()
+    run = Simulator(trace, ContinuousScheduler(1), FixedBudget(), PLAIN_CURVE).run()
     (row,) = run.sequences
     assert (len(row.output_ids), row.finish_reason) == (3, FinishReason.EOS)
     assert len(run.steps) == (2 if right else 3)

@@ -73,7 +73,7 @@ def test_a_document_too_short_gives_no_prompt() -> None:
 def test_the_head_is_small_and_goes_with_the_demo_only() -> None:
     size = sum(file.stat().st_size for file in demo.model_path("eagle3").iterdir())
     assert size <= 1.5 * MEGABYTE
-    with pytest.raises(ConfigError, match=r"has 2048 tokens.*this is the demo's head, so give drafter\.path"):
+    with pytest.raises(ConfigError, match=r"this is the demo's head, so give drafter\.path"):
         Engine.from_model(tiny_model("llama"), drafter="eagle3")
 
 

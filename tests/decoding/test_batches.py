@@ -167,10 +167,10 @@ class TestEngine:
     def test_an_id_outside_of_the_vocabulary_is_an_error_after_the_step_and_changes_no_token(
         self, wrong: int, oracle: Any, build: Callable[..., Any], make_ragged: Any, prompts: list[list[int]]
     ) -> None:
-        said = rf"it drafted token id {wrong}, outside the target's vocabulary of 11"
-        with pytest.raises(DraftError, match=said):
+        sentence = rf"it drafted token id {wrong}, outside the target's vocabulary of 11"
+        with pytest.raises(DraftError, match=sentence):
             build(oracle, make_ragged, OutOfVocabulary(wrong)).generate(prompts, 12)
         engine = build(oracle, make_ragged, OutOfVocabulary(wrong), on_drafter_error="disable")
-        with pytest.warns(PluginWarning, match=said):
+        with pytest.warns(PluginWarning, match=sentence):
             outputs = engine.generate(prompts, 12)
         assert [output.token_ids for output in outputs] == [oracle.reference(prompt, 12) for prompt in prompts]

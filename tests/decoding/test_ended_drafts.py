@@ -68,8 +68,8 @@ def test_chains_that_are_ended_are_right_to_their_ends_and_tell_their_confidence
 
 
 def entropy_budget(**options: Any) -> BudgetPolicy:
-    found = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "entropy_budget.py"))
-    made: BudgetPolicy = found["EntropyBudget"](**options)
+    example = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "entropy_budget.py"))
+    made: BudgetPolicy = example["EntropyBudget"](**options)
     return made
 
 
@@ -98,8 +98,8 @@ def test_with_residual_sampling_it_is_told_of_distributions_alone(tree: str) -> 
 
     policy = Watches()
     engine = with_draft_model(tree, policy)
-    found = engine.generate(PROMPTS, 31, sampling=SamplingParams(temperature=1.0, method="residual", seed=3))
-    assert [len(each.token_ids) for each in found] == [31] * 4
+    done = engine.generate(PROMPTS, 31, sampling=SamplingParams(temperature=1.0, method="residual", seed=3))
+    assert [len(row.token_ids) for row in done] == [31] * 4
     policy.check()
 
 

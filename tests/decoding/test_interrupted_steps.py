@@ -33,11 +33,11 @@ class Faults:
     def __init__(self, due: dict[str, set[int]]) -> None:
         self.due, self.calls, self.raised = due, dict.fromkeys(PLACES, 0), 0
 
-    def at(self, place: str) -> None:
-        self.calls[place] += 1
-        if self.calls[place] in self.due.get(place, ()):
+    def at(self, point: str) -> None:
+        self.calls[point] += 1
+        if self.calls[point] in self.due.get(point, ()):
             self.raised += 1
-            raise BrokenError(place)
+            raise BrokenError(point)
 
 
 class FaultyDrafter(TreeDrafter):
@@ -159,7 +159,7 @@ def test_rows_that_finish_in_a_step_that_fails_behind_its_tokens_are_not_lost(
     engine = build(oracle, make_ragged, FailsBehindTheLastStep(), on_drafter_error="fail")
     with pytest.raises(PluginError, match="failed in observe") as caught:
         engine.generate(prompts[:2], [4, 9])
-    assert [each.token_ids for each in caught.value.finished] == [oracle.reference(prompts[0], 4)]
+    assert [row.token_ids for row in caught.value.finished] == [oracle.reference(prompts[0], 4)]
     assert not engine.has_work
     assert engine.runner.usage.held == 0
 

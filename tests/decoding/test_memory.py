@@ -113,7 +113,7 @@ def test_the_caches_of_several_draft_models_share_the_limit_with_the_targets(ker
     specs = [*others, caches.target]
     made = [*map(caches.make, others), caches.make()]
     caches.allocate()
-    pages = [next(n for n in itertools.count() if not each.fits({"a": 16 * n + 1})) for each in made]
+    pages = [next(n for n in itertools.count() if not backend.fits({"a": 16 * n + 1})) for backend in made]
     page_bytes = [16 * backend.bytes_per_token(spec) for backend, spec in zip(made, specs, strict=True)]
     assert len(set(pages)) == 1
     assert 10**6 - 2 * sum(page_bytes) < pages[0] * sum(page_bytes) <= 10**6

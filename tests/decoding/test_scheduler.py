@@ -300,7 +300,7 @@ def test_batching_is_what_was_asked_for_and_auto_what_the_backend_can(
     assert type(engine.scheduler) is expected
     assert engine.batch_size == 2
     done = engine.generate([[3], [4, 5], [6]], [2, 5, 1], ignore_eos=True)
-    assert [len(each.token_ids) for each in done] == [2, 5, 1]
+    assert [len(row.token_ids) for row in done] == [2, 5, 1]
     assert engine.report.num_steps == (5 if expected is ContinuousScheduler else 6)
 
 

@@ -73,12 +73,12 @@ def test_a_stop_string_inside_of_an_accepted_path_ends_the_row(
 ) -> None:
     tokenizer, references = setting("llama", 11).context.tokenizer, oracle.references(prompts, NEW)
     engine = build(oracle, TREE_BACKENDS[backend], DecoyDrafter(11, references), tokenizer=tokenizer)
-    found = 0
+    num_ends = 0
     for generation, tokens in zip(engine.generate(prompts, NEW, stop=[stop]), references.values(), strict=True):
         ends = [n for n in range(1, NEW + 1) if stop in tokenizer.decode(tokens[:n])]
         assert generation.token_ids == tokens[: min(ends, default=NEW)]
-        found += bool(ends)
-    assert found == 0 if stop == "nowhere" else found > 0
+        num_ends += bool(ends)
+    assert num_ends == 0 if stop == "nowhere" else num_ends > 0
 
 
 @every_backend
@@ -112,7 +112,7 @@ class WatchedTrees(TreeDrafter):
             if row.finish_reason is not None:
                 continue  # its end may be cut off
             for node in range(-1, len(tree)):
-                text = [*before, *(ids[each] for each in path(tree, node))]
+                text = [*before, *(ids[ancestor] for ancestor in path(tree, node))]
                 assert targets[node + 1] == int(self.model(torch.tensor([text])).logits[0, -1].argmax())
                 type(self).num_nodes += node >= 0
 

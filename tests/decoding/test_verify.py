@@ -49,12 +49,12 @@ def verified(choices: torch.Tensor, draft: Draft, candidates: torch.Tensor | Non
 @given(cases())
 def test_accepts_exactly_the_tokens_that_step_by_step_decoding_would_give(case: Case) -> None:
     result = verified(flat(case.targets), Draft.from_chains(case.chains))
-    for chain, targets, found in zip(case.chains, case.targets, result, strict=True):
+    for chain, targets, row in zip(case.chains, case.targets, result, strict=True):
         expected = [targets[0]]
         while len(expected) <= len(chain) and chain[len(expected) - 1] == expected[-1]:
             expected.append(targets[len(expected)])
-        assert found.new_tokens == expected
-        assert list(found.accepted) == list(range(len(expected) - 1))
+        assert row.new_tokens == expected
+        assert list(row.accepted) == list(range(len(expected) - 1))
 
 
 @given(cases(), st.integers(1, 6), st.booleans())
@@ -66,9 +66,9 @@ def test_candidates_are_the_targets_best_tokens_at_every_node(case: Case, number
         patch.setattr(Draft, "on_host", property(lambda self: on_host))
         result = verified(greedy_tokens(logits), draft, best_tokens(logits, number))
     assert [len(row.candidates or ()) for row in result] == [len(chain) + 1 for chain in case.chains]
-    found = [best for row in result for best in row.candidates or ()]
-    assert found == logits.argsort(dim=1, descending=True)[:, :number].tolist()
-    assert [best[0] for best in found] == [token for row in result for token in row.target_ids]
+    candidates = [best for row in result for best in row.candidates or ()]
+    assert candidates == logits.argsort(dim=1, descending=True)[:, :number].tolist()
+    assert [best[0] for best in candidates] == [token for row in result for token in row.target_ids]
     assert [token for row in result for token in row.drafted] == draft.token_ids.tolist()
     assert best_tokens(logits, 0) is None
     assert all(row.candidates is None for row in verified(greedy_tokens(logits), draft))
@@ -79,32 +79,32 @@ def test_of_all_ways_through_a_tree_the_longest_right_one_is_accepted(forest: li
     ids = st.integers(0, VOCAB - 1)
     targets = [data.draw(st.lists(ids, min_size=len(tree) + 1, max_size=len(tree) + 1)) for tree in forest]
     result = verified(flat(targets), Draft.from_trees(forest))
-    for tree, choices, found in zip(forest, targets, result, strict=True):
+    for tree, choices, row in zip(forest, targets, result, strict=True):
         parents = [parent for _, parent in tree]
         ways = [path(parents, node) for node in range(-1, len(tree))]
         right = [nodes for nodes in ways if all(tree[node][0] == choices[parents[node] + 1] for node in nodes)]
         longest = max(map(len, right))
         expected = next(nodes for nodes in right if len(nodes) == longest)  # of several the one that was drafted first
-        assert list(found.accepted) == expected
-        assert found.new_tokens == [*(tree[node][0] for node in expected), choices[expected[-1] + 1 if expected else 0]]
-    assert [found.target_ids for found in result] == targets
-    assert [found.drafted for found in result] == [[token for token, _ in tree] for tree in forest]
+        assert list(row.accepted) == expected
+        assert row.new_tokens == [*(tree[node][0] for node in expected), choices[expected[-1] + 1 if expected else 0]]
+    assert [row.target_ids for row in result] == targets
+    assert [row.drafted for row in result] == [[token for token, _ in tree] for tree in forest]
 
 
 @given(drawn_trees(10, 3), st.integers(0, 2**16))
 def test_a_trees_tokens_are_those_of_decoding_step_by_step(tree: Tree, seed: int) -> None:
     """The target's choice depends on the tokens before it alone, so equal siblings get equal ones."""
     parents = [parent for _, parent in tree]
-    texts = [tuple(tree[each][0] for each in path(parents, node)) for node in range(-1, len(tree))]
+    texts = [tuple(tree[ancestor][0] for ancestor in path(parents, node)) for node in range(-1, len(tree))]
 
     def choice(text: tuple[int, ...]) -> int:
         return hash((seed, text)) % 3
 
-    (found,) = verified(flat([[choice(text) for text in texts]]), Draft.from_trees([tree]))
+    (row,) = verified(flat([[choice(text) for text in texts]]), Draft.from_trees([tree]))
     expected = [choice(())]
     while tuple(expected) in texts:
         expected.append(choice(tuple(expected)))
-    assert found.new_tokens == expected
+    assert row.new_tokens == expected
 
 
 def test_of_equal_siblings_the_one_with_the_right_child_is_accepted() -> None:
@@ -149,10 +149,10 @@ def test_tokens_are_the_largest_in_order_and_shares_those_of_softmax(
     for temperature in (1.0, 0.5, 2.0):
         tokens, log_probs = on_host(likely_tokens(logits, None, width, temperature))
         right = (logits.double() / temperature).log_softmax(dim=1)
-        for row, (own, shares) in enumerate(zip(tokens, log_probs, strict=True)):
-            assert len(own) == len(set(own)) == len(shares) == min(width, size)
-            assert logits[row, own].tolist() == logits[row].sort(descending=True).values[: len(own)].tolist()
-            assert shares == pytest.approx(right[row, own].tolist(), abs=NEAR[dtype], rel=NEAR[dtype])
+        for row, (likely, shares) in enumerate(zip(tokens, log_probs, strict=True)):
+            assert len(likely) == len(set(likely)) == len(shares) == min(width, size)
+            assert logits[row, likely].tolist() == logits[row].sort(descending=True).values[: len(likely)].tolist()
+            assert shares == pytest.approx(right[row, likely].tolist(), abs=NEAR[dtype], rel=NEAR[dtype])
 
 
 def test_of_equals_the_kernel_takes_the_first(kernels: None) -> None:

@@ -99,8 +99,8 @@ def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
     by_config = Engine.from_model(model, drafter="none", budget=FixedBudgetConfig(num_tokens=2)).drafting.policy
     assert isinstance(by_config, FixedBudget)
     assert by_config.num_tokens == 2
-    own = ScriptedBudget([(1, 1)])
-    assert Engine.from_model(model, drafter="none", budget=own).drafting.policy is own
+    policy = ScriptedBudget([(1, 1)])
+    assert Engine.from_model(model, drafter="none", budget=policy).drafting.policy is policy
     with pytest.raises(PluginError, match="unknown budget 'lavish'; choose one of adaptive, fixed"):
         Engine.from_model(model, budget="lavish")
 

@@ -137,17 +137,17 @@ def marked(draw: st.DrawFn, num_rows: int = 3) -> Draft:
     """A draft whose extra tells row and node: the first entry is ``100 · row + node``, -1 for the origin."""
     sizes = draw(st.lists(st.integers(0, 6), min_size=num_rows, max_size=num_rows))
     trees = [[(draw(st.integers(0, VOCAB - 1)), draw(st.integers(-1, node - 1))) for node in range(n)] for n in sizes]
-    known = draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
+    with_extra = draw(st.lists(st.booleans(), min_size=num_rows, max_size=num_rows))
     extra = [
         Drawn(tuple(torch.full((VOCAB,), 100.0 * row + node) for node in range(-1, size))) if is_known else None
-        for row, (size, is_known) in enumerate(zip(sizes, known, strict=True))
+        for row, (size, is_known) in enumerate(zip(sizes, with_extra, strict=True))
     ]
     return replace(Draft.from_trees(trees), extra=tuple(extra))
 
 
 def marks(draft: Draft, row: int) -> list[float] | None:
     extra: Any = None if draft.extra is None else draft.extra[row]
-    return None if extra is None else [float(each[0]) for each in extra.q]
+    return None if extra is None else [float(q[0]) for q in extra.q]
 
 
 @given(marked(), st.data())
@@ -159,10 +159,10 @@ def test_picked_nodes_keep_their_own(draft: Draft, data: st.DataObject) -> None:
             if (parent < 0 or parent in nodes) and data.draw(st.booleans()):
                 nodes.append(node)
         picked.append(nodes)
-    found, copied = draft.pick(picked), own_of(draft.within(VOCAB))
+    picked_draft, copied = draft.pick(picked), own_of(draft.within(VOCAB))
     for row, nodes in enumerate(picked):
         assert marks(copied, row) == marks(draft, row)
-        assert marks(found, row) == (marks(draft, row) and [100.0 * row + node for node in (-1, *nodes)])
+        assert marks(picked_draft, row) == (marks(draft, row) and [100.0 * row + node for node in (-1, *nodes)])
 
 
 def own_of(draft: Draft) -> Draft:
@@ -182,13 +182,15 @@ class Given(Drafter):
 
 @given(marked(), marked())
 def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> None:
-    other = replace(other, extra=tuple(each and Drawn(tuple(q + 1000 for q in each.q)) for each in other.extra or ()))
+    other = replace(
+        other, extra=tuple(extra and Drawn(tuple(q + 1000 for q in extra.q)) for extra in other.extra or ())
+    )
     rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(3)))
-    drafters = [CheckedDrafter(Given(each), None, VOCAB, on_error="fail") for each in (one, other)]
-    found = DraftStages(drafters, FixedBudget()).propose(rows, (9, 9, 9), 0)
+    drafters = [CheckedDrafter(Given(part), None, VOCAB, on_error="fail") for part in (one, other)]
+    joined = DraftStages(drafters, FixedBudget()).propose(rows, (9, 9, 9), 0)
     for row in range(3):
-        source = next((each for each in (one, other) if each.lengths[row]), None)
-        assert marks(found, row) == (None if source is None else marks(source, row)) or not found.lengths[row]
+        source = next((part for part in (one, other) if part.lengths[row]), None)
+        assert marks(joined, row) == (None if source is None else marks(source, row)) or not joined.lengths[row]
 
 
 UNIT = torch.full((VOCAB,), 1 / VOCAB)
@@ -208,6 +210,6 @@ UNIT = torch.full((VOCAB,), 1 / VOCAB)
 )
 def test_distributions_that_cannot_be_are_refused(extra: Seq[Any], message: str | None) -> None:
     draft, rows = Draft.from_chains([[1, 2]]), Batch((Row(Request("first", (1,), 9)),))
-    draft = replace(draft, extra=tuple(each and Drawn(each) for each in extra))
+    draft = replace(draft, extra=tuple(q and Drawn(q) for q in extra))
     with nullcontext() if message is None else pytest.raises(DraftError, match=message):
         draft.check(rows, [2], VOCAB)

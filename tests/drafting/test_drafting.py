@@ -275,4 +275,4 @@ def test_drafters_of_drafters_that_cannot_be_are_refused(
     name: str, config: Any, names: list[str], options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises((ConfigError, PluginError), match=said.format(name)):
-        Engine.from_model(tiny_model(), drafter=config([each.format(name) for each in names], options))
+        Engine.from_model(tiny_model(), drafter=config([pattern.format(name) for pattern in names], options))

@@ -59,7 +59,7 @@ def decode(
     requests = [
         Request(f"r{i}", prompt, NEW_TOKENS, end) for i, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
     ]
-    done = {each.request_id: each.token_ids for each in engine.run(requests)}
+    done = {row.request_id: row.token_ids for row in engine.run(requests)}
     assert [done[request.request_id] for request in requests] == [references().of(request) for request in requests]
     return engine
 
@@ -112,7 +112,7 @@ class HiddenMachine(EngineMachine):
                 self.listeners = [Listener(drawn)]
                 return self.listeners[0]
             layers = [(0, 1, -1), (1,), (-1, 0)]
-            self.listeners = [Listener(each, own) for each, own in zip(drawn, layers, strict=False)]
+            self.listeners = [Listener(drafter, wanted) for drafter, wanted in zip(drawn, layers, strict=False)]
             return self.listeners
 
         return super().drafters().map(listening)
@@ -205,7 +205,7 @@ def test_between_two_steps_the_model_has_no_hooks() -> None:
 
     class Looks(Listener):
         def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-            assert not any(each._forward_hooks or each._forward_pre_hooks for each in model.modules())
+            assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
             return super().propose(batch, budget)
 
     listener = Looks(RandomDrafter(VOCAB_SIZE, 3))
@@ -260,7 +260,7 @@ def test_memory_that_runs_out_while_states_are_picked_is_the_drafters_failure(mo
     engine = Engine(runner, Asks((0,)), batch_size=3)
     with pytest.warns(PluginWarning, match="failed in observe"):
         done = engine.generate(PROMPTS, NEW_TOKENS)
-    assert [each.token_ids for each in done] == [references()[prompt][:NEW_TOKENS] for prompt in PROMPTS]
+    assert [row.token_ids for row in done] == [references()[prompt][:NEW_TOKENS] for prompt in PROMPTS]
     with pytest.raises(PluginError, match="failed in observe"):
         engine_of(references().target, Asks((0,)), BACKENDS["dense"]()).generate(PROMPTS[:1], 3)
 

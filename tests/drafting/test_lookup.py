@@ -92,10 +92,10 @@ def test_the_tree_is_the_trie_of_the_copies_and_the_common_tokens_come_first(
         prefixes = {tuple(copy[:size]) for copy in cut for size in range(1, len(copy) + 1)}
         share = {path: Fraction(sum(tuple(copy[: len(path)]) == path for copy in cut), len(cut)) for path in prefixes}
         draft = tree_of(drafter, row, budget)
-        found = paths_of(draft)
-        assert len(set(found)) == len(found) == min(budget, len(prefixes), drafter.num_speculative_tokens)
-        assert [share[path] for path in found] == sorted(share.values(), reverse=True)[: len(found)]
-        for path, chance in zip(found, draft.confidence or (), strict=drafter.drafts_trees):
+        drafted = paths_of(draft)
+        assert len(set(drafted)) == len(drafted) == min(budget, len(prefixes), drafter.num_speculative_tokens)
+        assert [share[path] for path in drafted] == sorted(share.values(), reverse=True)[: len(drafted)]
+        for path, chance in zip(drafted, draft.confidence or (), strict=drafter.drafts_trees):
             assert chance == pytest.approx(float(share[path] / share.get(path[:-1], Fraction(1))))
 
 
@@ -173,20 +173,20 @@ def counted(texts: Texts) -> dict[tuple[int, ...], Fraction]:
 
 
 def worth(tree: Tree) -> list[float]:
-    found: list[float] = []
+    products: list[float] = []
     for parent, chance in zip(tree.parents, tree.confidence, strict=True):
-        found.append(chance * (found[parent] if parent >= 0 else 1.0))
-    return found
+        products.append(chance * (products[parent] if parent >= 0 else 1.0))
+    return products
 
 
 @given(texts=TEXTS, num_nodes=st.integers(0, 20), depth=st.integers(0, 7))
 def test_it_takes_the_most_frequent_prefixes_the_best_first(texts: Texts, num_nodes: int, depth: int) -> None:
     tree = grown(texts, num_nodes=num_nodes, depth=depth)
     shares = {prefix: share for prefix, share in counted(texts).items() if len(prefix) <= depth}
-    found = paths(tree.token_ids, tree.parents)
-    assert len(set(found)) == len(found) == min(num_nodes, len(shares))
-    assert [shares[path] for path in found] == sorted(shares.values(), reverse=True)[:num_nodes]
-    assert all(isclose(own, shares[path]) for own, path in zip(worth(tree), found, strict=True))
+    drafted = paths(tree.token_ids, tree.parents)
+    assert len(set(drafted)) == len(drafted) == min(num_nodes, len(shares))
+    assert [shares[path] for path in drafted] == sorted(shares.values(), reverse=True)[:num_nodes]
+    assert all(isclose(product, shares[path]) for product, path in zip(worth(tree), drafted, strict=True))
 
 
 @given(texts=TEXTS, branches=st.integers(1, 4), depth=st.integers(1, 7), least=st.sampled_from([0.0, 0.2, 0.5]))
@@ -194,17 +194,17 @@ def test_it_has_no_more_ends_than_branches_and_the_likeliest_chain_among_its_pat
     texts: Texts, branches: int, depth: int, least: float
 ) -> None:
     tree = grown(texts, branches=branches, depth=depth, least=least)
-    found = paths(tree.token_ids, tree.parents)
-    assert len(set(range(len(found))) - set(tree.parents)) <= branches
-    assert len(found) <= branches * depth
-    assert all(own >= least for own in worth(tree))
+    drafted = paths(tree.token_ids, tree.parents)
+    assert len(set(range(len(drafted))) - set(tree.parents)) <= branches
+    assert len(drafted) <= branches * depth
+    assert all(product >= least for product in worth(tree))
     chain, state, product = [], texts, 1.0
     while len(chain) < depth and (likeliest := following(state)[:1]):
         token, chance, state = likeliest[0]
         if (product := product * chance) < least:
             break
         chain.append(token)
-    assert not chain or tuple(chain) in found
+    assert not chain or tuple(chain) in drafted
     if branches == 1:
         assert tree.token_ids == chain
         assert tree.parents == list(range(-1, len(chain) - 1))

@@ -157,10 +157,18 @@ def test_each_figure_has_a_formula_and_a_unit_on_its_page() -> None:
 
 
 def test_acceptance_as_vllm_speculators_and_specforge_define_it() -> None:
-    found = report_of(PREFILL, DECODE, LAST).metrics()["acceptance"]
-    assert found["vllm"] == {"mean_acceptance_length": 1 + 8 / 3, "per_position": [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3]}
-    assert found["speculators"]["cond_acc"] == [2 / 3, 1, 1, 1 / 2, 1]
-    assert (found["speculators"]["eal"], found["speculators"]["full_acc"]) == (1 + 8 / 3, found["vllm"]["per_position"])
-    assert found["specforge"] == {"accept_length": (2 + 5 + 5) / 3}  # the first tokens came without a pass to verify
+    acceptance = report_of(PREFILL, DECODE, LAST).metrics()["acceptance"]
+    assert acceptance["vllm"] == {
+        "mean_acceptance_length": 1 + 8 / 3,
+        "per_position": [2 / 3, 2 / 3, 2 / 3, 1 / 3, 1 / 3],
+    }
+    assert acceptance["speculators"]["cond_acc"] == [2 / 3, 1, 1, 1 / 2, 1]
+    assert (acceptance["speculators"]["eal"], acceptance["speculators"]["full_acc"]) == (
+        1 + 8 / 3,
+        acceptance["vllm"]["per_position"],
+    )
+    assert acceptance["specforge"] == {
+        "accept_length": (2 + 5 + 5) / 3
+    }  # the first tokens came without a pass to verify
     nothing = report_of(PREFILL).metrics()["acceptance"]
     assert nothing["vllm"] == {"mean_acceptance_length": 1.0, "per_position": []}

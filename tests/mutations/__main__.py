@@ -73,8 +73,8 @@ def _why_not_green(faults: Seq[Fault], copies: Seq[Copy]) -> str | None:
     tests = sorted({test for fault in faults for test in fault.caught_by})
     files = sorted({test.partition("::")[0] for test in tests})
     running = [
-        copy.start([test for test in tests if test.partition("::")[0] in files[place :: len(copies)]], _QUICKLY[1:])
-        for place, copy in enumerate(copies[: len(files)])
+        copy.start([test for test in tests if test.partition("::")[0] in files[turn :: len(copies)]], _QUICKLY[1:])
+        for turn, copy in enumerate(copies[: len(files)])
     ]
     passed = set[str]()
     for run in running:
@@ -107,8 +107,8 @@ def _results(faults: Seq[Fault], copies: Seq[Copy]) -> Iterator[tuple[Fault, Res
 
 def _survives(fault: Fault, result: Result) -> bool:
     """Print what became of a fault; returns whether it survived."""
-    said = result.error or ", ".join(result.failed) or "SURVIVES"
-    print(f"{result.seconds:5.1f} s  {fault.room}: {fault.name}\n         {said}", flush=True)
+    reason = result.error or ", ".join(result.failed) or "SURVIVES"
+    print(f"{result.seconds:5.1f} s  {fault.room}: {fault.name}\n         {reason}", flush=True)
     return result.error is not None or not result.failed
 
 

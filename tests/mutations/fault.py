@@ -37,10 +37,10 @@ class Fault(NamedTuple):
         Raises:
             LookupError: there is no such text, or it is there more than once.
         """
-        found = [path for path in sorted(root.glob(self.file)) for _ in range(path.read_text().count(self.old))]
-        if len(found) != 1:
-            raise LookupError(f"{self.name!r}: its old text is in {self.file} {len(found)} times, and should be once")
-        return found[0]
+        paths = [path for path in sorted(root.glob(self.file)) for _ in range(path.read_text().count(self.old))]
+        if len(paths) != 1:
+            raise LookupError(f"{self.name!r}: its old text is in {self.file} {len(paths)} times, and should be once")
+        return paths[0]
 
     def plant(self, root: Path) -> Path:
         """Make the mistake below `root`. Returns the changed file.

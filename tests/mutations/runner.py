@@ -91,16 +91,16 @@ class Run:
         if self._changed is not None:
             self._changed.write_bytes(self._kept)
             os.utime(self._changed, ns=(self._times, self._times))
-        told: dict[str, Any] = {
+        record: dict[str, Any] = {
             "passed": {},
             "failed": {},
             "error": "its process ended" if pid else "it takes too long",
         }
         if self._told.exists():
-            told = json.loads(self._told.read_text())
-        if told["error"]:
-            told["error"] += f":\n{self._copy.log.read_text(errors='replace')[-1000:]}"
-        return Result(told["passed"], told["failed"], told["error"], seconds)
+            record = json.loads(self._told.read_text())
+        if record["error"]:
+            record["error"] += f":\n{self._copy.log.read_text(errors='replace')[-1000:]}"
+        return Result(record["passed"], record["failed"], record["error"], seconds)
 
     def wait(self) -> Result:
         """The result, once it has ended."""
@@ -122,7 +122,7 @@ def _as_child(work: Callable[[], None], log: Path) -> None:
 
 
 class _Watch:
-    """A plugin of pytest: which tests passed and which failed, by themselves and not for want of their fixtures."""
+    """A plugin of pytest: the tests that passed or failed by themselves, and not for want of their fixtures."""
 
     def __init__(self) -> None:
         self.passed, self.failed = dict[str, float](), dict[str, float]()
@@ -134,11 +134,11 @@ class _Watch:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            found = {"passed": self.passed, "failed": self.failed}.get(report.outcome, {})
-            found[report.nodeid] = report.duration
+            durations = {"passed": self.passed, "failed": self.failed}.get(report.outcome, {})
+            durations[report.nodeid] = report.duration
 
 
-def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], told: Path) -> None:
+def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], record: Path) -> None:
     """Run pytest in the copy, and tell how it went."""
     tree, sources = copy.tree, _sources(copy.tree)
     for name in [name for name in sys.modules if name.split(".")[0] == "tests"]:
@@ -160,7 +160,7 @@ def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], 
         error = None if set(cache.rglob("*.so")) - libraries else "nothing was built"
     elif not any(getattr(module, "__file__", None) == str(changed) for module in [*sys.modules.values()]):
         error = f"nothing imported {changed}"
-    told.write_text(json.dumps({"passed": watch.passed, "failed": watch.failed, "error": error}))
+    record.write_text(json.dumps({"passed": watch.passed, "failed": watch.failed, "error": error}))
 
 
 def _sources(tree: Path) -> list[str]:

@@ -49,18 +49,18 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases())
 def test_choices_are_those_written_out_by_hand(case: Case) -> None:
-    found = choose(case.logits, case.nodes).tolist()
-    for row, node, name, token in zip(case.logits.tolist(), case.nodes, case.names, found, strict=True):
+    chosen = choose(case.logits, case.nodes).tolist()
+    for row, node, name, token in zip(case.logits.tolist(), case.nodes, case.names, chosen, strict=True):
         assert token == reference.choice(row, node.params, node.prefix, node.num_prompt, name), node
 
 
 @given(cases())
 def test_processed_logits_are_those_written_out_by_hand(case: Case) -> None:
     for row, node in zip(case.logits, case.nodes, strict=True):
-        found = processed(row[None], node.params, [node.prefix], [node.num_prompt])[0]
+        scores = processed(row[None], node.params, [node.prefix], [node.num_prompt])[0]
         expected = reference.scores(row.tolist(), node.params, node.prefix, node.num_prompt)
-        assert found.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12), node
-        assert found.dtype is torch.float64
+        assert scores.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12), node
+        assert scores.dtype is torch.float64
 
 
 @given(cases(), st.randoms(use_true_random=False), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]))
@@ -68,10 +68,10 @@ def test_a_choice_is_the_same_beside_any_others(case: Case, random: Any, dtype: 
     logits, order = case.logits.to(dtype), list(range(len(case.nodes)))
     together = choose(logits, case.nodes)
     random.shuffle(order)
-    shuffled = choose(logits[order], [case.nodes[place] for place in order])
+    shuffled = choose(logits[order], [case.nodes[row] for row in order])
     assert shuffled.tolist() == together[order].tolist()
-    for place, node in enumerate(case.nodes):
-        assert choose(logits[place : place + 1], [node]).tolist() == [int(together[place])]
+    for number, node in enumerate(case.nodes):
+        assert choose(logits[number : number + 1], [node]).tolist() == [int(together[number])]
 
 
 def test_scores_of_a_row_have_the_same_bits_beside_any_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,6 +112,8 @@ def test_processing_is_that_of_transformers_generate(params: SamplingParams, see
     if params.logit_bias:
         config.sequence_bias = {(token,): bias for token, bias in params.logit_bias.items()}
     expected = MODEL._get_logits_processor(config, 11, device="cpu")(prefix, logits)
-    found = processed(logits, params, [prefix[0].tolist()], [4])
-    assert found.isfinite().tolist() == expected.isfinite().tolist()
-    assert found[found.isfinite()].tolist() == pytest.approx(expected[expected.isfinite()].tolist(), rel=1e-6, abs=1e-6)
+    scores = processed(logits, params, [prefix[0].tolist()], [4])
+    assert scores.isfinite().tolist() == expected.isfinite().tolist()
+    assert scores[scores.isfinite()].tolist() == pytest.approx(
+        expected[expected.isfinite()].tolist(), rel=1e-6, abs=1e-6
+    )

@@ -82,25 +82,25 @@ def make_engine(
         return made
     return Engine(
         made.runner,
-        [each.drafter for each in made.drafting.drafters],
+        [checked.drafter for checked in made.drafting.drafters],
         scheduler=ContinuousScheduler(batch_size, max_step_tokens, headroom=0),
         budget=made.drafting.policy,
         on_drafter_error="fail",
     )
 
 
-def right(asked: Seq[Request], expected: Expected) -> dict[str, tuple[int, ...]]:
-    return {request.request_id: expected.of(request) for request in asked}
+def right(wanted: Seq[Request], expected: Expected) -> dict[str, tuple[int, ...]]:
+    return {request.request_id: expected.of(request) for request in wanted}
 
 
-def longest_of(asked: Seq[Request]) -> int:
-    return max(len(request.prompt_ids) + request.max_new_tokens for request in asked)
+def longest_of(wanted: Seq[Request]) -> int:
+    return max(len(request.prompt_ids) + request.max_new_tokens for request in wanted)
 
 
 def test_every_drafter_that_is_offered_is_among_them() -> None:
     named = {name.split(",")[0] for name in DRAFTERS}
     ours = [
-        each.name for each in registry().specs("drafter") if registry().source("drafter", each.name)[:6] == "emssd "
+        spec.name for spec in registry().specs("drafter") if registry().source("drafter", spec.name)[:6] == "emssd "
     ]
     assert sorted(ours) == sorted(named)
 
@@ -124,12 +124,12 @@ def mixed() -> list[Request]:
 @pytest.mark.parametrize("drafter", only(DRAFTERS, ci=DRAFTERS.keys() - NIGHTLY))
 @pytest.mark.costly("all backends")
 def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str) -> None:
-    asked = mixed()
-    expected = Expected(asked)
+    wanted = mixed()
+    expected = Expected(wanted)
     config, accepted = every().config(drafter, expected), 0
     for number, backend in enumerate(BACKENDS):
         engine = make_engine(config, backend, batch_size=(3, 6, 2)[number % 3])
-        assert decode(engine, asked) == right(asked, expected), backend
+        assert decode(engine, wanted) == right(wanted, expected), backend
         accepted += engine.report.num_accepted
     assert accepted > 0 or drafter == "none", "else nothing was shown"
 
@@ -175,10 +175,10 @@ def test_tokens_are_those_of_plain_sampling(
 @pytest.mark.parametrize("drafter", ["suffix, tree", "draft_model, dynamic", "union", "lookahead"])
 @pytest.mark.parametrize("backend", ["page 1", "fused"])
 def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str) -> None:
-    asked = [dataclasses.replace(each, max_new_tokens=28) for each in mixed()]
-    expected = Expected(asked)
-    engine = make_engine(every().config(drafter, expected), backend, batch_size=6, longest=longest_of(asked))
-    assert decode(engine, asked) == right(asked, expected)
+    wanted = [dataclasses.replace(request, max_new_tokens=28) for request in mixed()]
+    expected = Expected(wanted)
+    engine = make_engine(every().config(drafter, expected), backend, batch_size=6, longest=longest_of(wanted))
+    assert decode(engine, wanted) == right(wanted, expected)
     assert engine.report.num_preempted > 0
 
 
@@ -204,14 +204,14 @@ def test_ids_of_no_token_are_not_believed_where_penalties_read_them(
 ) -> None:
     """They lie on a device, so that nobody can have looked at them before the step."""
     params = SamplingParams(temperature=0.8, repetition_penalty=1.5, frequency_penalty=0.3, seed=5)
-    asked = [Request(str(number), (1, 2, 3, 4), 12, sampling=params) for number in range(3)]
-    expected = Expected(asked)
-    texts = right(asked, expected)
+    wanted = [Request(str(number), (1, 2, 3, 4), 12, sampling=params) for number in range(3)]
+    expected = Expected(wanted)
+    texts = right(wanted, expected)
     engine = Engine(
         runner_of(target(), ragged_backend(page_size=3)), BeyondDrafter(beyond, VOCAB, 4, expected), batch_size=3
     )
     monkeypatch.setattr(Draft, "on_host", property(lambda self: False))
     with pytest.warns(PluginWarning, match="outside the target's vocabulary of 11"):
-        assert decode(engine, asked) == texts
+        assert decode(engine, wanted) == texts
     assert engine.drafting.drafters[0].failure
     assert engine.report.num_accepted == 6, "of the only step in which it drafted"

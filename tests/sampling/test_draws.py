@@ -38,11 +38,11 @@ def top_tokens(*arguments: Any) -> Choices:
 
 def rows(count: int) -> list[Row]:
     """One of each kind, whose prompts are three tokens."""
-    found = []
+    likely = []
     for row in range(count):
-        found.append(Row(Request(f"r{row}", tuple(TEXT[:3]), 20, sampling=KINDS[row % len(KINDS)])))
-        found[-1].extend(TEXT[3:])
-    return found
+        likely.append(Row(Request(f"r{row}", tuple(TEXT[:3]), 20, sampling=KINDS[row % len(KINDS)])))
+        likely[-1].extend(TEXT[3:])
+    return likely
 
 
 def logits(count: int) -> torch.Tensor:
@@ -52,12 +52,12 @@ def logits(count: int) -> torch.Tensor:
 def by_hand(row: Row, values: Seq[float], path: Seq[int], error: float) -> list[tuple[int, float]]:
     """Tokens that can be drawn, with the logarithm of how likely, the likeliest first."""
     params, prefix = row.request.sampling or SamplingParams(temperature=0.0), [*row.tokens, *path]
-    found = reference.scores(values, params, prefix, 3)
+    scores = reference.scores(values, params, prefix, 3)
     if params.temperature:
         name, seed = row.request_id, params.seed
         noise = [reference.gumbel(reference.hashed(seed, name, len(prefix), token)) for token in range(VOCAB)]
-        found = [params.temperature * (score + each) for score, each in zip(found, noise, strict=True)]
-    shares = reference.probabilities([score / error for score in found])
+        scores = [params.temperature * (score + gumbel) for score, gumbel in zip(scores, noise, strict=True)]
+    shares = reference.probabilities([score / error for score in scores])
     pairs = [(token, math.log(share)) for token, share in enumerate(shares) if share]
     return sorted(pairs, key=lambda pair: -pair[1])
 
@@ -73,11 +73,11 @@ def test_the_likeliest_come_first_at_nodes_of_any_kind(
     sequences, values = rows(3 * len(KINDS)), logits(3 * len(KINDS))
     nodes = [after(first_node(row), len(path), path) for row in sequences]
     tokens, log_probs = top_tokens(values, nodes, width, error)
-    for row, own, shares, given in zip(sequences, tokens, log_probs, values.tolist(), strict=True):
-        expected = by_hand(row, given, path, error)[:width]
-        assert own == [token for token, _ in expected]
+    for row, likely, shares, line in zip(sequences, tokens, log_probs, values.tolist(), strict=True):
+        expected = by_hand(row, line, path, error)[:width]
+        assert likely == [token for token, _ in expected]
         assert shares == pytest.approx([share for _, share in expected], rel=1e-9, abs=1e-12)
-    assert {len(own) for own in tokens} >= {min(width, 3), min(width, VOCAB)}, "what is excluded is not drawn"
+    assert {len(likely) for likely in tokens} >= {min(width, 3), min(width, VOCAB)}, "what is excluded is not drawn"
 
 
 def test_greedy_nodes_alone_are_as_they_were() -> None:
@@ -128,14 +128,14 @@ def test_the_kernels_draws_are_pytorchs(
         values[3, 1:5] = -math.inf
         params = SamplingParams(temperature, **options)
         other = SamplingParams(temperature, typical_p=0.9)
-        nodes = [Node(other if place == 2 else params, 2**63 + place, width) for place in range(6)]
+        nodes = [Node(other if number == 2 else params, 2**63 + number, width) for number in range(6)]
         tokens, log_probs = top_tokens(values, nodes, width, error)
         with monkeypatch.context() as patch:
             patch.setattr("emssd.sampling.choice.loaded_kernels", lambda: None)
             right_tokens, right_log_probs = top_tokens(values, nodes, width, error)
         assert tokens == right_tokens
-        for own, right in zip(log_probs, right_log_probs, strict=True):
-            assert own == pytest.approx(right, **bound)
+        for shares, right in zip(log_probs, right_log_probs, strict=True):
+            assert shares == pytest.approx(right, **bound)
 
 
 @pytest.mark.usefixtures("kernels")
@@ -145,10 +145,10 @@ def test_the_kernel_draws_nothing_behind_a_model_that_overflowed(bad: float, opt
     values = torch.randn(3, 100, generator=torch.Generator().manual_seed(2))
     values[1] = bad
     values[2, 7] = bad
-    nodes = [Node(SamplingParams(**options), 5, place) for place in range(3)]
+    nodes = [Node(SamplingParams(**options), 5, position) for position in range(3)]
     tokens, log_probs = top_tokens(values, nodes, 3)
     drawn = [True, False, bad < 0]
-    assert [len(own) > 0 for own in tokens] == [len(own) > 0 for own in log_probs] == drawn
+    assert [len(row) > 0 for row in tokens] == [len(row) > 0 for row in log_probs] == drawn
 
 
 @pytest.mark.usefixtures("kernels")

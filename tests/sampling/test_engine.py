@@ -80,7 +80,7 @@ class Expected(Mapping[Any, tuple[int, ...]]):
 
     def of(self, request: Request) -> tuple[int, ...]:
         tokens = self[request.request_id]
-        ends = (place for place, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
+        ends = (end for end, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
         return tokens[: next(ends, len(tokens))]
 
 
@@ -110,8 +110,8 @@ def make_engine(
     return engine_of(target(), drafter, make_backend(), budget=budget or FixedBudget(), trees=True, **options)
 
 
-def decode(engine: Engine, asked: Seq[Request]) -> dict[str, tuple[int, ...]]:
-    return {done.request_id: done.token_ids for done in engine.run(asked)}
+def decode(engine: Engine, wanted: Seq[Request]) -> dict[str, tuple[int, ...]]:
+    return {done.request_id: done.token_ids for done in engine.run(wanted)}
 
 
 @settings(max_examples=settings.default.max_examples * 2)
@@ -155,22 +155,22 @@ def of_one_prompt(number: int, params: SamplingParams | None = HOT) -> list[Requ
 
 @looped("backend", TREE_BACKENDS)
 def test_drafts_of_the_sampled_text_are_accepted_as_chains_and_as_trees(backend: str) -> None:
-    asked = of_one_prompt(4)
-    expected = Expected(asked)
+    wanted = of_one_prompt(4)
+    expected = Expected(wanted)
     for drafter in (PerfectDrafter(VOCAB, 5, expected), DecoyDrafter(VOCAB, expected)):
         engine = make_engine(drafter, TREE_BACKENDS[backend])
-        assert decode(engine, asked) == dict(expected)
+        assert decode(engine, wanted) == dict(expected)
         assert engine.report.num_accepted >= 4 * (23 - 23 // 4)
 
 
 def test_a_text_depends_on_seed_and_request_and_on_nothing_else() -> None:
-    asked = of_one_prompt(3)
-    texts = decode(make_engine(RandomDrafter(VOCAB, 4)), asked)
+    wanted = of_one_prompt(3)
+    texts = decode(make_engine(RandomDrafter(VOCAB, 4)), wanted)
     assert len(set(texts.values())) == 3
-    assert decode(make_engine(TreeDrafter(VOCAB, 7, seed=5), batch_size=1), asked[::-1]) == texts
-    others = [dataclasses.replace(each, sampling=dataclasses.replace(HOT, seed=8)) for each in asked]
+    assert decode(make_engine(TreeDrafter(VOCAB, 7, seed=5), batch_size=1), wanted[::-1]) == texts
+    others = [dataclasses.replace(request, sampling=dataclasses.replace(HOT, seed=8)) for request in wanted]
     assert not set(decode(make_engine(RandomDrafter(VOCAB, 4)), others).values()) & set(texts.values())
-    assert decode(make_engine(RandomDrafter(VOCAB, 4)), asked[:1]) == {"0": texts["0"]}
+    assert decode(make_engine(RandomDrafter(VOCAB, 4)), wanted[:1]) == {"0": texts["0"]}
 
 
 @looped(
@@ -184,12 +184,12 @@ def test_a_text_depends_on_seed_and_request_and_on_nothing_else() -> None:
     ],
 )
 def test_penalties_see_the_tokens_of_the_draft_on_the_way_to_a_node(params: SamplingParams) -> None:
-    asked = of_one_prompt(3, params)
-    expected, plain = Expected(asked), Expected(of_one_prompt(3, SamplingParams(temperature=params.temperature)))
+    wanted = of_one_prompt(3, params)
+    expected, plain = Expected(wanted), Expected(of_one_prompt(3, SamplingParams(temperature=params.temperature)))
     assert dict(expected) != dict(plain), "the penalty does nothing here"
     for drafter in (PerfectDrafter(VOCAB, 6, expected), DecoyDrafter(VOCAB, expected, depth=5)):
         engine = make_engine(drafter)
-        assert decode(engine, asked) == dict(expected)
+        assert decode(engine, wanted) == dict(expected)
         assert engine.report.num_accepted > 3 * 12
 
 

@@ -74,30 +74,30 @@ def test_ten_thousand_texts_are_valid_and_those_of_the_run_without_drafts(
 
 
 def test_preempted_rows_go_on_with_the_same_text() -> None:
-    asked = requests([PERSON] * 4, temperature=1.0)
-    expected = plainly(asked)
+    wanted = requests([PERSON] * 4, temperature=1.0)
+    expected = plainly(wanted)
     drafter = TreeDrafter(VOCAB, 9, {n: d.token_ids for n, d in expected.items()}, right=0.8)
     engine = make_engine(drafter, batch_size=4, max_tokens=45)
-    found = decode(engine, asked)
-    assert {name: each.token_ids for name, each in found.items()} == {n: d.token_ids for n, d in expected.items()}
+    done = decode(engine, wanted)
+    assert {name: row.token_ids for name, row in done.items()} == {n: d.token_ids for n, d in expected.items()}
     assert engine.report.num_preempted > 0
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_masks_are_those_of_partial_matching_by_an_engine_of_regular_expressions(seed: int) -> None:
-    grammar = next(each for each in map(random_grammar, range(100 * seed, 100 * seed + 99)) if each.kind == "regex")
-    draw, state, text, known = random.Random(seed), begun(grammar), "", tokenizer()
+    grammar = next(one for one in map(random_grammar, range(100 * seed, 100 * seed + 99)) if one.kind == "regex")
+    draw, state, text, encoder = random.Random(seed), begun(grammar), "", tokenizer()
     for _ in range(8):
         viable = {
             token
-            for token in range(3, len(known))
-            if "\ufffd" not in (piece := known.decode([token]))
+            for token in range(3, len(encoder))
+            if "\ufffd" not in (piece := encoder.decode([token]))
             and regex.fullmatch(grammar.text, text + piece, partial=True)
         }
         allowed = allowed_by(state)
         complete = regex.fullmatch(grammar.text, text) is not None
         assert (EOS in allowed) == complete
-        byte_tokens = {token for token in allowed if "\ufffd" in known.decode([token])}  # parts of a character
+        byte_tokens = {token for token in allowed if "\ufffd" in encoder.decode([token])}  # parts of a character
         forced = state.forced(1)
         if forced and forced != [EOS]:
             assert allowed == set(forced) <= viable
@@ -110,7 +110,7 @@ def test_masks_are_those_of_partial_matching_by_an_engine_of_regular_expressions
         token = draw.choice(choices)
         following = state.after(token)
         assert following is not None
-        state, text = following, text + known.decode([token])
+        state, text = following, text + encoder.decode([token])
 
 
 def begun(grammar: Any) -> MatcherState:
@@ -125,17 +125,17 @@ def test_states_in_any_order_are_those_of_a_matcher_that_only_went_forward() -> 
     draw, grammars = random.Random(0), Grammars(tokenizer(), VOCAB)
     for seed in range(6):
         grammar = random_grammar(seed)
-        known = {(): grammars.begin(grammar, [EOS])}
+        states = {(): grammars.begin(grammar, [EOS])}
         for _ in range(25):
-            path = draw.choice([*known])
-            state = known[path]
+            path = draw.choice([*states])
+            state = states[path]
             forced = state.forced(4)
             token = draw.choice(sorted(allowed_by(state)))
             if forced:
                 assert token == forced[0]
             if (following := state.after(token)) is not None and not following.has_ended:
-                known[(*path, token)] = following
-        for path, state in known.items():
+                states[(*path, token)] = following
+        for path, state in states.items():
             fresh: MatcherState | None = grammars.begin(grammar, [EOS])
             for token in path:
                 assert fresh is not None
@@ -148,19 +148,19 @@ def test_states_in_any_order_are_those_of_a_matcher_that_only_went_forward() -> 
 def test_a_mask_is_not_that_of_another_text_as_long() -> None:
     """After ``[]`` and a space no item may come, whichever text as long, by other tokens, was looked at before."""
     schema = {"type": "object", "properties": {"q": {"type": "array", "items": {"type": "string"}}}, "required": ["q"]}
-    known = tokenizer()
-    space, opened, both, quote = (known.convert_tokens_to_ids(each) for each in ("Ġ", "[", "[]", '"'))
+    encoder = tokenizer()
+    space, opened, both, quote = (encoder.convert_tokens_to_ids(name) for name in ("Ġ", "[", "[]", '"'))
     state = begun(schema)
-    for token in known.encode('{"q":'):
+    for token in encoder.encode('{"q":'):
         state = after(state, token)
     assert after(after(after(state, space), opened), space).allows(quote)
     assert not after(after(state, both), space).allows(quote)
 
 
 def test_token_0_is_text_where_the_tokenizer_names_no_eos() -> None:
-    own = Tokenizer(models.BPE({letter: token for token, letter in enumerate("ab.")}, []))
-    own.decoder = decoders.ByteLevel()
-    letters = PreTrainedTokenizerFast(tokenizer_object=own)
+    letters = Tokenizer(models.BPE({letter: token for token, letter in enumerate("ab.")}, []))
+    letters.decoder = decoders.ByteLevel()
+    letters = PreTrainedTokenizerFast(tokenizer_object=letters)
     state = Grammars(letters, 3).begin("regex:(a|b)a", [2])
     assert [token for token in range(3) if state.allows(token)] == [0, 1]
     assert after(after(state, 0), 0).allows(2)
@@ -174,42 +174,42 @@ def after(state: MatcherState, token: int) -> MatcherState:
 
 def test_greedy_texts_are_those_of_whole_passes_with_brute_force_masks() -> None:
     """The judge is partial matching and one pass of the whole text for each token; nothing of emssd is used."""
-    expression, known = "(name|ab){2,4}: [0-9]{2}(true|false)", tokenizer()
-    (asked,) = requests([f"regex:{expression}"], temperature=0.0)
-    tokens, text = list(asked.prompt_ids), ""
+    expression, encoder = "(name|ab){2,4}: [0-9]{2}(true|false)", tokenizer()
+    (request,) = requests([f"regex:{expression}"], temperature=0.0)
+    tokens, text = list(request.prompt_ids), ""
     while len(tokens) < 27:
         logits = target().model(torch.tensor([tokens])).logits[0, -1].detach()
-        pieces = {token: known.decode([token]) for token in range(3, len(known))}
-        allowed = [each for each, piece in pieces.items() if regex.fullmatch(expression, text + piece, partial=True)]
+        pieces = {token: encoder.decode([token]) for token in range(3, len(encoder))}
+        allowed = [token for token, piece in pieces.items() if regex.fullmatch(expression, text + piece, partial=True)]
         if not allowed:
             break
-        whole = [each for each in allowed if forced_whole(pieces[each], text, expression, pieces)]
-        token = max(whole or allowed, key=lambda each: float(logits[each]))
+        whole = [token for token in allowed if forced_whole(pieces[token], text, expression, pieces)]
+        token = max(whole or allowed, key=lambda one: float(logits[one]))
         tokens.append(token)
         text += pieces[token]
-    done = decode(make_engine(TreeDrafter(VOCAB, 8, seed=1)), [asked])["0"]
+    done = decode(make_engine(TreeDrafter(VOCAB, 8, seed=1)), [request])["0"]
     assert done.text == text
     assert regex.fullmatch(expression, text)
 
 
 def forced_whole(piece: str, text: str, expression: str, pieces: dict[int, str]) -> bool:
     """Whether `piece` is the longest of the tokens, where all that are allowed begin alike."""
-    allowed = [each for each in pieces.values() if regex.fullmatch(expression, text + each, partial=True)]
+    allowed = [other for other in pieces.values() if regex.fullmatch(expression, text + other, partial=True)]
     longest = max(allowed, key=len)
-    return piece == longest and all(longest.startswith(each) for each in allowed)
+    return piece == longest and all(longest.startswith(other) for other in allowed)
 
 
 def test_forced_tokens_are_drafted_and_all_of_them_accepted() -> None:
-    asked = requests([PERSON] * 3, temperature=1.0)
+    wanted = requests([PERSON] * 3, temperature=1.0)
     engine = make_engine()
-    found = decode(engine, asked)
+    done = decode(engine, wanted)
     assert engine.report.num_drafted == engine.report.num_accepted > 10
-    assert {n: d.token_ids for n, d in found.items()} == {n: d.token_ids for n, d in plainly(asked).items()}
+    assert {n: d.token_ids for n, d in done.items()} == {n: d.token_ids for n, d in plainly(wanted).items()}
 
 
 def test_what_a_grammar_forbids_is_not_verified() -> None:
-    asked = requests([PERSON], temperature=1.0)
-    (expected,) = plainly(asked).values()
+    wanted = requests([PERSON], temperature=1.0)
+    (expected,) = plainly(wanted).values()
 
     class Stray(Drafter):
         num_speculative_tokens, drafts_trees = 4, True
@@ -223,8 +223,8 @@ def test_what_a_grammar_forbids_is_not_verified() -> None:
     engine = make_engine(Stray())
     seen = list[Draft]()
     inner = engine.drafting.propose
-    engine.drafting.propose = lambda *given: seen.append(inner(*given)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
-    assert decode(engine, asked)["0"].token_ids == expected.token_ids
+    engine.drafting.propose = lambda *arguments: seen.append(inner(*arguments)) or seen[-1]  # type: ignore[method-assign,func-returns-value]
+    assert decode(engine, wanted)["0"].token_ids == expected.token_ids
     state = begun(PERSON)
     assert not state.allows(2)
     assert all(2 not in draft.token_ids.tolist() for draft in seen)
@@ -233,9 +233,9 @@ def test_what_a_grammar_forbids_is_not_verified() -> None:
 
 @pytest.mark.parametrize("name", ["right and wrong trees", "draft_model, rsd_s", "draft_model"])
 def test_residual_sampling_gives_valid_texts(name: str) -> None:
-    asked = requests([PERSON] * 4, temperature=1.0, method="residual", limit=40)
+    wanted = requests([PERSON] * 4, temperature=1.0, method="residual", limit=40)
     engine = make_engine(drafter_of(name, {}, 0))
-    for done in decode(engine, asked).values():
+    for done in decode(engine, wanted).values():
         assert done.finish_reason is FinishReason.EOS
         assert is_valid(done.text or "", Grammar.of(PERSON))
 
@@ -263,34 +263,34 @@ def test_stop_strings_and_limits_cut_in_the_middle_of_a_value_at_the_same_token_
 
 
 def test_without_eos_in_a_request_the_text_goes_on_with_eos_to_its_limit() -> None:
-    asked = replace(requests(["regex:ab"], limit=6)[0], eos_token_ids=frozenset())
-    done = decode(make_engine(RandomDrafter(VOCAB, 4)), [asked])["0"]
+    request = replace(requests(["regex:ab"], limit=6)[0], eos_token_ids=frozenset())
+    done = decode(make_engine(RandomDrafter(VOCAB, 4)), [request])["0"]
     assert done.text == "ab"
     assert done.token_ids[-1] == EOS
     assert done.finish_reason is FinishReason.LENGTH
 
 
 def test_own_log_probabilities_are_the_models_and_processed_ones_those_behind_the_mask() -> None:
-    (own,) = requests(["regex:(true|10)name"], temperature=1.0, logprobs=0)
-    processed = replace(own, sampling=replace(own.sampling, processed_logprobs=True))
-    first = decode(make_engine(RandomDrafter(VOCAB, 4)), [own])["0"]
+    (request,) = requests(["regex:(true|10)name"], temperature=1.0, logprobs=0)
+    processed = replace(request, sampling=replace(request.sampling, processed_logprobs=True))
+    first = decode(make_engine(RandomDrafter(VOCAB, 4)), [request])["0"]
     second = decode(make_engine(RandomDrafter(VOCAB, 4)), [processed])["0"]
     assert first.logprobs is not None
     assert second.logprobs is not None
     assert first.token_ids == second.token_ids
     assert second.logprobs[-1].logprob == 0.0, "only EOS is left"
     assert first.logprobs[-1].logprob < -1
-    logits = target().model(torch.tensor([own.prompt_ids])).logits[0, -1].double().detach()
+    logits = target().model(torch.tensor([request.prompt_ids])).logits[0, -1].double().detach()
     assert first.logprobs[0].logprob == pytest.approx(float(logits.log_softmax(0)[first.token_ids[0]]))
     alone = masked(logits[None], [begun("regex:(true|10)name")])[0]
     assert second.logprobs[0].logprob == pytest.approx(float(alone.log_softmax(0)[first.token_ids[0]]))
 
 
 def test_a_grammar_holds_where_a_bias_or_the_model_leaves_none_of_its_tokens() -> None:
-    known = tokenizer()
-    bias = {token: -float("inf") for token in range(VOCAB) if "b" in known.decode([token])}
-    (asked,) = requests(["regex:abc"], temperature=1.0, logit_bias=bias)
-    assert decode(make_engine(RandomDrafter(VOCAB, 3)), [asked])["0"].text == "abc"
+    encoder = tokenizer()
+    bias = {token: -float("inf") for token in range(VOCAB) if "b" in encoder.decode([token])}
+    (request,) = requests(["regex:abc"], temperature=1.0, logit_bias=bias)
+    assert decode(make_engine(RandomDrafter(VOCAB, 3)), [request])["0"].text == "abc"
     logits = torch.full((2, VOCAB), torch.nan)
     logits[1] = -torch.inf
     state = begun("regex:abc")
@@ -334,13 +334,13 @@ def test_engines_that_know_no_text_or_no_end_refuse_grammars() -> None:
 
 def test_a_dead_end_ends_its_row_alone_at_the_same_token_whatever_drafts() -> None:
     """No token stands for what must follow: EOS is no text."""
-    asked = requests([f"lark:start: /[ab]{{3,6}}c/ <[{EOS}]>", "regex:[abc]{9}"] * 2, temperature=1.0, seed=5)
-    expected = plainly(asked)
+    wanted = requests([f"lark:start: /[ab]{{3,6}}c/ <[{EOS}]>", "regex:[abc]{9}"] * 2, temperature=1.0, seed=5)
+    expected = plainly(wanted)
     for right in (0.3, 1.0):
         texts = {name: done.token_ids for name, done in expected.items()}
-        found = decode(make_engine(TreeDrafter(VOCAB, 9, texts, right=right)), asked)
-        assert [(each.token_ids, each.error) for each in map(found.get, texts)] == [
-            (each.token_ids, each.error) for each in expected.values()
+        done = decode(make_engine(TreeDrafter(VOCAB, 9, texts, right=right)), wanted)
+        assert [(row.token_ids, row.error) for row in map(done.get, texts)] == [
+            (row.token_ids, row.error) for row in expected.values()
         ]
     for name, done in expected.items():
         assert (done.finish_reason is FinishReason.ERROR) == (done.error is not None) == (name in "02"), done
@@ -348,16 +348,16 @@ def test_a_dead_end_ends_its_row_alone_at_the_same_token_whatever_drafts() -> No
 
 
 def test_all_that_is_right_is_accepted() -> None:
-    asked = requests([PERSON] * 3, temperature=1.0)
-    expected = plainly(asked)
+    wanted = requests([PERSON] * 3, temperature=1.0)
+    expected = plainly(wanted)
     engine = make_engine(PerfectDrafter(VOCAB, 4, {n: d.token_ids for n, d in expected.items()}))
-    decode(engine, asked)
+    decode(engine, wanted)
     assert engine.report.num_accepted == engine.report.num_drafted
 
 
 def test_rows_with_and_without_a_grammar_share_a_batch() -> None:
     free = Request("free", (40, 50, 60), 20, frozenset([EOS]), sampling=SamplingParams(temperature=1.0))
-    asked = [free, *requests([PERSON, "regex:(ab)*10"], temperature=1.0)]
-    expected = plainly(asked)
+    wanted = [free, *requests([PERSON, "regex:(ab)*10"], temperature=1.0)]
+    expected = plainly(wanted)
     engine = make_engine(TreeDrafter(VOCAB, 6, {n: d.token_ids for n, d in expected.items()}))
-    assert {n: d.token_ids for n, d in decode(engine, asked).items()} == {n: d.token_ids for n, d in expected.items()}
+    assert {n: d.token_ids for n, d in decode(engine, wanted).items()} == {n: d.token_ids for n, d in expected.items()}

@@ -38,14 +38,14 @@ PROMPT = (40, 50, 60)
 
 def allowed(tokens: Seq[int], expression: str = EXPRESSION) -> list[int]:
     """Tokens that may follow `tokens`."""
-    known = tokenizer()
-    text = known.decode(tokens)
+    encoder = tokenizer()
+    text = encoder.decode(tokens)
     if tokens and tokens[-1] in (0, EOS):
         return [0]
     ways = [
         token
-        for token in range(3, len(known))
-        if regex.fullmatch(expression, text + known.decode([token]), partial=True)
+        for token in range(3, len(encoder))
+        if regex.fullmatch(expression, text + encoder.decode([token]), partial=True)
     ]
     return ways + [EOS] * (regex.fullmatch(expression, text) is not None)
 
@@ -60,12 +60,12 @@ def probabilities(tokens: Seq[int], temperature: float) -> dict[int, float]:
 
 def law(temperature: float) -> dict[tuple[int, ...], float]:
     """The probability of each output."""
-    left, found = {(): 1.0}, dict[tuple[int, ...], float]()
+    left, law = {(): 1.0}, dict[tuple[int, ...], float]()
     while left:
         tokens, chance = left.popitem()
         for token, share in probabilities(tokens, temperature).items():
-            (found if token == EOS else left)[(*tokens, token)] = chance * share
-    return found
+            (law if token == EOS else left)[(*tokens, token)] = chance * share
+    return law
 
 
 def drawable(_: Seq[int]) -> torch.Tensor:
@@ -92,9 +92,9 @@ def test_outputs_have_the_law_of_the_model_among_what_the_grammar_allows(drafter
     number, expected = 400, law(HOT)
     assert len(expected) > 15
     assert sum(expected.values()) == pytest.approx(1)
-    (asked,) = requests([f"regex:{EXPRESSION}"], temperature=HOT, method=method, n=number, seed=3)
+    (request,) = requests([f"regex:{EXPRESSION}"], temperature=HOT, method=method, n=number, seed=3)
     engine = make_engine(DRAFTERS[drafter](), "fused", batch_size=50, force_tokens=False)
-    counts = Counter(done.token_ids for done in engine.run([asked]))
+    counts = Counter(done.token_ids for done in engine.run([request]))
     assert counts.keys() <= expected.keys()
     assert engine.report.num_accepted > 0 or (drafter, method) == ("drawn trees", "coupled")
     assert p_value(counts, expected) > 1e-3
@@ -117,18 +117,18 @@ def test_the_mask_comes_before_temperature_top_k_and_top_p(drafter: str) -> None
     warpers = [TemperatureLogitsWarper(2.5), TopKLogitsWarper(6), TopPLogitsWarper(0.8)]
     mask = PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(ids[len(PROMPT) :].tolist(), "[a-z10]{2,4}"), 1)
     how: dict[str, Any] = {"temperature": 2.5, "top_k": 6, "top_p": 0.8, "logprobs": 0, "processed_logprobs": True}
-    asked = requests(["regex:[a-z10]{2,4}"] * 3, each=[{"seed": seed} for seed in range(3)], **how)
+    wanted = requests(["regex:[a-z10]{2,4}"] * 3, each=[{"seed": seed} for seed in range(3)], **how)
     num_tokens = 0
-    for done in decode(make_engine(drafter_of(drafter, {}, 0)), asked).values():
+    for done in decode(make_engine(drafter_of(drafter, {}, 0)), wanted).values():
         assert done.logprobs is not None
-        for place, (token, found) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
-            ids = torch.tensor([[*done.prompt_ids, *done.token_ids[:place]]])
+        for number, (token, logprob) in enumerate(zip(done.token_ids, done.logprobs, strict=True)):
+            ids = torch.tensor([[*done.prompt_ids, *done.token_ids[:number]]])
             with torch.no_grad():
                 scores = target().model(ids).logits[:, -1]
             scores = mask(ids, scores)
             for warper in warpers:
                 scores = warper(ids, scores)
-            assert found.logprob == pytest.approx(float(scores.log_softmax(-1)[0, token]))
+            assert logprob.logprob == pytest.approx(float(scores.log_softmax(-1)[0, token]))
             num_tokens += 1
     assert num_tokens > 6
 
@@ -155,11 +155,11 @@ def test_custom_generate_gives_what_generate_gives_with_a_function_of_allowed_to
 def test_custom_generate_draws_with_a_grammar_and_says_what_it_needs() -> None:
     ours: dict[str, Any] = {"custom_generate": emssd.custom_generate, "grammar": f"regex:{EXPRESSION}"}
     drawn = {"do_sample": True, "seed": 5, "num_return_sequences": 6, "draft_tokenizer": tokenizer()}
-    found = generated(**ours, **drawn)
-    assert found == generated(**ours, **drawn, drafter="none")
-    assert len(found) == 12
-    assert len({*map(tuple, found)}) > 3
-    for row in found:
+    done = generated(**ours, **drawn)
+    assert done == generated(**ours, **drawn, drafter="none")
+    assert len(done) == 12
+    assert len({*map(tuple, done)}) > 3
+    for row in done:
         assert regex.fullmatch(EXPRESSION, tokenizer().decode(row, skip_special_tokens=True))
     with pytest.raises(ConfigError, match="no tokenizer"):
         generated(**ours)
@@ -176,7 +176,7 @@ def test_with_ignore_eos_the_end_follows_the_output_until_the_limit(drafter: Any
 
 
 def test_forced_tokens_are_not_drafted_if_an_option_says_so() -> None:
-    asked = requests(["regex:true: name(a|b)"] * 2, temperature=1.0)
+    wanted = requests(["regex:true: name(a|b)"] * 2, temperature=1.0)
     forcing, not_forcing = make_engine(), make_engine(force_tokens=False)
-    assert decode(forcing, asked)["0"].token_ids == decode(not_forcing, asked)["0"].token_ids
+    assert decode(forcing, wanted)["0"].token_ids == decode(not_forcing, wanted)["0"].token_ids
     assert forcing.report.num_drafted > 0 == not_forcing.report.num_drafted

@@ -43,8 +43,8 @@ def drawn(logits: torch.Tensor, nodes: Seq[Node]) -> list[int]:
     warps = [(p.temperature, p.top_k, p.top_p, p.min_p) for p in (node.params for node in nodes)]
     keys, positions = signed([node.key for node in nodes]), signed([node.position for node in nodes])
     rows = torch.arange(len(nodes))
-    found: list[int] = load_kernels().sample(logits, rows, keys, positions, torch.tensor(warps).double()).tolist()
-    return found
+    tokens: list[int] = load_kernels().sample(logits, rows, keys, positions, torch.tensor(warps).double()).tolist()
+    return tokens
 
 
 def nodes_with(params: SamplingParams, number: int, name: str = "a") -> list[Node]:
@@ -54,7 +54,7 @@ def nodes_with(params: SamplingParams, number: int, name: str = "a") -> list[Nod
 @given(st.lists(st.tuples(KEYS, st.integers(0, 2**40)), min_size=1, max_size=40), st.integers(1, 200))
 def test_the_random_bits_are_those_of_the_hash(places: list[tuple[int, int]], vocab_size: int) -> None:
     keys, positions = signed([key for key, _ in places]), signed([position for _, position in places])
-    expected = hashed([noise_state(*place) for place in places], vocab_size, CPU)
+    expected = hashed([noise_state(*point) for point in places], vocab_size, CPU)
     assert torch.equal(load_kernels().noise_bits(keys, positions, vocab_size), expected)
 
 
@@ -75,17 +75,17 @@ def quick_params(draw: st.DrawFn, vocab_size: int) -> SamplingParams:
 def logits_of_any_kind(draw: st.DrawFn, rows: int, vocab_size: int) -> torch.Tensor:
     """Flat, peaked, equal, far apart, forbidden and overflowed ones; as rows of a wider tensor or by themselves."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    found = torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)
-    found *= draw(st.sampled_from([1.0, 0.0, 0.1, 5.0, 30.0, 1e6, 1e12]))
+    values = torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)
+    values *= draw(st.sampled_from([1.0, 0.0, 0.1, 5.0, 30.0, 1e6, 1e12]))
     if draw(st.booleans()):
-        found = found.round() * draw(st.sampled_from([1.0, math.log(2)]))
+        values = values.round() * draw(st.sampled_from([1.0, math.log(2)]))
     for row in range(rows):
         bad = draw(st.sampled_from([None, None, None, -math.inf, -math.inf, math.inf, math.nan]))
         if bad is not None:
-            found[row, torch.rand(vocab_size, generator=generator) < draw(st.sampled_from([0.1, 0.9, 1.0]))] = bad
-    found = found.to(draw(st.sampled_from(DTYPES)))
-    wide = torch.cat([found, torch.full_like(found, 9.0)], dim=1)
-    return wide[:, :vocab_size] if draw(st.booleans()) else found
+            values[row, torch.rand(vocab_size, generator=generator) < draw(st.sampled_from([0.1, 0.9, 1.0]))] = bad
+    values = values.to(draw(st.sampled_from(DTYPES)))
+    wide = torch.cat([values, torch.full_like(values, 9.0)], dim=1)
+    return wide[:, :vocab_size] if draw(st.booleans()) else values
 
 
 @given(st.data())
@@ -121,9 +121,9 @@ def test_millions_of_draws_are_pytorchs_and_none_is_left_to_it(dtype: torch.dtyp
     for scale, rows, vocab_size in ((0.5, 30, 32_000), (4.0, 1000, 1000)):
         logits = (scale * torch.randn(rows, vocab_size, generator=generator, dtype=torch.float64)).to(dtype)
         nodes = nodes_with(SamplingParams(temperature=0.8, **options), rows)
-        found = drawn(logits, nodes)
-        assert -1 not in found
-        assert found == by_pytorch(logits, nodes)
+        chosen = drawn(logits, nodes)
+        assert -1 not in chosen
+        assert chosen == by_pytorch(logits, nodes)
 
 
 def test_totals_that_are_too_near_are_left_to_pytorch() -> None:
@@ -154,10 +154,10 @@ def test_limits_that_are_met_exactly_are_left_to_pytorch(params: SamplingParams,
     logits = torch.tensor([0.5, 0.25, 0.125, 0.125]).double().log().expand(300, 4)
     nodes = nodes_with(params, 300)
     right = by_pytorch(logits, nodes)
-    found = drawn(logits, nodes)
-    assert all(token in (-1, other) for token, other in zip(found, right, strict=True))
-    assert (-1 in found) == bool(unsure)
-    assert not unsure & set(found)
+    chosen = drawn(logits, nodes)
+    assert all(token in (-1, other) for token, other in zip(chosen, right, strict=True))
+    assert (-1 in chosen) == bool(unsure)
+    assert not unsure & set(chosen)
     assert choose(logits, nodes).tolist() == right
 
 
@@ -167,8 +167,8 @@ def test_rows_that_overflowed_are_left_to_pytorch_and_others_are_not(dtype: torc
     logits = torch.randn(4, 100, generator=torch.Generator().manual_seed(2)).to(dtype)
     logits[1, 99], logits[2, 3] = bad, bad
     nodes = nodes_with(SamplingParams(top_k=5), 4)
-    found = drawn(logits, nodes)
-    assert [token < 0 for token in found] == [False, True, True, False]
+    chosen = drawn(logits, nodes)
+    assert [token < 0 for token in chosen] == [False, True, True, False]
     assert choose(logits, nodes).tolist() == by_pytorch(logits, nodes)
 
 

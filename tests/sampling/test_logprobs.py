@@ -63,13 +63,13 @@ def logits_behind(tokens: tuple[int, ...]) -> list[float]:
     finally:
         model.config._attn_implementation = before
     assert logits.dtype is torch.float64
-    found: list[float] = logits.tolist()
-    return found
+    line: list[float] = logits.tolist()
+    return line
 
 
-def shares_behind(done: Generation, place: int, params: SamplingParams) -> list[float]:
+def shares_behind(done: Generation, number: int, params: SamplingParams) -> list[float]:
     """The log-softmax of the model's own logits, or of what is drawn from."""
-    before = (*done.prompt_ids, *done.token_ids[:place])
+    before = (*done.prompt_ids, *done.token_ids[:number])
     logits = logits_behind(before)
     if params.processed_logprobs:
         logits = reference.scores(logits, params, before, len(done.prompt_ids))
@@ -81,8 +81,8 @@ def shares_behind(done: Generation, place: int, params: SamplingParams) -> list[
 def texts() -> dict[str, tuple[int, ...]]:
     """The tokens of each request, by its id."""
     return {
-        each.request_id: reference.sampled(target().model, each.prompt_ids, 24, each.sampling, each.request_id)
-        for each in requests()
+        one.request_id: reference.sampled(target().model, one.prompt_ids, 24, one.sampling, one.request_id)
+        for one in requests()
     }
 
 
@@ -96,14 +96,14 @@ def check(done: Generation, params: SamplingParams | None) -> None:
         assert done.logprobs is None
         return
     assert done.logprobs is not None
-    assert tuple(each.token_id for each in done.logprobs) == done.token_ids
-    for place, each in enumerate(done.logprobs):
-        expected = shares_behind(done, place, params)
-        assert abs(each.logprob - expected[each.token_id]) <= TOLERANCE
-        assert len(each.top) == params.logprobs
-        assert all(abs(share - expected[token]) <= TOLERANCE for token, share in each.top)
+    assert tuple(logprob.token_id for logprob in done.logprobs) == done.token_ids
+    for number, logprob in enumerate(done.logprobs):
+        expected = shares_behind(done, number, params)
+        assert abs(logprob.logprob - expected[logprob.token_id]) <= TOLERANCE
+        assert len(logprob.top) == params.logprobs
+        assert all(abs(share - expected[token]) <= TOLERANCE for token, share in logprob.top)
         best = sorted(range(VOCAB), key=lambda token: -expected[token])[: params.logprobs]
-        assert [token for token, _ in each.top] == best
+        assert [token for token, _ in logprob.top] == best
 
 
 @pytest.mark.parametrize("backend", TREE_BACKENDS)
@@ -154,10 +154,10 @@ def test_a_step_that_is_done_again_gives_them_once(monkeypatch: pytest.MonkeyPat
 
 
 def test_tokens_behind_an_end_have_none() -> None:
-    asked = requests()[:1]
+    wanted = requests()[:1]
     text = texts()["r0"]
-    end = next(place for place, token in enumerate(text) if place > 3 and token not in text[:place])
-    stopped = [dataclasses.replace(asked[0], eos_token_ids=frozenset({text[end]}))]
+    end = next(index for index, token in enumerate(text) if index > 3 and token not in text[:index])
+    stopped = [dataclasses.replace(wanted[0], eos_token_ids=frozenset({text[end]}))]
     for done in make_engine(PerfectDrafter(VOCAB, 9, texts())).run(stopped):
         assert (done.finish_reason, len(done.token_ids)) == (FinishReason.EOS, end + 1)
         check(done, KINDS[0])
@@ -179,13 +179,13 @@ def test_they_are_computed_in_float64_from_logits_of_any_dtype(dtype: torch.dtyp
     draft = Draft.from_chains([[int(logits[0].argmax())], [int(logits[2].argmin())]])
     verified = verify(logits.argmax(dim=1), rows, draft)
     add_logprobs(logits, draft, verified)
-    (first, second, *more), other = (each.logprobs for each in verified)
+    (first, second, *more), other = (row.logprobs for row in verified)
     assert (len(more), len(other)) == (0, 1)
-    for found, place in ((first, 0), (second, 1), (other[0], 2)):
-        expected = logits[place].double() - logits[place].double().exp().sum().log()
-        assert found.token_id == found.top[0][0] == int(logits[place].argmax())
-        assert abs(found.logprob - float(expected.max())) <= 1e-12
-        assert abs(found.top[1][1] - float(expected.sort().values[-2])) <= 1e-12
+    for logprob, line in ((first, 0), (second, 1), (other[0], 2)):
+        expected = logits[line].double() - logits[line].double().exp().sum().log()
+        assert logprob.token_id == logprob.top[0][0] == int(logits[line].argmax())
+        assert abs(logprob.logprob - float(expected.max())) <= 1e-12
+        assert abs(logprob.top[1][1] - float(expected.sort().values[-2])) <= 1e-12
 
 
 def test_behind_a_model_that_overflowed_they_are_no_numbers() -> None:
@@ -193,5 +193,5 @@ def test_behind_a_model_that_overflowed_they_are_no_numbers() -> None:
     row = Row(Request("a", (1,), 2, sampling=SamplingParams(temperature=0, logprobs=1)))
     verified = verify(torch.tensor([0]), [row], Draft.empty(1))
     add_logprobs(logits, Draft.empty(1), verified)
-    (found,) = verified[0].logprobs
-    assert math.isnan(found.logprob)
+    (logprob,) = verified[0].logprobs
+    assert math.isnan(logprob.logprob)

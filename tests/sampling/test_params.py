@@ -106,8 +106,8 @@ def state(seed: int, request_id: str, position: int) -> int:
 
 @given(st.lists(WHERE, min_size=1, max_size=4), st.integers(1, 300))
 def test_bits_are_those_of_the_hash_in_python(places: list[tuple[int, str, int]], vocab_size: int) -> None:
-    found = hashed([state(*place) for place in places], vocab_size, CPU)
-    assert found.tolist() == [[reference.hashed(*place, token) for token in range(vocab_size)] for place in places]
+    bits = hashed([state(*point) for point in places], vocab_size, CPU)
+    assert bits.tolist() == [[reference.hashed(*point, token) for token in range(vocab_size)] for point in places]
 
 
 def test_bits_are_written_down() -> None:
@@ -134,8 +134,8 @@ def test_seed_request_sample_position_and_token_all_count() -> None:
     assert len(keys) == 4 * 4 * 2
     states = {noise_state(key, position) for key in keys for position in range(200)}
     assert len(states) == len(keys) * 200
-    found = hashed(sorted(states)[:64], 500, CPU)
-    assert len(set(found.flatten().tolist())) > 64 * 500 - 10  # by chance, two of 32,000 in 2^32 are equal
+    bits = hashed(sorted(states)[:64], 500, CPU)
+    assert len(set(bits.flatten().tolist())) > 64 * 500 - 10  # by chance, two of 32,000 in 2^32 are equal
 
 
 def test_noise_has_gumbels_law() -> None:
@@ -162,17 +162,17 @@ def by_hand(prompt: tuple[int, ...], request_id: str, sample: int, num_new: int 
 def test_they_are_told_apart_by_number_and_stand_behind_one_another(backend: str, drafter: Drafter) -> None:
     done = make_engine(drafter, TREE_BACKENDS[backend], batch_size=5).generate(PROMPTS, 12, sampling=FOUR)
     places = [(prompt, str(i), sample) for i, prompt in enumerate(PROMPTS) for sample in range(4)]
-    assert [(each.prompt_ids, each.request_id, each.sample) for each in done] == places
-    assert [each.token_ids for each in done] == [by_hand(*place) for place in places]
-    assert len({each.token_ids for each in done}) == len(done)
-    assert {each.seed for each in done} == {HOT.seed}
+    assert [(row.prompt_ids, row.request_id, row.sample) for row in done] == places
+    assert [row.token_ids for row in done] == [by_hand(*point) for point in places]
+    assert len({row.token_ids for row in done}) == len(done)
+    assert {row.seed for row in done} == {HOT.seed}
 
 
 def test_preempted_ones_go_on_with_the_same_text() -> None:
     engine = make_engine(RandomDrafter(VOCAB, 5), batch_size=5, max_tokens=63)
     done = engine.generate([(1, 2, 3, 4)], 24, sampling=dataclasses.replace(HOT, n=5))
     assert engine.report.num_preempted
-    assert [each.token_ids for each in done] == [by_hand((1, 2, 3, 4), "0", sample, 24) for sample in range(5)]
+    assert [row.token_ids for row in done] == [by_hand((1, 2, 3, 4), "0", sample, 24) for sample in range(5)]
 
 
 def sharing_engine(*, static: bool = False, batch_size: int = 8) -> Engine:
@@ -186,7 +186,7 @@ def test_all_start_together_and_the_prompts_whole_pages_are_computed_once(length
     engine, prompt = sharing_engine(), tuple(token % VOCAB for token in range(length))
     done = engine.generate([prompt], 4, sampling=dataclasses.replace(HOT, n=6))
     assert engine.report.num_adopted_tokens == 5 * shared
-    assert [each.token_ids for each in done] == [by_hand(prompt, "0", sample, 4) for sample in range(6)]
+    assert [row.token_ids for row in done] == [by_hand(prompt, "0", sample, 4) for sample in range(6)]
 
 
 def test_whoever_drives_the_loop_gets_all_of_them() -> None:
@@ -199,10 +199,10 @@ def test_whoever_drives_the_loop_gets_all_of_them() -> None:
 
 def test_a_request_that_is_called_like_a_sample_is_refused() -> None:
     engine = make_engine(RandomDrafter(VOCAB, 3))
-    asked = [Request("a", (1,), 2, sampling=FOUR), Request("a#1", (1,), 2)]
+    wanted = [Request("a", (1,), 2, sampling=FOUR), Request("a#1", (1,), 2)]
     with pytest.raises(ConfigError, match="two requests have the same request_id 'a#1'"):
-        engine.run(asked)
-    engine.add(asked[1])
+        engine.run(wanted)
+    engine.add(wanted[1])
     with pytest.raises(ConfigError, match="request 'a#1' is there already"):
-        engine.add(asked[0])
+        engine.add(wanted[0])
     assert engine.scheduler.num_waiting == 1

@@ -97,8 +97,8 @@ def test_byte_level_tokens_of_any_bytes(data: st.DataObject) -> None:
     expected = brute_force(strings, texts)
     assert first_end(stop, ids) == (expected and expected[0])
     if expected:
-        k, place = expected
-        assert stop.text_before(ids[:k]) == texts[k - 1][:place]
+        k, offset = expected
+        assert stop.text_before(ids[:k]) == texts[k - 1][:offset]
 
 
 def _byte_tokens(char: str) -> list[int]:
@@ -121,8 +121,8 @@ def test_sentencepiece_tokens(data: st.DataObject) -> None:
     expected = brute_force(strings, texts)
     assert first_end(stop, ids) == (expected and expected[0])
     if expected:
-        k, place = expected
-        assert stop.text_before(ids[:k]) == texts[k - 1][:place].removeprefix(" ")
+        k, offset = expected
+        assert stop.text_before(ids[:k]) == texts[k - 1][:offset].removeprefix(" ")
 
 
 @looped(
@@ -234,11 +234,11 @@ def test_the_engine_stops_where_greedy_decoding_would_for_any_drafter(
     for i, generation in enumerate(engine.generate(prompts, limits, stop=strings)):
         tokens = oracle.reference(prompts[i], limits[i], eos)
         text = words[i][: len(tokens)]
-        found = brute_force(strings, [text[:k] for k in range(1, len(text) + 1)])
-        ends_with_eos = tokens[-1] in eos and (not found or found[0] == len(tokens))
-        if found and not ends_with_eos:
+        match = brute_force(strings, [text[:k] for k in range(1, len(text) + 1)])
+        ends_with_eos = tokens[-1] in eos and (not match or match[0] == len(tokens))
+        if match and not ends_with_eos:
             assert generation.finish_reason is FinishReason.STOP
-            assert (generation.token_ids, generation.text) == (tokens[: found[0]], text[: found[1]])
+            assert (generation.token_ids, generation.text) == (tokens[: match[0]], text[: match[1]])
         else:
             assert generation.finish_reason is (FinishReason.EOS if ends_with_eos else FinishReason.LENGTH)
             assert (generation.token_ids, generation.text) == (tokens, text)

@@ -87,9 +87,7 @@ def engine_of(
     **spec: Any,
 ) -> Engine:
     """An engine that raises what drafters raise. Its batches are static if they must be, for the backend's sake too."""
-    spec.setdefault(
-        "trees", any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
-    )
+    spec.setdefault("trees", any(one.drafts_trees for one in ([drafter] if isinstance(drafter, Drafter) else drafter)))
     static = static or bool(backend.unsupported(replace(target.kv_cache_spec(batch_size), continuous=True, **spec)))
     continuous = ContinuousScheduler(batch_size, max_step_tokens, headroom=headroom)
     scheduler = StaticScheduler(batch_size) if static else continuous
@@ -107,5 +105,5 @@ def context_of(target: TargetModel, backend: Any = "ragged", batch_size: int = 3
         "fail",
         BorrowedTarget(target),
         replace(target.kv_cache_spec(batch_size), **spec),
-        lambda own: make_backend(own, backend, Registry()),
+        lambda cache_spec: make_backend(cache_spec, backend, Registry()),
     )

@@ -99,7 +99,7 @@ class EngineMachine(RuleBasedStateMachine):
         target, drafter = self.references().target, data.draw(self.drafters(), label="drafter")
         limits = [self.max_kv_tokens * tenths // 10 for tenths in range(6, 11)]
         max_tokens = data.draw(st.sampled_from([*limits, None]), label="max_tokens")
-        trees = any(each.drafts_trees for each in ([drafter] if isinstance(drafter, Drafter) else drafter))
+        trees = any(single.drafts_trees for single in ([drafter] if isinstance(drafter, Drafter) else drafter))
         spec = dataclasses.replace(
             target.kv_cache_spec(batch_size),
             max_tokens=max_tokens,

@@ -44,12 +44,12 @@ _T = TypeVar("_T", bound=Hashable)
 class _Script:
     """The decisions of one run: those that are given, and then always the first."""
 
-    def __init__(self, given: list[bool]) -> None:
-        self.taken, self._given, self.weight = list[bool](), given, Fraction(1)
+    def __init__(self, decided: list[bool]) -> None:
+        self.taken, self._given, self.weight = list[bool](), decided, Fraction(1)
 
     def decide(self) -> bool:
-        place = len(self.taken)
-        self.taken.append(self._given[place] if place < len(self._given) else True)
+        index = len(self.taken)
+        self.taken.append(self._given[index] if index < len(self._given) else True)
         return self.taken[-1]
 
 
@@ -81,25 +81,25 @@ class TensorUniform(Uniform):
 
     def __ge__(self, bound: Any) -> Any:
         if isinstance(bound, torch.Tensor):
-            return torch.tensor([super(TensorUniform, self).__ge__(each) for each in bound.tolist()])
+            return torch.tensor([super(TensorUniform, self).__ge__(value) for value in bound.tolist()])
         return super().__ge__(bound)
 
 
 def law_of(run: Callable[[Callable[[], Uniform]], _T], number: type[Uniform] = Uniform) -> dict[_T, Fraction]:
     """The probability of everything that `run` returns, given a source of uniform numbers."""
-    found: dict[_T, Fraction] = defaultdict(Fraction)
-    given: list[bool] = []
+    chances: dict[_T, Fraction] = defaultdict(Fraction)
+    decided: list[bool] = []
     while True:
-        script = _Script(given)
+        script = _Script(decided)
         outcome = run(lambda: number(script))  # noqa: B023 - it is called before the loop goes on
-        found[outcome] += script.weight
-        given = script.taken
-        while given and not given[-1]:
-            given.pop()
-        if not given:
-            assert sum(found.values()) == 1
-            return dict(found)
-        given[-1] = False
+        chances[outcome] += script.weight
+        decided = script.taken
+        while decided and not decided[-1]:
+            decided.pop()
+        if not decided:
+            assert sum(chances.values()) == 1
+            return dict(chances)
+        decided[-1] = False
 
 
 def add_up(parts: Iterable[tuple[Fraction, Law]]) -> Law:
@@ -154,18 +154,18 @@ def continued(law: Law, target: Model, length: int, num_tokens: int = 3) -> Law:
 
     def chance_of(text: tuple[int, ...], begun: int) -> Fraction:
         chance = Fraction(1)
-        for place in range(begun, length):
-            chance *= target(text[:place])[text[place]]
+        for index in range(begun, length):
+            chance *= target(text[:index])[text[index]]
         return chance
 
-    found: Law = {}
+    chances: Law = {}
     for text in product(range(num_tokens), repeat=length):
         chance = sum(
             (weight * chance_of(text, len(out)) for out, weight in law.items() if text[: len(out)] == out), Fraction(0)
         )
         if chance:
-            found[text] = chance
-    return found
+            chances[text] = chance
+    return chances
 
 
 def target_law(target: Model, length: int, num_tokens: int = 3) -> Law:

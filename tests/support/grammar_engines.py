@@ -117,13 +117,15 @@ def requests(grammars: Seq[Any], limit: int = _LIMIT, *, each: Seq[dict[str, Any
     """A request for each grammar, with the options of `SamplingParams` that all have, and those `each` has in turn."""
     options = [common | each[row % len(each)] for row in range(len(grammars))]
     return [
-        Request(str(row), (40 + row % 50, 50, 60), limit, frozenset([EOS]), sampling=SamplingParams(grammar=own, **how))
-        for row, (own, how) in enumerate(zip(grammars, options, strict=True))
+        Request(
+            str(row), (40 + row % 50, 50, 60), limit, frozenset([EOS]), sampling=SamplingParams(grammar=text, **how)
+        )
+        for row, (text, how) in enumerate(zip(grammars, options, strict=True))
     ]
 
 
-def decode(engine: Engine, asked: Seq[Request]) -> dict[str, Generation]:
-    return {done.request_id: done for done in engine.run(asked)}
+def decode(engine: Engine, wanted: Seq[Request]) -> dict[str, Generation]:
+    return {done.request_id: done for done in engine.run(wanted)}
 
 
 @cache
@@ -131,11 +133,11 @@ def _plain() -> Engine:
     return make_engine(batch_size=1, force_tokens=False)
 
 
-def plainly(asked: Seq[Request]) -> dict[str, Generation]:
+def plainly(wanted: Seq[Request]) -> dict[str, Generation]:
     """One row at a time, without any draft."""
-    found = decode(_plain(), asked)
+    results = decode(_plain(), wanted)
     assert _plain().report.num_drafted == 0
-    return found
+    return results
 
 
 @dataclass
@@ -158,8 +160,8 @@ def check(seed: int, num_rows: int, tally: Tally) -> None:
     draw, name = random.Random(seed), DRAFTERS[seed % len(DRAFTERS)]
     grammars = [random_grammar(seed * 1000 + row) for row in range(num_rows)]
     turned = [*_SAMPLINGS[seed % len(_SAMPLINGS) :], *_SAMPLINGS]
-    asked = requests(grammars, seed=seed, each=turned[: draw.choice([1, 5])])
-    expected = plainly(asked)
+    wanted = requests(grammars, seed=seed, each=turned[: draw.choice([1, 5])])
+    expected = plainly(wanted)
     texts = {row: done.token_ids for row, done in expected.items()}
     policies = [FixedBudget, FixedBudget, partial(ScriptedBudget, [(9, 9), (3, 2), (0, 0), (9, 1)])]
     backend, crowded = draw.choice([("page 1", True), ("page 3", True)] * 2 + [(each, False) for each in BACKENDS])
@@ -170,9 +172,9 @@ def check(seed: int, num_rows: int, tally: Tally) -> None:
         max_tokens=_LIMIT + 3 if crowded else None,
         budget=draw.choice(policies)(),
     )
-    found = decode(engine, asked)
+    results = decode(engine, wanted)
     for row, grammar in enumerate(grammars):
-        done, plain = found[str(row)], expected[str(row)]
+        done, plain = results[str(row)], expected[str(row)]
         assert done.token_ids == plain.token_ids, (name, grammar)
         assert done.finish_reason is plain.finish_reason
         if done.finish_reason is FinishReason.EOS:

@@ -24,13 +24,13 @@ _MERGES += ["b c", "} }", '" }', "[ ]", "n a", "m e", "na me", '{ "', '{" name',
 def tokenizer() -> PreTrainedTokenizerFast:
     """All bytes, and some longer tokens that cross the borders of JSON's own."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [(first, second) for first, second in (each.split(" ") for each in _MERGES)]
+    merges = [(first, second) for first, second in (part.split(" ") for part in _MERGES)]
     names = ["<pad>", "</s>", "<|x|>", *alphabet, *(first + second for first, second in merges)]
-    own = Tokenizer(models.BPE({name: place for place, name in enumerate(names)}, merges))
-    own.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    own.decoder = decoders.ByteLevel()
-    own.add_special_tokens(["<pad>", "</s>", "<|x|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=own, eos_token="</s>", pad_token="<pad>")
+    made = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, merges))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(["<pad>", "</s>", "<|x|>"])
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", pad_token="<pad>")
 
 
 def random_grammar(seed: int) -> Grammar:
@@ -57,16 +57,16 @@ def is_valid(text: str, grammar: Grammar) -> bool:
 def fits(value: Any, schema: dict[str, Any]) -> bool:
     """Whether `value` fits a schema with the keywords of `random_grammar`."""
     if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
+        return any(fits(value, part) for part in schema["anyOf"])
     if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return any(value == each and type(value) is type(each) for each in choices)
+        return any(value == part and type(value) is type(part) for part in choices)
     match schema["type"]:
         case "object":
             properties = schema["properties"]
             return (
                 isinstance(value, dict)
                 and set(schema["required"]) <= value.keys() <= properties.keys()
-                and all(fits(each, properties[name]) for name, each in value.items())
+                and all(fits(part, properties[name]) for name, part in value.items())
             )
         case "array" if "prefixItems" in schema:
             kinds = schema["prefixItems"]
@@ -75,7 +75,7 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
             return (
                 isinstance(value, list)
                 and schema["minItems"] <= len(value) <= schema["maxItems"]
-                and all(fits(each, schema["items"]) for each in value)
+                and all(fits(part, schema["items"]) for part in value)
             )
         case "integer":
             return type(value) is int and schema["minimum"] <= value <= schema["maximum"]

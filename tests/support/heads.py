@@ -29,6 +29,8 @@ __all__ = [
     "Weights",
     "assert_same",
     "blank_weights",
+    "causal",
+    "changed",
     "dense_layer",
     "dense_rms",
     "eagle3_shapes",
@@ -37,7 +39,6 @@ __all__ = [
     "random_weights",
     "refusal",
     "run_ragged",
-    "turned",
     "write_head",
 ]
 
@@ -85,6 +86,11 @@ def refusal(load: Callable[[], object]) -> str:
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 500
     return str(raised.value)
+
+
+def changed(weights: Weights, change: Mapping[str, torch.Tensor | None]) -> Weights:
+    """`weights` with these tensors; ``None`` takes one away."""
+    return {name: weight for name, weight in (weights | change).items() if weight is not None}
 
 
 def layer_weights(prefix: str, config: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
@@ -139,35 +145,46 @@ def dense_layer(
     residual: torch.Tensor,
     attended: torch.Tensor,
     positions: Seq[int],
+    context: torch.Tensor | None = None,
+    visible: Callable[[int], slice] = lambda query: slice(query + 1),
+    mixed: Callable[[str, torch.Tensor], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = (
+        lambda part, x: (x, lambda out: out)
+    ),
 ) -> torch.Tensor:
-    """A layer for one sequence: ``residual [n, H]`` plus attention over ``attended [n, D]``, plus the MLP."""
-    w = {name.removeprefix(prefix): each.double() for name, each in weights.items() if name.startswith(prefix)}
+    """A layer for one sequence: ``residual [n, H]`` plus attention over ``attended [n, D]``, plus the MLP.
+
+    Keys and values are also made of ``context [c, D]``, which comes before. A query sees the keys `visible`. The input
+    of each part of the layer is `mixed`, and its output by the function that comes with that.
+    """
+    attended, finish = mixed("attention", attended)
+    read = attended if context is None else torch.cat([context, attended])
+    w = {name.removeprefix(prefix): piece.double() for name, piece in weights.items() if name.startswith(prefix)}
     heads = config["num_attention_heads"]
     kv_heads, eps = config.get("num_key_value_heads", heads), config["rms_norm_eps"]
 
-    def by_head(name: str, count: int) -> torch.Tensor:
-        out = attended @ w[f"self_attn.{name}_proj.weight"].T
+    def by_head(x: torch.Tensor, name: str, count: int) -> torch.Tensor:
+        out = x @ w[f"self_attn.{name}_proj.weight"].T
         if f"self_attn.{name}_proj.bias" in w:
             out = out + w[f"self_attn.{name}_proj.bias"]
-        out = out.reshape(len(attended), count, -1)
+        out = out.reshape(len(x), count, -1)
         norm = w.get(f"self_attn.{name}_norm.weight")
         return out if norm is None else dense_rms(out, norm, eps)
 
     theta = config.get("rope_theta", 10000.0)
-    q, k = (turned(by_head(name, count), positions, theta) for name, count in (("q", heads), ("k", kv_heads)))
-    v = by_head("v", kv_heads)
+    q = turned(by_head(attended, "q", heads), positions[-len(attended) :], theta)
+    k, v = turned(by_head(read, "k", kv_heads), positions, theta), by_head(read, "v", kv_heads)
     rows = []
     for i in range(len(attended)):
         out = []
         for head in range(heads):
             group = head // (heads // kv_heads)
-            scores = torch.stack([q[i, head] @ k[j, group] for j in range(i + 1)]) / q.shape[-1] ** 0.5
-            out.append(torch.softmax(scores, 0) @ v[: i + 1, group])
+            scores = k[visible(i), group] @ q[i, head] / q.shape[-1] ** 0.5
+            out.append(torch.softmax(scores, 0) @ v[visible(i), group])
         rows.append(torch.cat(out))
-    hidden = residual + torch.stack(rows) @ w["self_attn.o_proj.weight"].T
-    x = dense_rms(hidden, w["post_attention_layernorm.weight"], eps)
+    hidden = residual + finish(torch.stack(rows) @ w["self_attn.o_proj.weight"].T)
+    x, finish = mixed("mlp", dense_rms(hidden, w["post_attention_layernorm.weight"], eps))
     gate, up = x @ w["mlp.gate_proj.weight"].T, x @ w["mlp.up_proj.weight"].T
-    return hidden + (gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T
+    return hidden + finish((gate * torch.sigmoid(gate) * up) @ w["mlp.down_proj.weight"].T)
 
 
 def turned(x: torch.Tensor, positions: Seq[int], theta: float) -> torch.Tensor:
@@ -177,6 +194,13 @@ def turned(x: torch.Tensor, positions: Seq[int], theta: float) -> torch.Tensor:
     angles = torch.tensor(positions).double()[:, None, None] * frequencies
     a, b = x[..., : dim // 2], x[..., dim // 2 :]
     return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+def causal(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Causal attention of one row, by PyTorch."""
+    by_head = [rows.transpose(0, 1)[None] for rows in (query, key, value)]
+    out = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 @dataclass
@@ -212,13 +236,13 @@ def run_ragged(
 
     def step(starts: Seq[int], inputs: Seq[torch.Tensor]) -> torch.Tensor:
         members = [
-            _Row(name, [0] * (start + len(each)), start)
-            for name, start, each in zip(names, starts, inputs, strict=True)
+            _Row(name, [0] * (start + len(piece)), start)
+            for name, start, piece in zip(names, starts, inputs, strict=True)
         ]
         return runner.run(pack(members, Draft.empty(len(rows))), torch.cat(list(inputs)))
 
-    step([0] * len(rows), [each[:first] for each, first, _, _ in rows])
-    last = step([first for _, first, _, _ in rows], [each[first:] for each, first, _, _ in rows])
+    step([0] * len(rows), [piece[:first] for piece, first, _, _ in rows])
+    last = step([first for _, first, _, _ in rows], [piece[first:] for piece, first, _, _ in rows])
     nodes = _grow(runner, names, rows)
     kept, sources = [], []
     for inputs, _, _, parents in rows:
@@ -226,7 +250,7 @@ def run_ragged(
         kept.append(len(inputs) + len(way))
         sources.append(tuple(way))
     runner.commit(Kept(tuple(names), tuple(kept), tuple(sources)))
-    again = step(kept, [each[:1] for _, _, each, _ in rows])
+    again = step(kept, [piece[:1] for _, _, piece, _ in rows])
     runner.release(names)
     assert runner.usage.held == 0
     return list(zip(last, nodes, again, strict=True))
@@ -236,11 +260,11 @@ def _grow(
     runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
 ) -> list[torch.Tensor]:
     """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
-    found: list[list[torch.Tensor]] = [[] for _ in rows]
+    grown: list[list[torch.Tensor]] = [[] for _ in rows]
     for level in range(1, 1 + max(max(depths(parents)) for *_, parents in rows)):
         active = [row for row, (*_, parents) in enumerate(rows) if level in depths(parents)]
         counts = [depths(rows[row][3]).count(level) for row in active]
-        reach = [len(found[row]) + count for row, count in zip(active, counts, strict=True)]
+        reach = [len(grown[row]) + count for row, count in zip(active, counts, strict=True)]
         packed = pack_nodes(
             [names[row] for row in active],
             torch.zeros(sum(counts), dtype=torch.int64),
@@ -248,7 +272,7 @@ def _grow(
             [len(rows[row][0]) + end for row, end in zip(active, reach, strict=True)],
             [rows[row][3][:end] for row, end in zip(active, reach, strict=True)],
         )
-        inputs = [rows[row][2][len(found[row]) : end] for row, end in zip(active, reach, strict=True)]
+        inputs = [rows[row][2][len(grown[row]) : end] for row, end in zip(active, reach, strict=True)]
         for row, outputs in zip(active, runner.run(packed, torch.cat(inputs)).split(counts), strict=True):
-            found[row].extend(outputs)
-    return [torch.stack(outputs) for outputs in found]
+            grown[row].extend(outputs)
+    return [torch.stack(outputs) for outputs in grown]

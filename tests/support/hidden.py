@@ -83,7 +83,7 @@ class Listener(Drafter):
 
     def _check(self, row: Row) -> None:
         """A row has the states of all of its tokens but the newest; if it was cut by an EOS, maybe those of that."""
-        states = [torch.cat(each) for each in self.heard[row.request_id]]
+        states = [torch.cat(parts) for parts in self.heard[row.request_id]]
         assert len(states[0]) in ({len(row.tokens) - 1} | ({len(row.tokens)} if row.finish_reason else set()))
         if row.finish_reason is not None:
             self.finished[row.request_id] = list(row.tokens), states

@@ -49,11 +49,11 @@ class NotingDrafter(Drafter):
             for a, b in zip(outcome.draft.indptr, outcome.draft.indptr[1:], strict=False)
         ]
         rows = zip(outcome.batch, chains, outcome.accepted, outcome.target_ids, strict=True)
-        told = {
+        outcomes = {
             row.request_id: (tuple(row.tokens), chain, list(nodes), list(ids), row.finish_reason)
             for row, chain, nodes, ids in rows
         }
-        NOTED.append(("observe", told))
+        NOTED.append(("observe", outcomes))
 
     def release(self, request_ids: Iterable[str]) -> None:
         NOTED.append(("release", list(request_ids)))

@@ -105,7 +105,7 @@ def serve(proposer: Proposer, texts: Seq[Seq[int]], prompts: Seq[int], slots: in
         while waiting and len(rows) < slots:
             rows.append(waiting.pop(0))
         sampled: list[list[int]] = []
-        for place, row in enumerate(rows):
+        for slot, row in enumerate(rows):
             text, end = texts[row], ends[row]
             new: list[int] = []
             if row in patient:
@@ -120,14 +120,14 @@ def serve(proposer: Proposer, texts: Seq[Seq[int]], prompts: Seq[int], slots: in
                 if end > prompts[row]:
                     done[row].append((end, right))
             ends[row] = end + len(new)
-            table[place, : ends[row]] = text[: ends[row]]
-            lengths[place] = ends[row]
+            table[slot, : ends[row]] = text[: ends[row]]
+            lengths[slot] = ends[row]
             sampled.append(new)
         proposed = proposer.propose(sampled, lengths, table, slot_mappings=None)
         for row, chain in zip(rows, proposed, strict=True):
             chains[row] = chain
-        for place in reversed(range(len(rows))):
-            if ends[rows[place]] == len(texts[rows[place]]):
-                rows[place] = rows[-1]
+        for slot in reversed(range(len(rows))):
+            if ends[rows[slot]] == len(texts[rows[slot]]):
+                rows[slot] = rows[-1]
                 rows.pop()
     return done

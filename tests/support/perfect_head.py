@@ -8,11 +8,10 @@ KV of the pair before, and nothing from elsewhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from emssd_testing.models import tiny_model
@@ -23,7 +22,6 @@ __all__ = [
     "DRAFTED",
     "SIZE",
     "VOCAB",
-    "RandomHead",
     "perfect_target",
     "random_head",
     "write_perfect_eagle",
@@ -79,7 +77,7 @@ def _heads(
         projections["q"][rows, one[0]] = query / one[1]
         projections["k"][rows, one[0]] = key / one[1]
         projections["v"][head * DIM : head * DIM + VOCAB, start : start + VOCAB] = torch.eye(VOCAB) / scale
-    weights |= {f"{prefix}self_attn.{name}_proj.weight": each for name, each in projections.items()}
+    weights |= {f"{prefix}self_attn.{name}_proj.weight": weight for name, weight in projections.items()}
 
 
 def _put(out: torch.Tensor, head: int, block: int, matrix: torch.Tensor) -> None:
@@ -92,7 +90,7 @@ def blank_llama(size: int, num_layers: int, heads: int, **options: Any) -> tuple
     sizes = {"hidden_size": size, "num_hidden_layers": num_layers, "num_attention_heads": heads, "head_dim": DIM}
     more = {"num_key_value_heads": heads, "intermediate_size": 4, "rms_norm_eps": EPS, "tie_word_embeddings": False}
     model: Any = tiny_model("llama", **sizes, **more, **options)
-    return model, blank_weights({name: tuple(each.shape) for name, each in model.state_dict().items()})
+    return model, blank_weights({name: tuple(weight.shape) for name, weight in model.state_dict().items()})
 
 
 def perfect_target(max_model_len: int = 128) -> Any:
@@ -144,12 +142,12 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
     fc[_block(0), :VOCAB] = -4 * eye  # one of the three is right, and the others differ from it by nothing
     fc[_block(0), SIZE : SIZE + VOCAB] = 8 * back
     fc[_block(0), 2 * SIZE : 2 * SIZE + VOCAB] = -3 * back @ back
-    for place in range(VOCAB, SIZE):
-        fc[place, SIZE + place] = 1
+    for element in range(VOCAB, SIZE):
+        fc[element, SIZE + element] = 1
     embedded, featured = math.sqrt(SIZE / 2), math.sqrt(SIZE / 4)
     places = [(0, 0, embedded), *((0, SIZE + block * VOCAB, featured) for block in range(3)), (1, SIZE, featured)]
     out = torch.zeros(SIZE, 5 * DIM, dtype=torch.float64)
-    for block, new, old in ((0, 0, 1), (1, 1, 2), (2, 4, 3)):  # heads that copy what comes, and what goes
+    for block, new, old in ((0, 0, 1), (1, 1, 2), (2, 4, 3)):  # heads that copy the new and the old token
         _put(out, new, block, eye)
         _put(out, old, block, -eye)
     weights = blank_weights(eagle3_shapes(values, 3)) | {
@@ -159,7 +157,7 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
         "midlayer.self_attn.o_proj.weight": out,
     }
     _heads(weights, "midlayer.", places, (ONE, embedded), 2 * SIZE)
-    return write_head(folder, values | config, {name: each.contiguous() for name, each in weights.items()})
+    return write_head(folder, values | config, {name: weight.contiguous() for name, weight in weights.items()})
 
 
 def write_perfect_eagle(folder: Path, **config: Any) -> str:
@@ -216,17 +214,9 @@ def write_perfect_mtp(folder: Path, **config: Any) -> str:
 DRAFTED = [0, 1, 3, 4, 8]  # by the heads of EAGLE-3
 
 
-class RandomHead(NamedTuple):
-    """A head, and what its files hold."""
-
-    path: str
-    config: Mapping[str, Any]
-    weights: Weights
-
-
 @cache
-def random_head(head: str) -> RandomHead:
-    """A head of a kind. Those of EAGLE-3 and P-EAGLE read the target's streams 0 and 2. That of mtp is of its kind."""
+def random_head(head: str) -> str:
+    """The folder of a head of a kind. Heads of EAGLE-3 and P-EAGLE read the target's streams 0 and 2."""
     config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
     ids: Weights = {}
@@ -246,4 +236,4 @@ def random_head(head: str) -> RandomHead:
         config |= {"pard_token": 7}
         shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
     weights = random_weights(shapes) | ids
-    return RandomHead(write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights), config, weights)
+    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)

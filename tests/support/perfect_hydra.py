@@ -44,17 +44,17 @@ def write_perfect_hydra(folder: Path, *, prefix: bool = False) -> str:
 
 def _last_three(head: int) -> torch.Tensor:
     """``[SIZE, (head + 2) * SIZE]`` the last three tokens, from a hidden state and the embeddings of a path."""
-    found = torch.zeros(SIZE, (head + 2) * SIZE, dtype=torch.float64)
+    matrices = torch.zeros(SIZE, (head + 2) * SIZE, dtype=torch.float64)
     moved_back = MOVED.T.double() @ MOVED.T.double()
-    for place in range(3):
-        if place <= head:
-            start, matrix = (1 + head - place) * SIZE, torch.eye(VOCAB)
+    for back in range(3):
+        if back <= head:
+            start, matrix = (1 + head - back) * SIZE, torch.eye(VOCAB)
         else:
-            before = place - head - 1
+            before = back - head - 1
             start = before * VOCAB
             matrix = (torch.eye(VOCAB) if before else moved_back) / _SCALE
-        found[_block(place), start : start + VOCAB] = matrix
-    return found
+        matrices[_block(back), start : start + VOCAB] = matrix
+    return matrices
 
 
 _SCALE = math.sqrt(SIZE / 4)  # of a one in the target's last hidden state

@@ -75,7 +75,7 @@ def write_perfect_medusa(folder: Path, sharpness: float = 1.0, *, vllm: bool = F
 def _logits_of(first: int, sharpness: float) -> torch.Tensor:
     """``[VOCAB, SIZE]`` from the last hidden state: logits that the tokens in the blocks from `first` on decide."""
     table = torch.randn(VOCAB, NUM_LAGS * VOCAB, generator=torch.Generator().manual_seed(83), dtype=torch.float64)
-    found = torch.zeros(VOCAB, SIZE, dtype=torch.float64)
-    found[:, first * VOCAB : (first + NUM_LAGS) * VOCAB] = table * sharpness
-    found[list(UNDRAFTED), ONE] = -100 * sharpness
-    return found / NORM / math.sqrt(SIZE / (BLOCKS + 1))
+    logits = torch.zeros(VOCAB, SIZE, dtype=torch.float64)
+    logits[:, first * VOCAB : (first + NUM_LAGS) * VOCAB] = table * sharpness
+    logits[list(UNDRAFTED), ONE] = -100 * sharpness
+    return logits / NORM / math.sqrt(SIZE / (BLOCKS + 1))

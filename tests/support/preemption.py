@@ -38,10 +38,10 @@ def run_with_preemption(machine: type[EngineMachine], *, share: int, num_steps: 
     examples = max(1, settings().max_examples // share)
     chosen = settings(max_examples=examples, stateful_step_count=num_steps, phases=_PHASES)
     crowded: type[EngineMachine] = type(machine.__name__, (machine,), {"crowded": True})
-    for each in (machine, crowded):
-        each.num_preempted = each.num_pieces = 0
-        run_state_machine_as_test(each, settings=chosen)
-        if each.num_preempted and each.num_pieces:
+    for kind in (machine, crowded):
+        kind.num_preempted = kind.num_pieces = 0
+        run_state_machine_as_test(kind, settings=chosen)
+        if kind.num_preempted and kind.num_pieces:
             return
     raise AssertionError(
         f"{crowded.num_preempted} rows of {machine.__name__} were preempted, even with a crowd at the beginning, and "

@@ -80,7 +80,7 @@ def mixed(
 
 
 def _kept(tree: Tree, nodes: Seq[int]) -> Tree:
-    places = {node: place for place, node in enumerate(nodes)} | {-1: -1}
+    places = {node: index for index, node in enumerate(nodes)} | {-1: -1}
     return tuple(tree[0][node] for node in nodes), tuple(places[tree[1][node]] for node in nodes)
 
 
@@ -124,21 +124,21 @@ def beam_trees(draft: Model, width: int, depth: int, num_tokens: int = 3) -> dic
     chances = {}
     for text in product(range(num_tokens), repeat=depth):
         chance = Fraction(1)
-        for place, token in enumerate(text):
-            chance *= draft(text[:place])[token]
+        for index, token in enumerate(text):
+            chance *= draft(text[:index])[token]
         if chance:
             chances[text] = chance
-    found: dict[Tree, Fraction] = {}
+    totals: dict[Tree, Fraction] = {}
 
     def arrive(before: list[Text], chance: Fraction, left: Fraction) -> None:
         enough = all(len({text[:length] for text in before}) >= width for length in range(1, depth + 1))
         if enough or len(before) == len(chances):
             tree = beam_of(before, width, depth)
-            found[tree] = found.get(tree, Fraction(0)) + chance
+            totals[tree] = totals.get(tree, Fraction(0)) + chance
             return
-        for text, own in chances.items():
+        for text, weight in chances.items():
             if text not in before:
-                arrive([*before, text], chance * own / left, left - own)
+                arrive([*before, text], chance * weight / left, left - weight)
 
     arrive([], Fraction(1), Fraction(1))
-    return found
+    return totals

@@ -88,9 +88,9 @@ def _looking_back(*sizes: int) -> TargetModel:
 
 
 @cache
-def perfect_path(write: Callable[..., str], *given: Any, **config: Any) -> str:
+def perfect_path(write: Callable[..., str], *options: Any, **config: Any) -> str:
     """The folder of a perfect head of a kind."""
-    return write(Path(mkdtemp(prefix="emssd-head-")), *given, **config)
+    return write(Path(mkdtemp(prefix="emssd-head-")), *options, **config)
 
 
 @cache
@@ -134,7 +134,7 @@ def noting(load: Load, drafts: list[tuple[list[int], list[int]]]) -> Load:
         def noted(batch: Batch, budget: Seq[int]) -> Draft:
             draft: Draft = propose(batch, budget)
             rows = draft.token_ids.split(draft.lengths)
-            drafts.extend((list(row.tokens), own.tolist()) for row, own in zip(batch, rows, strict=True))
+            drafts.extend((list(row.tokens), chain.tolist()) for row, chain in zip(batch, rows, strict=True))
             return draft
 
         made.propose = noted

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from typing import Any
 
-import torch
+from emssd_testing.oracle import next_logits
 from hypothesis import strategies as st
 
 from emssd.sampling import SamplingParams
@@ -47,42 +47,42 @@ def probabilities(scores: Seq[float]) -> list[float]:
 
 def scores(logits: Seq[float], params: SamplingParams, prefix: Seq[int], num_prompt: int) -> list[float]:
     """The logits that a token is drawn with; -inf for one that cannot be."""
-    found, vocab = list(logits), range(len(logits))
+    changed, vocab = list(logits), range(len(logits))
     for token, bias in params.logit_bias.items():
-        found[token] += bias
+        changed[token] += bias
     for token in {*prefix}:
         factor = params.repetition_penalty
-        found[token] = found[token] / factor if found[token] > 0 else found[token] * factor
+        changed[token] = changed[token] / factor if changed[token] > 0 else changed[token] * factor
     if size := params.no_repeat_ngram_size:
         begun = tuple(prefix[len(prefix) - size + 1 :])
         for start in range(len(prefix) - size + 1):
             if tuple(prefix[start : start + size - 1]) == begun:
-                found[prefix[start + size - 1]] = -math.inf
+                changed[prefix[start + size - 1]] = -math.inf
     output = list(prefix[num_prompt:])
     for token in {*output}:
-        found[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+        changed[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
     if params.temperature == 0:
-        return found
-    found = [score / params.temperature for score in found]
-    by_probability = sorted(vocab, key=lambda token: -found[token])
+        return changed
+    changed = [score / params.temperature for score in changed]
+    by_probability = sorted(vocab, key=lambda token: -changed[token])
     if params.top_k:
-        least = found[by_probability[min(params.top_k, len(found)) - 1]]
-        found = [score if score >= least else -math.inf for score in found]
+        least = changed[by_probability[min(params.top_k, len(changed)) - 1]]
+        changed = [score if score >= least else -math.inf for score in changed]
     if params.top_p < 1:
-        chances, taken = probabilities(found), 0.0
+        chances, taken = probabilities(changed), 0.0
         for token in by_probability:
-            least = found[token]
+            least = changed[token]
             taken += chances[token]
             if taken >= params.top_p:
                 break
-        found = [score if score >= least else -math.inf for score in found]
-    chances = probabilities(found)
+        changed = [score if score >= least else -math.inf for score in changed]
+    chances = probabilities(changed)
     most = max(chances)
-    found = [
-        score if chance >= params.min_p * most else -math.inf for score, chance in zip(found, chances, strict=True)
+    changed = [
+        score if chance >= params.min_p * most else -math.inf for score, chance in zip(changed, chances, strict=True)
     ]
     if params.typical_p < 1:
-        chances, taken = probabilities(found), 0.0
+        chances, taken = probabilities(changed), 0.0
         expected = -math.fsum(chance * math.log(chance) for chance in chances if chance)
         strange = [abs(-math.log(chance) - expected) if chance else math.inf for chance in chances]
         for token in sorted(vocab, key=strange.__getitem__):
@@ -90,8 +90,8 @@ def scores(logits: Seq[float], params: SamplingParams, prefix: Seq[int], num_pro
             taken += chances[token]
             if taken >= params.typical_p:
                 break
-        found = [score if each <= strangest else -math.inf for score, each in zip(found, strange, strict=True)]
-    return found
+        changed = [score if share <= strangest else -math.inf for score, share in zip(changed, strange, strict=True)]
+    return changed
 
 
 def choice(
@@ -106,20 +106,14 @@ def choice(
     totals = scores(logits, params, prefix, num_prompt)
     if params.temperature:
         noise = [gumbel(hashed(params.seed, request_id, len(prefix), token, sample)) for token in range(len(totals))]
-        totals = [score + each for score, each in zip(totals, noise, strict=True)]
+        totals = [score + draw for score, draw in zip(totals, noise, strict=True)]
     return totals.index(max(totals))
 
 
 def logits_behind(model: Any, tokens: Seq[int]) -> list[float]:
-    """The whole text again, by the model's own eager attention."""
-    before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
-    try:
-        with torch.inference_mode():
-            found: list[float] = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1].tolist()
-    finally:
-        model.config._attn_implementation = before
-    return found
+    """The logits after a text."""
+    logits: list[float] = next_logits(model, tokens).tolist()
+    return logits
 
 
 def sampled(

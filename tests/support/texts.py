@@ -45,7 +45,7 @@ class Texts:
         """The same engine, which has given the texts."""
         with WideFloats():
             done = engine.generate([*self.known], NEW_TOKENS, ignore_eos=True)
-        assert [list(each.token_ids) for each in done] == [text[:NEW_TOKENS] for text in self.known.values()]
+        assert [list(row.token_ids) for row in done] == [text[:NEW_TOKENS] for text in self.known.values()]
         return engine
 
     def try_every_draft(self) -> None:

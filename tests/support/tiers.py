@@ -1,4 +1,4 @@
-"""Lists of cases: which of them CI tests and which the nightly tests add, and which are one test."""
+"""Lists of cases: the share of CI and of the nightly tests, and cases that are one test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def few(cases: Iterable[Any], *, ci: int) -> list[Any]:
 
 
 def only(cases: Iterable[Any], *, ci: Iterable[Any]) -> list[Any]:
-    """`cases` for ``pytest.mark.parametrize``: those that are in `ci` as they are, the others marked ``nightly``."""
+    """`cases` for ``pytest.mark.parametrize``: those in `ci` as they are, the rest marked ``nightly``."""
     chosen = list(ci)
     return [case if case in chosen else _nightly(case) for case in cases]
 
@@ -41,11 +41,11 @@ def looped(
         at_a_time: makes several tests, of so many cases each, where all of them would take too long.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
-    given = [dict(zip(names, _values(case, len(names)), strict=True)) for case in cases]
-    assert given, "there are no cases"
+    all_cases = [dict(zip(names, _values(case, len(names)), strict=True)) for case in cases]
+    assert all_cases, "there are no cases"
 
     def decorate(test: Callable[..., None]) -> Any:
-        def run(*arguments: Any, chosen: list[dict[str, Any]] = given, **fixtures: Any) -> None:
+        def run(*arguments: Any, chosen: list[dict[str, Any]] = all_cases, **fixtures: Any) -> None:
             skipped = []
             for case in chosen:
                 try:
@@ -60,14 +60,14 @@ def looped(
 
         decorated: Any = update_wrapper(run, test)
         del decorated.__wrapped__  # pytest would take its parameters for fixtures
-        others = [each for name, each in signature(test).parameters.items() if name not in names]
+        others = [parameter for name, parameter in signature(test).parameters.items() if name not in names]
         if at_a_time is not None:
             others.append(Parameter("chosen", Parameter.KEYWORD_ONLY))
         decorated.__signature__ = Signature(others)
         if at_a_time is None:
             return decorated
-        starts = range(0, len(given), at_a_time)
-        groups = [given[start : start + at_a_time] for start in starts]
+        starts = range(0, len(all_cases), at_a_time)
+        groups = [all_cases[start : start + at_a_time] for start in starts]
         return pytest.mark.parametrize("chosen", groups, ids=[f"from {start + 1}" for start in starts])(decorated)
 
     return decorate

@@ -93,10 +93,10 @@ def chains_of(draft: Draft) -> list[list[int]]:
 
 def paths(token_ids: Seq[int], parents: Parents) -> list[tuple[int, ...]]:
     """The tokens on the way to each node of a tree, the node's own last."""
-    found: list[tuple[int, ...]] = []
+    tokens_by_node: list[tuple[int, ...]] = []
     for token, parent in zip(token_ids, parents, strict=True):
-        found.append(((*found[parent], token)) if parent >= 0 else (token,))
-    return found
+        tokens_by_node.append(((*tokens_by_node[parent], token)) if parent >= 0 else (token,))
+    return tokens_by_node
 
 
 def ways(parents: Parents) -> list[list[int]]:

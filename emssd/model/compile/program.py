@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "attend", "declare_operators", "handle_of"]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
@@ -27,15 +28,15 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Program:
     """A compiled program of a module. It reads the module's tensors, which must stay what and where they are.
 
-    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `found` files are
-    no such program.
+    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `files` are no
+    such program.
 
     Attributes:
         other_products: names of PyTorch's operators in it that add up products, other than linear layers.
     """
 
     def __init__(
-        self, found: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
+        self, files: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
     ) -> None:
         kernels = load_kernels()
         self._attend: Attend | None = None
@@ -46,7 +47,7 @@ class Program:
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
         tensors, scales = named_tensors(module), scales_of(module)
-        products = json.loads((found.folder / LINEARS).read_bytes())
+        products = json.loads((files.folder / LINEARS).read_bytes())
         self.other_products: list[str] = products["others"]
         for linear in products["linears"]:
             biases = [tensors[name].detach() for name in linear["biases"]]
@@ -65,8 +66,8 @@ class Program:
             bias = torch.cat(biases) if biases else None
             kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
-        names = kernels.open_program(self._handle, str(found.folder / PROGRAM))
-        constants = torch.load(found.folder / CONSTANTS, weights_only=True)
+        names = kernels.open_program(self._handle, str(files.folder / PROGRAM))
+        constants = torch.load(files.folder / CONSTANTS, weights_only=True)
         constants |= {PREFIX + name: tensor.detach() for name, tensor in tensors.items()}
         self._constants = [constants[name] for name in names]  # not copied: they must stay
         kernels.load_constants(self._handle, names, self._constants)
@@ -98,20 +99,36 @@ class Program:
             raise
 
 
-_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_PROGRAMS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = count(-1, -1)  # those of `emssd.native` are positive
+
+
+def handle_of(program: Any) -> torch.Tensor:
+    """The handle with which the operator ``emssd::attend`` calls ``program.attend``, as it does that of a `Program`."""
+    number = next(_NUMBERS)
+    _PROGRAMS[number] = program
+    return torch.tensor(number)
+
 
 _library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
 _library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    out = _PROGRAMS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
+    """The operator ``emssd::attend``."""
+    out: torch.Tensor = _PROGRAMS[int(handle)].attend(layer, query, key, value)
     return out.contiguous()  # as the program takes it to be, and does not check
 
 
-_library.impl("attend", _attend, "CPU")
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend", attend, _device)
+torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
 @cache
@@ -122,8 +139,5 @@ def declare_operators() -> None:
     def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
         return source.new_empty(*source.shape[:-1], out_features)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        return query.new_empty(*query.shape[:2], value.shape[2])
-
     torch.library.register_fake("emssd_native::linear", linear)
-    torch.library.register_fake("emssd_native::attend_layer", attend)
+    torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

@@ -61,23 +61,23 @@ class ProvenProgram(ABC):
                 self.compile(folder)
 
             declare_operators()
-            found = self._entry(key, write)
-            wrong = self._why_wrong(module, found, expected)
-            if wrong is not None and not found.new:
-                logger.warning("%s is not the program of this model (%s), and is compiled again", found.folder, wrong)
-                found = self._entry(key, write, replace=True)
-                wrong = self._why_wrong(module, found, expected)
+            files = self._entry(key, write)
+            wrong = self._why_wrong(module, files, expected)
+            if wrong is not None and not files.new:
+                logger.warning("%s is not the program of this model (%s), and is compiled again", files.folder, wrong)
+                files = self._entry(key, write, replace=True)
+                wrong = self._why_wrong(module, files, expected)
             if wrong is not None:
                 why = f"is not the program of this model, though it was just compiled: {wrong}"
-                raise CompileError(f"{found.folder} {why}")
+                raise CompileError(f"{files.folder} {why}")
         except (NativeError, CacheError) as error:
             raise CompileError(str(error)) from error
         except EmssdError:
             raise
         except Exception as error:  # a module's own code may raise anything
             raise CompileError(f"{type(module).__name__} cannot be compiled: {described(error)}") from error
-        self.folder, self._found = found.folder, found
-        self.origin = self.origin if found.new else "its program was kept"
+        self.folder, self._files = files.folder, files
+        self.origin = self.origin if files.new else "its program was kept"
 
     def _entry(self, key: str | None, write: Callable[[Path], None], *, replace: bool = False) -> Entry:
         if key is not None:
@@ -103,11 +103,11 @@ class ProvenProgram(ABC):
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
         """The program's outputs for the short pass: names, values, and the standard deviations that they may be off."""
 
-    def _why_wrong(self, module: torch.nn.Module, found: Entry, expected: Seq[torch.Tensor]) -> str | None:
-        """Load the `found` files. Returns why they are not the program; reading others raises almost anything."""
+    def _why_wrong(self, module: torch.nn.Module, files: Entry, expected: Seq[torch.Tensor]) -> str | None:
+        """Load the `files`. Returns why they are not the program; reading others raises almost anything."""
         vars(self).pop("_program", None)  # its weights go before there are others
         try:
-            self._program = Program(found, module)
+            self._program = Program(files, module)
             for (name, value, most), right in zip(self.outputs(), expected, strict=True):
                 far = float((value.double() - right.double()).abs().max() / right.double().std().clamp_min(1e-12))
                 if not far <= most:  # also NaN

@@ -38,21 +38,16 @@ def check_device_map(device_map: DeviceMap) -> None:
 
 def _check_device(module: str, name: Any) -> None:
     if name in _NOWHERE:
-        raise ConfigError(
-            f"model.device_map puts {module!r} on {name}, and emssd computes with weights that are in memory; choose a "
-            f"GPU's number or cpu"
-        )
-    if type(name) not in (int, str) or (type(name) is int and not 0 <= name < torch.cuda.device_count()):
-        raise ConfigError(
-            f"model.device_map puts {module!r} on {name!r}, and this machine has {torch.cuda.device_count()} GPUs; "
-            f"give a GPU's number or cpu"
-        )
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"model.device_map puts {module!r} on {name!r}, which cannot be used here; give a GPU's number or cpu"
-        ) from error
+        why = f"{name}, and emssd computes with weights that are in memory; choose a GPU's number or cpu"
+    elif type(name) not in (int, str) or (type(name) is int and not 0 <= name < torch.cuda.device_count()):
+        why = f"{name!r}, and this machine has {torch.cuda.device_count()} GPUs; give a GPU's number or cpu"
+    else:
+        try:
+            torch.empty(0, device=name)
+            return
+        except (RuntimeError, AssertionError):
+            why = f"{name!r}, which cannot be used here; give a GPU's number or cpu"
+    raise ConfigError(f"model.device_map puts {module!r} on {why}")
 
 
 def is_spread(model: Any) -> bool:

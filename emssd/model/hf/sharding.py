@@ -22,11 +22,7 @@ _OPT = {
 
 
 def shards_of(config: Any, size: int) -> Any:
-    """The ``distributed_config`` of `from_pretrained` that shards a model over `size` processes.
-
-    Raises:
-        UnsupportedModelError: it cannot be sharded.
-    """
+    """The ``distributed_config`` for `from_pretrained` in `size` processes, or UnsupportedModelError: there is none."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
     text, name = config.get_text_config(), config.model_type

@@ -14,16 +14,7 @@ import torch
 
 from emssd.errors import UnsupportedModelError
 
-__all__ = [
-    "Hidden",
-    "Streams",
-    "hear_input",
-    "hear_output",
-    "lock_of",
-    "only_here",
-    "replaced_forward",
-    "stream_of",
-]
+__all__ = ["Hidden", "Streams", "hear_input", "hear_output", "lock_of", "only_here", "replaced_forward", "stream_of"]
 
 _LOCKS: WeakKeyDictionary[torch.nn.Module, Any] = WeakKeyDictionary()
 _MAKING = RLock()

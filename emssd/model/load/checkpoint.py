@@ -17,7 +17,7 @@ from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, che
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 from emssd.model.hf.refusals import check_config, resolve_max_model_len
 from emssd.model.hf.sharding import count_heads, shards_of
-from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, tokenizer_fault, weights_fault
+from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -86,8 +86,7 @@ def load_checkpoint(
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a model's folder or hub id.
 
-    Raises:
-        ConfigError: there is none, or it is damaged or needs code that is not trusted.
+    Raises ConfigError: there is none, or it is damaged or needs code that is not trusted.
     """
     from transformers import AutoTokenizer
 
@@ -98,7 +97,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     )
 
     def fault() -> str | None:
-        return tokenizer_fault(source) if has_vocabulary(source) else missing
+        return json_fault(Path(source) / "tokenizer.json") if has_vocabulary(source) else missing
 
     with _explained(path, "its tokenizer is none that Transformers can read", fault):
         check_json(source)

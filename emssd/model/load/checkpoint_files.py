@@ -11,15 +11,7 @@ import torch
 
 from emssd.errors import ConfigError
 
-__all__ = [
-    "check_json",
-    "content_digest",
-    "file_fault",
-    "files_read",
-    "has_vocabulary",
-    "tokenizer_fault",
-    "weights_fault",
-]
+__all__ = ["check_json", "content_digest", "file_fault", "files_read", "has_vocabulary", "json_fault", "weights_fault"]
 
 # Transformers ignores some of these if they are damaged, and so would lose the EOS ids.
 _OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -41,14 +33,8 @@ def check_json(source: str) -> None:
         return  # the hub's files are checked when they are downloaded
     indexes = sorted(folder.glob("*.index.json"))
     for file in (*(folder / name for name in _OBJECTS), *indexes):
-        if file.is_file() and (fault := _json_fault(file) or (_index_fault(file) if file in indexes else None)):
+        if fault := json_fault(file) or (_index_fault(file) if file in indexes else None):
             raise ConfigError(f"cannot load the model {source!r}: {fault}")
-
-
-def tokenizer_fault(source: str) -> str | None:
-    """The fault of ``tokenizer.json`` of the folder `source`; ``None`` if it can be read or is not there."""
-    file = Path(source) / "tokenizer.json"
-    return _json_fault(file) if file.is_file() else None
 
 
 def weights_fault(source: str) -> str | None:
@@ -93,7 +79,10 @@ def has_vocabulary(source: str) -> bool:
     return not folder.is_dir() or any(next(folder.glob(name), None) for name in _VOCABULARIES)
 
 
-def _json_fault(file: Path) -> str | None:
+def json_fault(file: Path) -> str | None:
+    """The reason why `file` holds no JSON object, as a sentence; ``None`` if it does, or is not there."""
+    if not file.is_file():
+        return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

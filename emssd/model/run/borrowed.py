@@ -28,11 +28,13 @@ class BorrowedTarget:
 
     Attributes:
         vocab_size: of the model.
-        device, dtype: of its hidden states and logits.
+        num_layers: decoder layers ``n``; hidden states have indices 0 to ``n``, and -1.
+        device, dtype: of hidden states and logits.
     """
 
     def __init__(self, target: TargetModel) -> None:
         self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
+        self.num_layers = target.num_layers
         self._target, self._model = target, target.model
         self._sharing: list[RoundedRunner] = []
         self._runner: Callable[[], CausalLMRunner | None] = lambda: None
@@ -57,9 +59,9 @@ class BorrowedTarget:
             sharing.attach(runner)
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers ``n``: hidden states have indices 0 to ``n``, and -1."""
-        return self._target.num_layers
+    def hidden_size(self) -> int:
+        """Width of the residual stream."""
+        return int(self._model.config.get_text_config().hidden_size)
 
     @property
     def has_program(self) -> bool:
@@ -70,11 +72,6 @@ class BorrowedTarget:
     def is_compiled(self) -> bool:
         """Whether the model runs as a compiled program, and parts of a drafter may be compiled too."""
         return self._target.compiled is not None and self._target.may_compile is True
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        return int(self._model.config.get_text_config().hidden_size)
 
     @property
     def model(self) -> Any:
@@ -108,8 +105,7 @@ class BorrowedTarget:
     def norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, width]`` the model's final norm of a residual stream ``hidden [n, hidden_size]``.
 
-        Raises:
-            UnsupportedModelError: other code than a chain of modules follows the last layer.
+        Raises UnsupportedModelError: other code than a chain of modules follows the last layer.
         """
         if self._streams.tail is None:
             raise UnsupportedModelError(

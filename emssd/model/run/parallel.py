@@ -131,11 +131,7 @@ class Group:
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
-        """For actions of all ranks. If one fails here, the others wait in vain, so this rank is broken.
-
-        Raises:
-            GroupError: the connection to another rank is lost.
-        """
+        """For actions of all ranks; after a failure this rank is broken. Raises GroupError: another rank is lost."""
         try:
             yield
         except BaseException as error:

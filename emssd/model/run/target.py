@@ -88,8 +88,7 @@ class TargetModel(CompilableModel):
     def begin(self) -> int:
         """A run begins. A model that is not frozen is taken as it is now. Returns `num_renewals`.
 
-        Raises:
-            UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
+        Raises UnsupportedModelError: it is in training mode; or it is frozen, and was changed; or see `renew`.
         """
         refuse_training(self.model)
         if not self._frozen:
@@ -113,11 +112,7 @@ class TargetModel(CompilableModel):
 
     @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
     def renew(self) -> None:
-        """Take the model as it is now: what was computed from its weights is computed again.
-
-        Raises:
-            UnsupportedModelError: its KV cache cannot serve it any more.
-        """
+        """Take the model as it is now. Raises UnsupportedModelError: its KV cache cannot serve it any more."""
         kind = self.model.dtype, output_device(self.model), self.model.config.get_text_config().vocab_size
         if kind != (self.dtype, self.device, self.vocab_size):
             raise UnsupportedModelError(
@@ -130,7 +125,7 @@ class TargetModel(CompilableModel):
             other_code = changed(self._structure.modules, now.modules) is not None
             if other_code or any(layer.sinks is not None for layer in self.layers):
                 self._learn_again()
-            if self._program is not None and (other_code or not self._program.reread(self)):
+            if self._program is not None and (other_code or not self._program.reread()):
                 self._compile_again()
             self.num_renewals += 1
             self._structure = now
@@ -172,8 +167,8 @@ class TargetModel(CompilableModel):
     ) -> Computed:
         """Run one step. Gives logits of the wanted rows only, and the hidden states `indices` of all fed tokens.
 
-        Given `num_layers`, only so many of the first layers are run, uncompiled. `prepare_hidden` comes before that.
-        Else `program` runs, in the place of the model's own.
+        With `num_layers`, only so many of the first layers are run, uncompiled, after `prepare_hidden`. Otherwise
+        `program` runs in the place of the model's own.
         """
 
         def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
@@ -190,12 +185,14 @@ class TargetModel(CompilableModel):
                 run = partial(self.run, num_layers=num_layers)
             elif (chosen := program or self.compiled) is not None:
                 run = partial(chosen, step=backend.native_step(plan))
+            elif plan.compile is not None:
+                run = plan.compile(self, indices)
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device).flatten(0, 1)
             if plan.landing is not None:
                 plan.landing.copy_(logits.argmax(dim=-1), non_blocking=True)
-            return Computed(logits, {index: each.flatten(0, 1).to(self.device) for index, each in hidden.items()})
+            return Computed(logits, {index: states.flatten(0, 1).to(self.device) for index, states in hidden.items()})
 
         with self.lock:
             logits, hidden = forward() if plan.replay is None else plan.replay(forward)

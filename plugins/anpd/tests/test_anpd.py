@@ -19,19 +19,19 @@ TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 
 def naive(tokens: list[int], longest: int, shortest: int, length: int) -> list[tuple[int, float]]:
     """The same draft by a search of the whole text for each token."""
-    found = list[tuple[int, float]]()
-    while len(found) < length:
-        end = [*tokens, *(token for token, _ in found)]
+    drafted = list[tuple[int, float]]()
+    while len(drafted) < length:
+        end = [*tokens, *(token for token, _ in drafted)]
         for size in range(min(longest, len(end)), shortest - 1, -1):
-            places = [place for place in range(size, len(tokens)) if tokens[place - size : place] == end[-size:]]
+            places = [index for index in range(size, len(tokens)) if tokens[index - size : index] == end[-size:]]
             if places:
                 break
         else:
             break
-        counts = Counter(tokens[place] for place in places)
-        token = max(counts, key=lambda each: (counts[each], max(at for at in places if tokens[at] == each)))
-        found.append((token, counts[token] / len(places)))
-    return found
+        counts = Counter(tokens[index] for index in places)
+        token = max(counts, key=lambda token: (counts[token], max(at for at in places if tokens[at] == token)))
+        drafted.append((token, counts[token] / len(places)))
+    return drafted
 
 
 def drafted(drafter: ANPDDrafter, row: Row, budget: int) -> list[tuple[int, float]]:
@@ -120,7 +120,7 @@ def test_the_prompts_that_were_decoded_longest_ago_are_forgotten_first() -> None
     drafter = ANPDDrafter(GROUP)
     for number, prompt in enumerate((1, 2, 1, 3)):
         seen(drafter, row_of([prompt], range(10, 30), str(number)))
-        assert drafter._num_remembered == sum(each.counts.num_tokens for each in drafter._groups.values()) <= 64
+        assert drafter._num_remembered == sum(text.counts.num_tokens for text in drafter._groups.values()) <= 64
     assert [first(drafter, row_of([prompt], [10], f"new {prompt}")) for prompt in (1, 2, 3)] == [[11], [], [11]]
 
 

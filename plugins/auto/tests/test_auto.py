@@ -27,9 +27,9 @@ WHY: dict[str | None, dict[str, Any]] = {
 
 @pytest.mark.parametrize("why", WHY)
 def test_rounded_weights_draft_where_reading_weights_takes_most_of_a_step(why: str | None) -> None:
-    own = {"device": torch.device("cpu"), "has_program": True, "mib": 256} | WHY[why]
-    weights = [torch.empty(own["mib"] << 20, dtype=torch.int8, device="meta")]
-    lent = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights), **own)
+    machine = {"device": torch.device("cpu"), "has_program": True, "mib": 256} | WHY[why]
+    weights = [torch.empty(machine["mib"] << 20, dtype=torch.int8, device="meta")]
+    lent = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights), **machine)
     context: Any = SimpleNamespace(target=lent, make_drafter=lambda *_: DRAFTS)
     assert emssd_auto.why_not_self(context) == why
     (spec,) = emssd_auto.emssd_drafters()
@@ -61,7 +61,7 @@ def test_rounded_weights_that_are_made_in_a_run_draft_and_change_no_token(monkey
     monkeypatch.setattr(BorrowedTarget, "has_program", True)
     engine = Engine.from_model(target().model, drafter=AutoConfig(), budget="fixed", batch_size=4)
     decode(engine)
-    suffix, own = engine.drafting.drafters
-    assert own.num_accepted > 0
+    suffix, few = engine.drafting.drafters
+    assert few.num_accepted > 0
     assert engine.drafting.summary.startswith(f"suffix drafted {suffix.num_drafted} tokens (")
-    assert f"; self drafted {own.num_drafted} tokens (" in engine.drafting.summary
+    assert f"; self drafted {few.num_drafted} tokens (" in engine.drafting.summary

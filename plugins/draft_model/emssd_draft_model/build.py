@@ -46,7 +46,7 @@ def _of_any_vocabulary(config: DraftModelConfig, kind: Vocabulary, context: Draf
     speeches, shared = (Speech(tokenizer, context.tokenizer), Speech(context.tokenizer, tokenizer)), None
     if kind is not Vocabulary.text:
         shared = shared_ids(*speeches, runner.vocab_size, context.vocab_size)
-        if kind is Vocabulary.auto and sum(each >= 0 for each in shared) < _NEARLY_ALL * len(context.tokenizer):
+        if kind is Vocabulary.auto and sum(token >= 0 for token in shared) < _NEARLY_ALL * len(context.tokenizer):
             shared = None
     return TranslatedDrafter(runner, speeches, context.vocab_size, config.num_speculative_tokens, shared)
 

@@ -28,22 +28,22 @@ _TRIALS_BEFORE_REPLAN = 32
 
 
 def best_tree(acceptance: Table, num_nodes: int, depth: int) -> Iterator[tuple[int, ...]]:
-    """The nodes of the best tree of `num_nodes` nodes and `depth` levels, by their ways, parents first.
+    """The nodes of the best tree of `num_nodes` nodes and `depth` levels, by their paths, parents first.
 
-    Those that are worth most come first, so that the first nodes are the best tree of their number. A way names the
+    Nodes that are worth most come first, so that the first nodes are the best tree of their number. A path names the
     rank of each node on it. Nodes that are worth nothing are left out. Of equal ones the shallower comes first.
     """
     heap: list[tuple[float, int, tuple[int, ...]]] = [(-1.0, 0, ())]
     for _ in range(num_nodes + 1):
         if not heap:
             return
-        worth, length, way = heappop(heap)
-        if way:
-            yield way
+        worth, length, path = heappop(heap)
+        if path:
+            yield path
         if length < depth:
             for rank, probability in enumerate(acceptance[min(length, len(acceptance) - 1)]):
                 if worth * probability < 0:
-                    heappush(heap, (worth * probability, length + 1, (*way, rank)))
+                    heappush(heap, (worth * probability, length + 1, (*path, rank)))
 
 
 class MeasuredAcceptance:
@@ -94,8 +94,7 @@ class SequoiaShape(Shape):
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         children = self._children(tree.num_nodes, tree.depth)
-        ranks = [(node, children.get(tree.path_ranks(node), ())) for node in frontier]
-        return [(node, own) for node, own in ranks if own]
+        return [(node, ranks) for node in frontier if (ranks := children.get(tree.path_ranks(node)))]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return max(0, len(self._children(num_nodes, depth)) - 1)
@@ -121,8 +120,8 @@ class SequoiaShape(Shape):
         plan = self._plans.get((num_nodes, depth))
         if plan is None:
             plan = self._plans[num_nodes, depth] = {}
-            for way in best_tree(self._table, num_nodes, depth):
-                plan.setdefault(way[:-1], []).append(way[-1])
+            for path in best_tree(self._table, num_nodes, depth):
+                plan.setdefault(path[:-1], []).append(path[-1])
         return plan
 
 
@@ -136,12 +135,12 @@ def read_acceptance(path: str) -> list[list[float]]:
     if not isinstance(levels, list) or not levels or not all(isinstance(level, list) and level for level in levels):
         raise ConfigError(f"drafter.acceptance={path} is not a list of lists; {wanted}")
     for depth, level in enumerate(levels, start=1):
-        if not all(isinstance(each, int | float) and not isinstance(each, bool) and 0 <= each <= 1 for each in level):
+        if not all(isinstance(p, int | float) and not isinstance(p, bool) and 0 <= p <= 1 for p in level):
             raise ConfigError(f"drafter.acceptance={path} has at level {depth} the values {level}; {wanted}")
         if math.fsum(level) > 1 + 1e-6:
             raise ConfigError(f"drafter.acceptance={path} adds up to {math.fsum(level):g} at level {depth}; {wanted}")
-    return [[float(each) for each in level] for level in levels]
+    return [[*map(float, level)] for level in levels]
 
 
 def _smoothed(hits: Seq[int], trials: int, guess: Seq[float]) -> list[float]:
-    return [(hit + _PRIOR_TRIALS * each) / (trials + _PRIOR_TRIALS) for hit, each in zip(hits, guess, strict=True)]
+    return [(hit + _PRIOR_TRIALS * p) / (trials + _PRIOR_TRIALS) for hit, p in zip(hits, guess, strict=True)]

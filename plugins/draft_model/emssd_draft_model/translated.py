@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -55,10 +54,10 @@ class Speech:
         return None
 
 
-def shared_ids(own: Speech, target: Speech, num_own: int, num_target: int) -> list[int]:
-    """``[num_target]`` for each token of the target the own one with the same bytes, -1 where there is none."""
-    known = {own.bytes_of(token): token for token in reversed(range(num_own))}
-    return [known.get(text, -1) if (text := target.bytes_of(token)) else -1 for token in range(num_target)]
+def shared_ids(draft: Speech, target: Speech, num_draft: int, num_target: int) -> list[int]:
+    """``[num_target]`` for each token of the target the draft model's with the same bytes, -1 where there is none."""
+    by_bytes = {draft.bytes_of(token): token for token in reversed(range(num_draft))}
+    return [by_bytes.get(text, -1) if (text := target.bytes_of(token)) else -1 for token in range(num_target)]
 
 
 class TranslatedDrafter(DraftModelDrafter):
@@ -87,20 +86,19 @@ class TranslatedDrafter(DraftModelDrafter):
         self._rows: dict[str, Row] = {}  # the target's, of the running draft
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        known = [self._read(row) for row in batch]
+        are_read = [self._read(row) for row in batch]
         self._settle([row.request_id for row in batch if row.request_id in self._fed])
         self._rows = {row.request_id: row for row in batch}
         shadows = [self._shadow(row) for row in batch]
-        limits = [limit if can else 0 for limit, can in zip(budget, known, strict=True)]
-        draft = super().propose(Batch(tuple(shadows)), limits)
-        tokens, found = draft.token_ids.tolist(), list[list[int]]()
-        for row, limit, (start, stop) in zip(batch, limits, pairwise(draft.indptr), strict=True):
-            drafted = tokens[start:stop]
-            own = drafted if self._shared is None else [self._shared[token] for token in drafted]
-            if drafted:
-                self._fed[row.request_id] = [*self._texts[row.request_id], *own[:-1]]
-            found.append((self._translated(row, own) if self._shared is None else drafted)[:limit])
-        return Draft.from_chains(found)
+        limits = [limit if can else 0 for limit, can in zip(budget, are_read, strict=True)]
+        draft, chains = super().propose(Batch(tuple(shadows)), limits), list[list[int]]()
+        for number, (row, limit) in enumerate(zip(batch, limits, strict=True)):
+            chain = draft.tokens(number)
+            tokens = chain if self._shared is None else [self._shared[token] for token in chain]
+            if chain:
+                self._fed[row.request_id] = [*self._texts[row.request_id], *tokens[:-1]]
+            chains.append((self._translated(row, tokens) if self._shared is None else chain)[:limit])
+        return Draft.from_chains(chains)
 
     def observe(self, outcome: Outcome) -> None:
         """Keep the KV of what is still the text of a row, and drop the rest."""
@@ -124,8 +122,8 @@ class TranslatedDrafter(DraftModelDrafter):
     def _columns(self, logits: torch.Tensor) -> torch.Tensor:
         if self._shared is None:
             return logits
-        own = on_device(self._shared, logits.device)
-        return logits[:, own.clamp(min=0)].masked_fill_(own < 0, -torch.inf)
+        columns = on_device(self._shared, logits.device)
+        return logits[:, columns.clamp(min=0)].masked_fill_(columns < 0, -torch.inf)
 
     def _read(self, row: Row) -> bool:
         """Bring the row's text up to date; returns whether it is: not in the middle of a character."""
@@ -133,7 +131,7 @@ class TranslatedDrafter(DraftModelDrafter):
         text, marks = self._texts.setdefault(name, []), self._marks.setdefault(name, [(0, 0)])
         if marks[-1][0] == length:
             return True
-        kept = next(place for place in reversed(range(len(marks))) if marks[place][0] <= max(length - _AGAIN, 0))
+        kept = next(i for i in reversed(range(len(marks))) if marks[i][0] <= max(length - _AGAIN, 0))
         start, own_start = marks[kept]
         new = self._own.ids_of(self._target.said(row.tokens[start:]))
         if new is None or not (own_start or new):
@@ -150,7 +148,7 @@ class TranslatedDrafter(DraftModelDrafter):
         kv_lens = list[int]()
         for name in names:
             fed, text = self._fed[name], self._texts[name]
-            same = next((place for place, (a, b) in enumerate(zip(fed, text, strict=False)) if a != b), len(fed))
+            same = next((i for i, (a, b) in enumerate(zip(fed, text, strict=False)) if a != b), len(fed))
             kv_lens.append(max(min(same, len(text) - 1), 0))
             del fed[kv_lens[-1] :]
         self._keep(names, kv_lens)

@@ -82,14 +82,14 @@ def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
 
 def watched(shape: Shape) -> list[int | None]:
     """Record the rank of each later choice of the target; ``None`` if it was not foreseen."""
-    learn, told = shape.learn, list[int | None]()
+    learn, heard = shape.learn, list[int | None]()
 
     def listen(ranks: Seq[int | None]) -> None:
-        told.extend(ranks)
+        heard.extend(ranks)
         learn(ranks)
 
     shape.learn = listen  # type: ignore[method-assign]
-    return told
+    return heard
 
 
 BATCHES: dict[str, list[SamplingParams | None]] = {name: [kind] * 3 for name, kind in KINDS.items()}
@@ -121,11 +121,11 @@ def test_what_a_policy_cuts_changes_nothing(tree: str) -> None:
     drafter = draft_model_drafter(target(), tree, VOCAB)
     engine = make_engine(drafter, budget=AdaptiveBudget(probe_interval=4))
     done = decode(engine, requests_of([KINDS["warm"], KINDS["top-k"], KINDS["penalties"], None, KINDS["hot"]], 30))
-    assert sum(each.num_accepted for each in done) > 0
+    assert sum(row.num_accepted for row in done) > 0
 
 
 def test_biases_of_ids_that_only_the_target_has_are_left_out() -> None:
     small = target(VOCAB - 2)
     params = SamplingParams(logit_bias={VOCAB - 1: 5.0, 3: 1.0})
     engine = make_engine(draft_model_drafter(small, "static", VOCAB))
-    assert sum(each.num_drafted for each in decode(engine, requests_of([params] * 3, 12))) > 0
+    assert sum(row.num_drafted for row in decode(engine, requests_of([params] * 3, 12))) > 0

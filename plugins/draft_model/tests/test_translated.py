@@ -35,11 +35,11 @@ def tokenizer() -> Any:
 def renamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The demo's draft model with all ids, and the name of the begin of a text, changed: the same texts."""
     folder = tmp_path_factory.mktemp("renamed")
-    said = json.loads((DRAFT / "tokenizer.json").read_text())
-    vocab = said["model"]["vocab"]
+    content = json.loads((DRAFT / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
     new = {old: 2050 - old if old > 2 else old for old in vocab.values()}
-    said["model"]["vocab"] = {name.replace("<s>", "<begin>"): new[old] for name, old in vocab.items()}
-    (folder / "tokenizer.json").write_text(json.dumps(said).replace('"<s>"', '"<begin>"'))
+    content["model"]["vocab"] = {name.replace("<s>", "<begin>"): new[old] for name, old in vocab.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(content).replace('"<s>"', '"<begin>"'))
     about = (DRAFT / "tokenizer_config.json").read_text()
     (folder / "tokenizer_config.json").write_text(about.replace("<s>", "<begin>"))
     (folder / "config.json").write_text((DRAFT / "config.json").read_text())
@@ -56,13 +56,13 @@ def renamed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def shorter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model whose words are shorter, as it knows the first 300 of the merges alone."""
     folder = tmp_path_factory.mktemp("shorter")
-    said = json.loads((DRAFT / "tokenizer.json").read_text())
-    model = said["model"]
+    content = json.loads((DRAFT / "tokenizer.json").read_text())
+    model = content["model"]
     model["merges"] = model["merges"][:300]
     merged = {"".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in model["merges"]}
     names = [name for name in model["vocab"] if len(name) == 1 or name in merged or name.startswith("<")]
-    model["vocab"] = {name: place for place, name in enumerate(names)}
-    (folder / "tokenizer.json").write_text(json.dumps(said))
+    model["vocab"] = {name: token for token, name in enumerate(names)}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     (folder / "tokenizer_config.json").write_text((DRAFT / "tokenizer_config.json").read_text())
     tiny_model("llama", dtype=torch.float32, vocab_size=len(names), max_model_len=512).save_pretrained(folder)
     return folder
@@ -74,8 +74,8 @@ def run(drafter: Any, texts: list[str], temperature: float = 0.0, **options: Any
     return engine.generate(texts, max_new_tokens=24, sampling=sampling), engine
 
 
-def tokens_of(found: list[Generation]) -> list[tuple[int, ...]]:
-    return [each.token_ids for each in found]
+def tokens_of(done: list[Generation]) -> list[tuple[int, ...]]:
+    return [row.token_ids for row in done]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -84,8 +84,8 @@ def test_it_is_accepted_as_with_the_targets_own_tokenizer(kind: Vocabulary, temp
     texts = [prompt.text for prompt in prompts(3)]
     plain, _ = run("none", texts, temperature)
     same, by_ids = run(DraftModelConfig(str(DRAFT)), texts, temperature)
-    found, engine = run(DraftModelConfig(str(renamed), vocabulary=kind), texts, temperature)
-    assert tokens_of(found) == tokens_of(same) == tokens_of(plain)
+    done, engine = run(DraftModelConfig(str(renamed), vocabulary=kind), texts, temperature)
+    assert tokens_of(done) == tokens_of(same) == tokens_of(plain)
     by_ids_accepted, accepted = by_ids.report.num_accepted, engine.report.num_accepted
     if kind is Vocabulary.text:  # whose words end where drafts end
         assert accepted >= 0.7 * by_ids_accepted > 0
@@ -107,8 +107,8 @@ def test_any_vocabulary_leaves_tokens_as_they_are(
     monkeypatch.setattr(TranslatedDrafter, "_settle", checked)
     texts = ["Zwölf Boxkämpfer 🥊 and 日本語", "def f(x):\n    return", "</s> is no end <s>"]
     plain, _ = run("none", texts, temperature)
-    found, engine = run(DraftModelConfig(str(shorter), vocabulary=kind), texts, temperature)
-    assert tokens_of(found) == tokens_of(plain)
+    done, engine = run(DraftModelConfig(str(shorter), vocabulary=kind), texts, temperature)
+    assert tokens_of(done) == tokens_of(plain)
     assert engine.report.num_drafted > 0
     assert are_texts
     assert all(are_texts), "what has KV is the text of its row"
@@ -119,17 +119,17 @@ def test_any_vocabulary_leaves_tokens_as_they_are(
 
 
 def test_texts_come_back_whole_also_in_the_middle_of_words_and_characters(shorter: Path) -> None:
-    own, target = (AutoTokenizer.from_pretrained(shorter), tokenizer())
-    short, long = Speech(own, target), Speech(target, own)
+    other, target = (AutoTokenizer.from_pretrained(shorter), tokenizer())
+    short, long = Speech(other, target), Speech(target, other)
     for text in ("Zwölf Boxkämpfer 🥊", "  x", "\n\n", "</s>"):
         ids = target(text, add_special_tokens=False)["input_ids"]
         for start in range(len(ids)):
-            said = long.said(ids[start:])
-            found = short.ids_of(said)
-            assert found is None or short.said(found) == said
+            words = long.said(ids[start:])
+            tokens = short.ids_of(words)
+            assert tokens is None or short.said(tokens) == words
         assert short.ids_of(long.said(ids)) is not None
     assert short.ids_of("é".encode()[:1]) is None
-    ids = shared_ids(short, long, len(own), len(target))
+    ids = shared_ids(short, long, len(other), len(target))
     assert all(own_id < 0 or short.bytes_of(own_id) == long.bytes_of(token) for token, own_id in enumerate(ids))
     assert sum(own_id >= 0 for own_id in ids) > 300
 

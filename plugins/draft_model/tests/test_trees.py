@@ -33,6 +33,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
+from tests.support.trees import paths_of
 
 VOCAB_SIZE = 11
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -79,13 +80,7 @@ Node = tuple[tuple[int, ...], float]
 
 
 def nodes(draft: Draft, row: int) -> list[Node]:
-    start = draft.indptr[row]
-    tokens, found = draft.token_ids.tolist(), list[Node]()
-    for node, parent in enumerate(draft.tree(row)):
-        assert draft.confidence is not None
-        way = found[parent][0] if parent >= 0 else ()
-        found.append(((*way, tokens[start + node]), draft.confidence[start + node]))
-    return found
+    return list(zip(paths_of(draft, row), (draft.confidence or ())[draft.indptr[row] :], strict=False))
 
 
 def same(left: list[Node], right: list[Node]) -> bool:
@@ -112,21 +107,21 @@ def observe(drafter: Drafter, rows: Seq[Row], draft: Draft) -> None:
 def probabilities(model: TargetModel, tokens: tuple[int, ...]) -> list[float]:
     """After `tokens`, without any cache."""
     with torch.inference_mode():
-        found: list[float] = model.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].softmax(-1).tolist()
-    return found
+        shares: list[float] = model.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].softmax(-1).tolist()
+    return shares
 
 
 def children(model: TargetModel, prompt: Seq[int], way: tuple[int, ...], count: int) -> list[Node]:
-    found = probabilities(model, (*prompt, *way))
-    best = sorted(range(len(found)), key=lambda token: -found[token])[:count]
-    return [((*way, token), found[token]) for token in best]
+    shares = probabilities(model, (*prompt, *way))
+    best = sorted(range(len(shares)), key=lambda token: -shares[token])[:count]
+    return [((*way, token), shares[token]) for token in best]
 
 
 def reranked(model: TargetModel, prompt: Seq[int], candidates: list[Node], count: int) -> list[Node]:
-    known = dict(candidates)
+    shares = dict(candidates)
 
     def score(way: tuple[int, ...]) -> float:
-        return math.prod(known[way[:length]] for length in range(1, len(way) + 1))
+        return math.prod(shares[way[:length]] for length in range(1, len(way) + 1))
 
     return sorted(candidates, key=lambda node: -score(node[0]))[:count]
 
@@ -407,10 +402,10 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 
 
 def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
-    asked = list[tuple[str, bool]]()
+    loads = list[tuple[str, bool]]()
 
     def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[CausalLMRunner, None]:
-        asked.append((path, trees))
+        loads.append((path, trees))
         return CausalLMRunner(draft_model(), backend_for(draft_model())), None
 
     context = DrafterContext(VOCAB_SIZE, None, load_runner, lambda name, options: pytest.fail("asks for no other"))
@@ -418,6 +413,6 @@ def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
 
     trees = _build(DraftModelConfig("small", tree="dynamic", num_nodes=7), context)  # type: ignore[arg-type]
     chain = _build(DraftModelConfig("small"), context)
-    assert asked == [("small", True), ("small", False)]
+    assert loads == [("small", True), ("small", False)]
     assert (trees.drafts_trees, trees.num_speculative_tokens) == (True, 7)
     assert (chain.drafts_trees, chain.num_speculative_tokens) == (False, 4)

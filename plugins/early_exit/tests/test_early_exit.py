@@ -28,9 +28,9 @@ from tests.support.tiers import looped
 
 def trial(options: Mapping[str, Any] | None = None, **loaded: Any) -> Trial:
     """One with an engine of these options; with another `load`, perhaps, or another target."""
-    own = replace(right_drafters.trial("early_exit"), **loaded)
-    own.make_engine(options)
-    return own
+    made = replace(right_drafters.trial("early_exit"), **loaded)
+    made.make_engine(options)
+    return made
 
 
 def test_a_chain_ends_behind_a_token_that_is_not_sure_enough() -> None:
@@ -38,12 +38,12 @@ def test_a_chain_ends_behind_a_token_that_is_not_sure_enough() -> None:
     drafted = list[int]()
     unsure = loading(emssd_early_exit, EarlyExitConfig, lambda: {"num_layers": 3, "depth": 4}, sure=False)
     for least in (0.0, 0.5, 1.0):
-        own = trial({"min_confidence": least}, load=unsure)
-        own.decode()
-        assert own.engine.report.num_accepted == own.engine.report.num_drafted
-        drafted.append(own.engine.report.num_drafted)
+        one = trial({"min_confidence": least}, load=unsure)
+        one.decode()
+        assert one.engine.report.num_accepted == one.engine.report.num_drafted
+        drafted.append(one.engine.report.num_drafted)
     assert drafted[0] > drafted[1] > drafted[2]
-    assert {*own.engine.report.acceptance_histogram} == {1, 2}, "one token at most is drafted where none is sure"
+    assert {*one.engine.report.acceptance_histogram} == {1, 2}, "one token at most is drafted where none is sure"
 
 
 @cache
@@ -53,9 +53,9 @@ def model_of(architecture: str) -> TargetModel:
 
 def naive(model: Any, tokens: Seq[int], count: int, num_layers: int) -> list[int]:
     """Continue as the first layers do: the whole text again for each token, and no layer after them."""
-    layers = next(each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     behind, text = list(layers)[num_layers:], list(tokens)
-    hooks = [layer.register_forward_hook(lambda module, given, out: given[0]) for layer in behind]
+    hooks = [layer.register_forward_hook(lambda module, inputs, out: inputs[0]) for layer in behind]
     with torch.inference_mode():
         for _ in range(count):
             text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))

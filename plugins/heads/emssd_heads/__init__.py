@@ -7,10 +7,10 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 from emssd_heads.config import DecoderConfig
 from emssd_heads.files import Checkpoint
 from emssd_heads.formats import Format
-from emssd_heads.head import LayerHead, Vocabulary
-from emssd_heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary, rotated
+from emssd_heads.head import LayerHead
+from emssd_heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary
 from emssd_heads.loading import HeadFiles, Loaded, TargetWeights
-from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, shape_of
+from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, offered, shape_of
 from emssd_heads.paired import PairedDrafter, PairedHead
 from emssd_heads.runner import HeadRunner
 from emssd_heads.states import StatesDrafter
@@ -41,8 +41,7 @@ __all__ = [
     "TargetWeights",
     "TreeKind",
     "TreeOptions",
-    "Vocabulary",
     "keep_bytes",
-    "rotated",
+    "offered",
     "shape_of",
 ]

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["CompiledHead", "compiled_head"]
 
 _SHORT = 5  # tokens of the pass by which a program is recognised
-_WRONG = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-2,
-}  # standard deviations that drafts of a right program never differ by
+_WRONG = {torch.float64: 1e-6, torch.float32: 1e-2}  # a right program's drafts differ by fewer standard deviations
 
 
 def compiled_head(head: Head) -> CompiledHead | None:
@@ -44,10 +41,7 @@ def compiled_head(head: Head) -> CompiledHead | None:
 
 
 class CompiledHead(ProvenProgram):
-    """The compiled forward pass of one head on a CPU, with its logits if it needs nothing of the target for them.
-
-    Args:
-        head: with its weights, which must stay as they are.
+    """The compiled forward pass of one head on a CPU, with logits of the head's own. Its weights must not change.
 
     Raises:
         CompileError: as of `ProvenProgram`, or another device.
@@ -81,8 +75,8 @@ class CompiledHead(ProvenProgram):
             )
 
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
-        got = self(*self._example, self._causal, torch.arange(_SHORT))
-        return [("outputs", value, _WRONG.get(self._dtype, 0.2)) for value in got]
+        outputs = self(*self._example, self._causal, torch.arange(_SHORT))
+        return [("outputs", value, _WRONG.get(self._dtype, 0.2)) for value in outputs]
 
     def _causal(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         bias = additive_mask(torch.ones(1, len(query), len(query), dtype=torch.bool).tril(), query.dtype)
@@ -96,15 +90,10 @@ class CompiledHead(ProvenProgram):
         kept: torch.Tensor,
         step: NativeStep | None = None,
     ) -> tuple[torch.Tensor, ...]:
-        """Run it on ``inputs [b, n, input_size]`` at ``position_ids [b, n]``.
+        """Run it on ``inputs [b, n, input_size]`` at ``position_ids [b, n]``, for the tokens ``kept [m]`` of each row.
 
-        Args:
-            inputs, position_ids, attend: as `Head.forward` takes them.
-            kept: ``[m]`` places of the tokens whose outputs are wanted, in each of the `b`.
-            step: what `attend` does, where C++ code can do it.
-
-        Returns:
-            Hidden states ``[b * m, hidden_size]``, and logits ``[b * m, draft_vocab_size]`` if the head has its own.
+        With a `step`, C++ code attends. Returns hidden states ``[b * m, hidden_size]``, and logits
+        ``[b * m, draft_vocab_size]`` if the head has its own.
         """
         batch, num_tokens, _ = inputs.shape
         kept = in_one_row(kept, batch, num_tokens)

@@ -10,7 +10,7 @@ from emssd_heads.files import cannot_load, reading_config
 
 __all__ = ["DecoderConfig"]
 
-# Types of rotary frequencies that do not depend on the other sequences of a batch, and what each must be told.
+# Types of rotary frequencies that do not depend on the other sequences of a batch, and the parameters of each.
 _NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -18,7 +18,7 @@ _NEEDED: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-# Far beyond any published head; what is larger would take all memory before a file of weights is compared with it.
+# Far beyond any published head; a larger one would take all memory before it is compared with a file of weights.
 _MOST, _MOST_LAYERS = 2**20, 2**10
 
 
@@ -27,11 +27,9 @@ class DecoderConfig:
     """Sizes and rules of a head's decoder layers.
 
     Attributes:
-        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes.
-        rms_norm_eps: of all norms.
         hidden_act: of the MLPs, by Transformers' name.
         rope: Transformers' ``rope_parameters``, with ``rope_type`` and ``rope_theta``.
-        max_position_embeddings: what it was trained with. It is no limit, see `max_len`.
+        max_position_embeddings: of its training. It is no limit, see `max_len`.
         windows: ``[num_layers]`` sliding windows, ``None`` for layers without.
     """
 
@@ -113,10 +111,8 @@ def _rope(values: Mapping[str, Any], longest: int, path: str) -> dict[str, Any]:
     rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
     rope["rope_theta"] = float(rope.get("rope_theta") or values.get("rope_theta") or 10000.0)
     if rope["rope_type"] not in _NEEDED:
-        raise cannot_load(
-            path,
-            f"its rotary embeddings are of type {rope['rope_type']}; supported are {', '.join(_NEEDED)}",
-        )
+        why = f"its rotary embeddings are of type {rope['rope_type']}; supported are {', '.join(_NEEDED)}"
+        raise cannot_load(path, why)
     if missing := [name for name in _NEEDED[rope["rope_type"]] if not rope.get(name)]:
         raise cannot_load(path, f"its rotary embeddings of type {rope['rope_type']} have no {', '.join(missing)}")
     partial = rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
@@ -128,7 +124,7 @@ def _rope(values: Mapping[str, Any], longest: int, path: str) -> dict[str, Any]:
 
 
 def _window(values: Mapping[str, Any], layer: int) -> int | None:
-    """A layer's sliding window. One that no ``layer_types`` gives to a layer is left over from another config."""
+    """A layer's sliding window. A window without ``layer_types`` is left over from another config."""
     types, window = values.get("layer_types") or (), values.get("sliding_window")
     slides = layer < len(types) and types[layer] == "sliding_attention"
     return int(window) if slides and window else None

@@ -39,8 +39,7 @@ class Checkpoint:
     Attributes:
         path: as the user gave it.
         source: the file of weights that was read, or the list of several.
-        config: the values of ``config.json``.
-        tensors: by the names in the file. They are mapped from it, so those that nobody uses take no memory.
+        tensors: by the names in the file. They are mapped from it, so unused ones take no memory.
     """
 
     path: str

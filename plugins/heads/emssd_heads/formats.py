@@ -108,7 +108,8 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
         if values.get("sliding_window_non_causal", container == "dflash2"):
             values["is_causal"] = False
     if kind is Format.mtp:
-        tensors = {_renamed(name): tensor for name, tensor in tensors.items()}
+        beginnings = ((name, next(filter(name.startswith, _MTP_TENSORS), "")) for name in tensors)
+        tensors = {_MTP_TENSORS.get(old, "") + name.removeprefix(old): tensors[name] for name, old in beginnings}
     return replace(checkpoint, config=values, tensors=tensors)
 
 
@@ -126,8 +127,3 @@ def _layers(path: str, config: Mapping[str, Any], kind: Format) -> dict[str, Any
         raise cannot_load(path, why) from error
     whole.pop("tie_word_embeddings", None)  # of the target's tables, not of the drafter's
     return whole
-
-
-def _renamed(name: str) -> str:
-    old, new = next((pair for pair in _MTP_TENSORS.items() if name.startswith(pair[0])), ("", ""))
-    return new + name.removeprefix(old)

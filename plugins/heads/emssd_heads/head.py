@@ -53,13 +53,7 @@ class Head(nn.Module, ABC):
 
 
 class LayerHead(Head):
-    """A decoder layer and a norm. Each vector stands at its token's own position.
-
-    Args:
-        config: sizes and rules of the layer.
-        names: of the module's tensors that the checkpoint has.
-        mlp: whether the layer has an MLP after its attention.
-    """
+    """A `HeadLayer` and a norm. Each vector stands at its token's own position."""
 
     def __init__(self, config: DecoderConfig, names: Container[str], *, mlp: bool = True) -> None:
         super().__init__()
@@ -77,8 +71,6 @@ class Vocabulary(nn.Module):
     """The embeddings and the vocabulary projection of a head: its own if the checkpoint has them, or the target's.
 
     Args:
-        hidden_size: of the head.
-        vocab_size: the target's.
         names: of the module's tensors that the checkpoint has.
         draft_vocab_size: tokens that the head drafts; all of the target's by default.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -20,12 +21,7 @@ Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class HeadNorm(nn.Module):
-    """Root mean square norm over the last axis, in float32 or wider (Zhang and Sennrich 2019, arXiv 1910.07467).
-
-    Args:
-        size: of the last axis.
-        eps: added to the mean square.
-    """
+    """Root mean square norm over the last axis, in float32 or wider (Zhang and Sennrich 2019, arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -39,11 +35,7 @@ class HeadNorm(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Angles of rotary positions. The frequencies are Transformers', and do not depend on the input.
-
-    Args:
-        config: of the layers.
-    """
+    """Angles of rotary positions. The frequencies are Transformers', and do not depend on the input."""
 
     inv_freq: torch.Tensor
 
@@ -75,13 +67,11 @@ class Rotary(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer. What a checkpoint may or may not have, it has where the checkpoint has it.
+    """A decoder layer, with the biases and norms that the checkpoint has.
 
     Args:
-        config: sizes and rules.
-        index: of the layer.
         names: the module's names for all tensors of the checkpoint, as in ``layers.0.self_attn.q_proj.bias``.
-        input_size: what queries, keys and values are made of, if that is no hidden state.
+        input_size: elements of the input of queries, keys and values; by default the hidden size.
         normed: whether it norms its input itself.
         mlp: whether there is an MLP after its attention.
     """
@@ -101,7 +91,7 @@ class HeadLayer(nn.Module):
         self.self_attn = HeadAttention(config, index, names, prefix, input_size or hidden_size)
         self._has_mlp = mlp
         if mlp:
-            self.mlp = _MLP(config, names, prefix)
+            self.mlp = _mlp(config, any(f"{prefix}mlp.{name}_proj.bias" in names for name in ("gate", "up", "down")))
             self.post_attention_layernorm = HeadNorm(hidden_size, eps)
         if normed:
             self.input_layernorm = HeadNorm(hidden_size, eps)
@@ -109,16 +99,9 @@ class HeadLayer(nn.Module):
     def forward(
         self, hidden: torch.Tensor, angles: Angles, attend: Attend, attended: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the layer.
+        """``[b, n, hidden_size]``: attention and MLP, added to `hidden` of that shape.
 
-        Args:
-            hidden: ``[b, n, hidden_size]``, what attention and MLP are added to.
-            angles: of the positions, from `Rotary`.
-            attend: computes attention.
-            attended: ``[b, n, input_size]``, what attention reads; ``None`` for the layer's own norm of `hidden`.
-
-        Returns:
-            ``[b, n, hidden_size]``.
+        Attention reads ``attended [b, n, input_size]``; ``None`` for the layer's norm of `hidden`.
         """
         if attended is None:
             attended = self.input_layernorm(hidden)
@@ -134,15 +117,7 @@ class HeadLayer(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """Queries, keys and values with grouped heads; with norms of each head, as in Qwen3, if the checkpoint has them.
-
-    Args:
-        config: sizes and rules.
-        index: of its layer.
-        names: the module's names for all tensors of the checkpoint.
-        prefix: of its layer's names, as in ``layers.0.``.
-        input_size: elements of what it reads.
-    """
+    """Queries, keys and values with grouped heads; with norms of each head, as in Qwen3, if the checkpoint has them."""
 
     def __init__(self, config: DecoderConfig, index: int, names: Container[str], prefix: str, input_size: int) -> None:
         super().__init__()
@@ -172,19 +147,12 @@ class HeadAttention(nn.Module):
         return cast("torch.Tensor", self.o_proj(out.reshape(*x.shape[:2], -1)))
 
 
-class _MLP(nn.Module):
-    def __init__(self, config: DecoderConfig, names: Container[str], prefix: str) -> None:
-        super().__init__()
-        from transformers.activations import ACT2FN
+def _mlp(config: DecoderConfig, bias: bool) -> nn.Module:
+    from transformers.models.llama.modeling_llama import LlamaMLP
 
-        size, wide = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(size, wide, bias=f"{prefix}mlp.gate_proj.bias" in names)
-        self.up_proj = nn.Linear(size, wide, bias=f"{prefix}mlp.up_proj.bias" in names)
-        self.down_proj = nn.Linear(wide, size, bias=f"{prefix}mlp.down_proj.bias" in names)
-        self._act = ACT2FN[config.hidden_act]
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast("torch.Tensor", self.down_proj(self._act(self.gate_proj(x)) * self.up_proj(x)))
+    sizes = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    make = cast("type[Any]", LlamaMLP)
+    return cast("nn.Module", make(SimpleNamespace(**sizes, hidden_act=config.hidden_act, mlp_bias=bias)))
 
 
 def rotated(x: torch.Tensor, angles: Angles) -> torch.Tensor:

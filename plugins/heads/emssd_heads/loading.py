@@ -1,4 +1,4 @@
-"""`HeadFiles`: reads a published head for a target; `TargetWeights`: what it borrows; `Loaded`: how it is used."""
+"""`HeadFiles`: a published head for a target; `TargetWeights`: the parts that it borrows; `Loaded`: a head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from emssd_heads.target import TargetSizes
 
 __all__ = ["HeadFiles", "Loaded", "TargetWeights"]
 
-AnyLoaded = TypeVar("AnyLoaded", bound="Loaded[Any]")
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 logger = logging.getLogger("emssd")
@@ -32,13 +31,13 @@ _COMPUTED = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")  # olde
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[Module]):
-    """A trained head, and how it is to be used.
+    """A trained head.
 
     Attributes:
         head: with its weights.
         layers: the target's hidden states that it reads, see `emssd_heads.LAST_NORMED`.
-        described: the conventions that were chosen, a line each.
-        prefix: a layer that hidden states go through before `head` reads them.
+        described: the conventions of its files, a line each.
+        prefix: a layer between hidden states and `head`.
     """
 
     head: Module
@@ -49,15 +48,15 @@ class Loaded(Generic[Module]):
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """The parts that a drafter with a head of its own borrows, see `DrafterContext`.
+    """The parts of a target that a drafter with a head borrows, see `DrafterContext`.
 
     Attributes:
-        target: whose embeddings and vocabulary projection the head may use.
+        target: with embeddings and a vocabulary projection.
         sizes: of the target.
-        spec: what the target's KV cache has to hold.
+        spec: of its KV cache.
         make_cache: gives the head's KV cache.
-        compile: whether the target runs as a compiled program, and the head is to do so, too.
-        drafter: the name of the drafter.
+        compile: whether target and head run as compiled programs.
+        drafter: name of the drafter.
     """
 
     target: BorrowedTarget
@@ -69,11 +68,7 @@ class TargetWeights:
 
     @classmethod
     def by(cls, context: DrafterContext, drafter: str) -> TargetWeights:
-        """The parts that `context` lends to the `drafter` of this name.
-
-        Raises:
-            ConfigError: there is no model to borrow of.
-        """
+        """The parts that `context` lends to the `drafter` of this name. Raises ConfigError: there is no model."""
         target, spec, make_cache = context.target, context.cache_spec, context.make_cache
         if target is None or spec is None or make_cache is None:
             raise ConfigError(
@@ -82,11 +77,11 @@ class TargetWeights:
         sizes = TargetSizes(context.vocab_size, target.hidden_size, target.num_layers, target.dtype, target.device)
         return cls(target, sizes, spec, make_cache, target.is_compiled, drafter)
 
-    def loaded(self, path: str | None, load: Callable[[str, TargetSizes], AnyLoaded]) -> AnyLoaded:
-        """The head at `path` that `load` gives for the target; how it is used is logged.
+    def loaded(self, path: str | None, load: Callable[[str, TargetSizes], Loaded[Module]]) -> Loaded[Module]:
+        """The head at `path` that `load` gives for the target; its description is logged.
 
         Raises:
-            ConfigError: the option ``path`` is not given.
+            ConfigError: the option ``path`` is not given, or the head cannot be loaded.
         """
         if path is None:
             raise ConfigError(
@@ -100,12 +95,10 @@ class TargetWeights:
 
 @dataclass(slots=True)
 class HeadFiles:
-    """The files of a trained head that is loaded for a target.
+    """The files of a trained head for a target.
 
     Attributes:
-        checkpoint: what they hold.
-        target: that the head is to draft for.
-        names: of the tensors, by the names of the module's parameters.
+        names: of the checkpoint's tensors, by the names of the module's parameters.
     """
 
     checkpoint: Checkpoint
@@ -114,19 +107,11 @@ class HeadFiles:
 
     @classmethod
     def read(
-        cls,
-        path: str,
-        target: TargetSizes,
-        *formats: Format,
-        new_name: Callable[[str], str | None] | None = None,
+        cls, path: str, target: TargetSizes, *formats: Format, new_name: Callable[[str], str | None] = str
     ) -> HeadFiles:
-        """Read them.
+        """Read the folder, file of weights or hub id `path`, which holds a head of one of `formats`.
 
-        Args:
-            path: folder, file of weights or hub id.
-            target: that the head is to draft for.
-            formats: of which the head is one.
-            new_name: see `renamed`; by default, the module's names are those of the files.
+        See `renamed` for `new_name`; by default, the module has the names of the files.
 
         Raises:
             ConfigError: they cannot be read, or hold something else.
@@ -134,7 +119,7 @@ class HeadFiles:
         checkpoint = read_checkpoint(path)
         expect(checkpoint, *formats)
         files = cls(unwrapped(checkpoint), target, {})
-        files.names = files.renamed(new_name or str)
+        files.names = files.renamed(new_name)
         return files
 
     @property
@@ -147,14 +132,14 @@ class HeadFiles:
         return cannot_load(self.checkpoint.path, why)
 
     def reading_config(self) -> AbstractContextManager[None]:
-        """For what reads its ``config.json``. Raises ConfigError: a value is of another type than the body takes."""
+        """For a body that reads `config`. Raises ConfigError: a value is of another type than the body takes."""
         return reading_config(self.checkpoint.path)
 
     def renamed(self, new_name: Callable[[str], str | None]) -> dict[str, str]:
-        """The names of the tensors, by those that `new_name` gives; ``None`` is for a tensor that nobody needs.
+        """The names of the tensors by their new ones; ``None`` drops a tensor.
 
         Raises:
-            ConfigError: two tensors have the same place.
+            ConfigError: two tensors have the same new name.
         """
         names: dict[str, str] = {}
         for name in self.checkpoint.tensors:
@@ -168,23 +153,16 @@ class HeadFiles:
 
     def drop_copies(self, model: Any) -> None:
         """Forget tables of embeddings and logits that are copies of those of `model`, the target."""
-        for place, table in (
-            ("embed_tokens.weight", model.get_input_embeddings()),
-            ("lm_head.weight", model.get_output_embeddings()),
-        ):
-            weight = getattr(table, "weight", None)
-            if weight is None or place not in self.names:
-                continue
-            tensor = self.checkpoint.tensors[self.names[place]]
-            if tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight):
-                del self.names[place]
+        tables = {"embed_tokens.weight": model.get_input_embeddings(), "lm_head.weight": model.get_output_embeddings()}
+        for name, table in tables.items():
+            weight, old = getattr(table, "weight", None), self.names.get(name)
+            if weight is not None and old is not None:
+                tensor = self.checkpoint.tensors[old]
+                if tensor.shape == weight.shape and torch.equal(tensor.to(weight), weight):
+                    del self.names[name]
 
     def check_sizes(self, hidden_size: object, vocab_size: object) -> None:
-        """Refuse a head for another target; ``None`` is a size that its config does not say.
-
-        Raises:
-            ConfigError: a size is not the target's.
-        """
+        """Raises ConfigError: a size, if the config has it, is not the target's."""
         if hidden_size not in (None, self.target.hidden_size):
             raise self.cannot(
                 f"it has a hidden size of {hidden_size}, and the target's is {self.target.hidden_size}; it was trained "
@@ -194,11 +172,7 @@ class HeadFiles:
             raise self.cannot(f"its vocabulary has {vocab_size} tokens, and the target's has {self.target.vocab_size}")
 
     def target_ids(self, name: str, ids: torch.Tensor) -> torch.Tensor:
-        """The target's ``ids [draft_vocab_size]`` of the tokens that a head drafts, which its tensor `name` gives.
-
-        Raises:
-            ConfigError: they are not different ids of the target.
-        """
+        """``ids [draft_vocab_size]`` from the tensor `name`. Raises ConfigError: no different ids of the target."""
         size = self.target.vocab_size
         if ids.ndim != 1 or not ((ids >= 0) & (ids < size)).all() or len(set(ids.tolist())) < len(ids):
             raise self.cannot(f"its {name} gives no {len(ids)} different tokens of the target's {size}")
@@ -229,9 +203,9 @@ class HeadFiles:
         return target_ids
 
     def filled(self, make: Callable[[], Module], names: Mapping[str, str] | None = None) -> Module:
-        """The module that `make` gives, with the weights of `names`, by default all; ready for inference.
+        """The module that `make` gives, with the weights of `names`, by default all but ids; ready for inference.
 
-        Floating point weights get the target's dtype; others keep theirs.
+        Floating point weights get the target's dtype.
 
         Raises:
             ConfigError: weights are missing, left over, or have other shapes than the module.
@@ -239,10 +213,16 @@ class HeadFiles:
         """
         with torch.device("meta"):
             module = make()
-        names, device = self.names if names is None else names, self.target.device
+        if names is None:
+            names = {name: old for name, old in self.names.items() if name not in ("d2t", "t2d")}
         self._check_whole(module, names)
+        device = self.target.device
         try:
-            state = {name: self._moved(self.checkpoint.tensors[old]) for name, old in names.items()}
+            state = {}
+            for name, old in names.items():
+                tensor = self.checkpoint.tensors[old]
+                dtype = self.target.dtype if tensor.is_floating_point() else tensor.dtype
+                state[name] = tensor.to(device, dtype, copy=True)  # or memory that is short has the file read again
             module.load_state_dict(state, assign=True)
             module.to(device)  # buffers that no file holds
         except torch.OutOfMemoryError as error:
@@ -250,26 +230,21 @@ class HeadFiles:
         return module.eval().requires_grad_(False)
 
     def _check_whole(self, module: torch.nn.Module, names: Mapping[str, str]) -> None:
-        """Refuse files in which a tensor has no place, or a place no tensor."""
-        wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-        given = {name: tuple(self.checkpoint.tensors[old].shape) for name, old in names.items()}
+        shapes = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+        stored = {name: tuple(self.checkpoint.tensors[old].shape) for name, old in names.items()}
         wrong = [
-            f"{names[name]} ({_shape(given[name])} in place of {_shape(shape)})"
-            for name, shape in wanted.items()
-            if given.get(name, shape) != shape
+            f"{names[name]} ({_shape(stored[name])} in place of {_shape(shape)})"
+            for name, shape in shapes.items()
+            if stored.get(name, shape) != shape
         ]
-        faults = [
-            ("missing", [name for name in wanted if name not in given]),
-            ("of another shape than its config and the target say", wrong),
-            ("without a place in such a head", [names[name] for name in given if name not in wanted]),
-        ]
-        if told := [f"{_listed(found)} {'is' if len(found) == 1 else 'are'} {what}" for what, found in faults if found]:
-            raise self.cannot(f"of its weights, {'; '.join(told)}")
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy, so that the file is not read again whenever memory is short."""
-        dtype = self.target.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(self.target.device, dtype, copy=True)
+        faults = {
+            "missing": [name for name in shapes if name not in stored],
+            "of another shape than its config and the target say": wrong,
+            "without a place in such a head": [names[name] for name in stored if name not in shapes],
+        }
+        texts = [f"{_listed(bad)} {'is' if len(bad) == 1 else 'are'} {fault}" for fault, bad in faults.items() if bad]
+        if texts:
+            raise self.cannot(f"of its weights, {'; '.join(texts)}")
 
 
 def _listed(names: Iterable[str]) -> str:

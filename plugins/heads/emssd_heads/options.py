@@ -3,34 +3,36 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 from emssd.draft_models.growing_tree import GrowingTree
 from emssd.draft_models.shapes import DynamicShape, Expansion, Shape
+from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError, did_you_mean
 from emssd.errors.ranges import AtLeastOne
+from emssd.hooks import DrafterSpec, hookimpl
+from emssd_heads.formats import Format
 
 __all__ = [
     "HeadTreeOptions",
     "PublishedShape",
     "TreeKind",
     "TreeOptions",
+    "offered",
     "read_trees",
     "shape_of",
     "static_tree",
     "tree_of",
 ]
 
-Way = tuple[int, ...]
-"""The way to a node: at each level, which choice of its parent is taken, counted from 0."""
-
-StaticTree = tuple[Way, ...]
-"""A token tree of a fixed shape, a parent before its children."""
+StaticTree = tuple[tuple[int, ...], ...]
+"""Paths to the nodes of a tree of fixed shape, a parent before its children: at each level, the rank of the choice."""
 
 
 class TreeKind(str, Enum):
@@ -96,26 +98,26 @@ def shape_of(options: HeadTreeOptions, package: str, num_heads: int | None = Non
     kind, static = TreeKind(options.tree), static_tree(options.static_tree, read_trees(package))
     depth = min(most for most in (options.depth, num_heads) if most is not None)
     if kind is TreeKind.static:
-        return PublishedShape(static if num_heads is None else tuple(way for way in static if len(way) <= depth))
+        return PublishedShape(static if num_heads is None else tuple(path for path in static if len(path) <= depth))
     return DynamicShape(depth, depth, 1) if kind is TreeKind.chain else DynamicShape(options.num_nodes, depth, top_k)
 
 
-def static_tree(name: str, known: Mapping[str, StaticTree]) -> StaticTree:
-    """The tree that the option ``static_tree`` names: one of those that are `known`, or of a JSON file.
+def static_tree(name: str, published: Mapping[str, StaticTree]) -> StaticTree:
+    """The tree that the option ``static_tree`` names: a `published` one, or the tree of a JSON file.
 
     Raises:
         ConfigError: there is none.
     """
-    if name in known:
-        return known[name]
+    if name in published:
+        return published[name]
     if not name.endswith(".json"):
         raise ConfigError(
-            f"drafter.static_tree is {name!r}{did_you_mean(name, known) or ';'} choose one of {', '.join(known)}, or "
-            f"give a file whose name ends with .json"
+            f"drafter.static_tree is {name!r}{did_you_mean(name, published) or ';'} choose one of "
+            f"{', '.join(published)}, or give a file whose name ends with .json"
         )
     try:
         tree = tree_of(json.loads(Path(name).expanduser().read_text(encoding="utf-8")))
-        if not tree or not all(type(rank) is int and rank >= 0 for way in tree for rank in way):
+        if not tree or not all(type(rank) is int and rank >= 0 for path in tree for rank in path):
             raise ValueError("it needs a node at least, and numbers from 0 on")
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(
@@ -131,18 +133,18 @@ def tree_of(paths: Iterable[Seq[int]]) -> StaticTree:
     Raises:
         ValueError: a path comes before its parent, or twice.
     """
-    ways: dict[Way, None] = {(): None}
-    for way in map(tuple, paths):
-        if way in ways or way[:-1] not in ways:
-            raise ValueError(f"path {list(way)} comes twice, or before its parent")
-        ways[way] = None
-    return tuple(ways)[1:]
+    seen: dict[tuple[int, ...], None] = {(): None}
+    for path in map(tuple, paths):
+        if path in seen or path[:-1] not in seen:
+            raise ValueError(f"path {list(path)} comes twice, or before its parent")
+        seen[path] = None
+    return tuple(seen)[1:]
 
 
 def read_trees(package: str) -> Mapping[str, StaticTree]:
     """The trees that lie as data in a plugin's package, by name."""
-    paths = json.loads((files(package) / "trees.json").read_text(encoding="utf-8"))
-    return {tree: tree_of(each) for tree, each in paths.items()}
+    trees = json.loads((files(package) / "trees.json").read_text(encoding="utf-8"))
+    return {name: tree_of(paths) for name, paths in trees.items()}
 
 
 class PublishedShape(Shape):
@@ -155,14 +157,26 @@ class PublishedShape(Shape):
     """
 
     def __init__(self, tree: StaticTree) -> None:
-        self._ranks: dict[Way, list[int]] = {}
-        for *way, rank in sorted(tree):
-            self._ranks.setdefault(tuple(way), []).append(rank)
+        self._ranks: dict[tuple[int, ...], list[int]] = {}
+        for *parent, rank in sorted(tree):
+            self._ranks.setdefault(tuple(parent), []).append(rank)
         self.num_nodes, self.depth, self.width = len(tree), max(map(len, tree)), 1 + max(map(max, tree))
 
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         return [(node, ranks) for node in frontier if (ranks := self._ranks.get(tree.path_ranks(node)))]
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
-        levels = [len(way) for way in self._ranks]
+        levels = [len(parent) for parent in self._ranks]
         return sum(min(levels.count(level), num_nodes - 1) for level in range(1, depth))
+
+
+def offered(
+    name: str, config: type[Any], build: Callable[[Any, DrafterContext], Drafter], *formats: Format
+) -> Callable[[], list[DrafterSpec]]:
+    """The hook of a plugin with one drafter, which reads heads of these formats."""
+
+    def emssd_drafters() -> list[DrafterSpec]:
+        return [DrafterSpec(name, config, build, reads=tuple(kind.name for kind in formats))]
+
+    hook: Callable[[], list[DrafterSpec]] = hookimpl(emssd_drafters)
+    return hook

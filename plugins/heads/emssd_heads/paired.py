@@ -46,10 +46,7 @@ class PairedHead(Vocabulary, Head):
         self.input_size, self.max_len = 2 * hidden_size, max_len
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, states * target_hidden_size]``.
-
-        Hidden states of one token stand beside each other, in the order in which the head names them.
-        """
+        """Features ``[n, hidden_size]`` of the target's hidden states, ``[n, states * target_hidden_size]``."""
         return hidden
 
 
@@ -58,13 +55,11 @@ class PairedDrafter(StatesDrafter):
 
     A row of `n` tokens has ``n - 1`` pairs, and the output after the last is for the first drafted token. A node of
     the tree is paired with the head's own output after its parent. When a draft is done, the KV of its nodes is
-    dropped: the next draft computes those that were accepted from the target's hidden states.
+    dropped: the next draft computes accepted ones from the target's hidden states.
 
     Args:
-        head: with its weights.
-        layers: the target's hidden states that it reads, in this order.
+        layers: the target's hidden states that the head reads, in this order.
         shape: of the trees; one child for each node makes chains.
-        lent: what it borrows.
     """
 
     def __init__(self, head: PairedHead, layers: Seq[int], shape: Shape, lent: TargetWeights) -> None:

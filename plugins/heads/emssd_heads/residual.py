@@ -19,9 +19,7 @@ class ResidualHeads(nn.Module):
     """One head for each level of a draft, without a KV cache.
 
     Args:
-        reads: elements that each head reads.
-        num_layers: of each head.
-        hidden_size: of all layers.
+        reads: elements that each head reads; all layers give `hidden_size`.
         num_tokens: that a head drafts.
         names: of the module's tensors that the checkpoint has.
     """

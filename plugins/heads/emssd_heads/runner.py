@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 
 import torch
 
@@ -12,18 +13,14 @@ from emssd.draft_models import DraftCache, fed
 from emssd.model.run.runner import likeliest, run_planned
 from emssd_heads.compiled import compiled_head
 from emssd_heads.head import Head
-from emssd_heads.layers import Attend
 
 __all__ = ["HeadRunner"]
 
 
 class HeadRunner(DraftCache):
-    """A head on one device, with its KV in an attention backend. Rows, trees and rollback are those of any model.
+    """A head with its KV in an attention backend, which is allocated for the head's `kv_cache_spec`.
 
-    Args:
-        head: with its weights.
-        backend: allocated for the head's `kv_cache_spec`.
-        compile: run it as a compiled program, see `emssd_heads.compiled`, where that can be.
+    With `compile`, it runs as a compiled program if that is possible, see `emssd_heads.compiled`.
     """
 
     def __init__(self, head: Head, backend: AttentionBackend, *, compile: bool = False) -> None:
@@ -37,31 +34,18 @@ class HeadRunner(DraftCache):
         return self._backend.kv_usage
 
     def run(self, packed: PackedInputs, inputs: torch.Tensor) -> torch.Tensor:
-        """Compute one ragged step. The KV of its tokens stays until `commit` or `release` drops it.
+        """Compute one ragged step of ``inputs [nnz, input_size]``. Its KV stays until `commit` or `release` drops it.
 
-        Args:
-            packed: which tokens of which rows; the ids are not read.
-            inputs: ``[nnz, input_size]`` on the head's device.
-
-        Returns:
-            ``[R, hidden_size]`` hidden states, one row for each of the step's ``logit_rows``.
+        Returns the hidden states ``[R, hidden_size]`` of the step's ``logit_rows``. Ids in `packed` are not read.
         """
         return self._outputs(packed, inputs)[0]
 
     def run_to_logits(
         self, packed: PackedInputs, inputs: torch.Tensor, logits: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Like `run`, and with logits.
-
-        Args:
-            packed, inputs: as in `run`.
-            logits: makes them of hidden states, where a compiled program does not.
-
-        Returns:
-            ``[R, hidden_size]`` hidden states and ``[R, draft_vocab_size]`` logits.
-        """
-        hidden, *given = self._outputs(packed, inputs)
-        return hidden, given[0] if given else logits(hidden)
+        """Like `run`, and with logits ``[R, draft_vocab_size]``, of the head's own or made by `logits`."""
+        hidden, *made = self._outputs(packed, inputs)
+        return hidden, made[0] if made else logits(hidden)
 
     def run_chain(
         self,
@@ -74,11 +58,8 @@ class HeadRunner(DraftCache):
     ) -> torch.Tensor | None:
         """See `emssd.model.ModelRunner.run_chain`; tokens are columns of logits.
 
-        Args:
-            packed, lengths, temperature: as there.
-            inputs: ``[B, input_size]`` what the first pass reads.
-            logits: makes them of hidden states.
-            reads: of tokens ``[n]``, and hidden states before them, what the next pass reads.
+        The first pass has ``inputs [B, input_size]``; `reads` makes a pass's inputs of tokens ``[n]`` and of the hidden
+        states before them, and `logits` makes logits of hidden states.
         """
         if self._compiled is not None:
             return None
@@ -88,20 +69,15 @@ class HeadRunner(DraftCache):
             return self.in_place(("chain", size), inputs, size)
 
         def one_pass(plan: StepPlan, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden, *own = self._compute(plan, values.unsqueeze(0))
-            likely = likeliest(own[0] if own else logits(hidden), 1, 1.0 / temperature)[..., 0]
+            hidden, *made = self._compute(plan, values.unsqueeze(0))
+            likely = likeliest(made[0] if made else logits(hidden), 1, 1.0 / temperature)[..., 0]
             return likely, reads(likely[0].long(), hidden)
 
         return run_planned(self._backend, packed, lengths, first, one_pass)
 
-    def _attend(self, plan: StepPlan) -> Attend:
-        def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return self._backend.forward(plan, layer, query, key, value)
-
-        return attend
-
     def _compute(self, plan: StepPlan, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        hidden = self.head(inputs, plan.position_ids, self._attend(plan))[:, plan.logits_to_keep].flatten(0, 1)
+        outputs = self.head(inputs, plan.position_ids, partial(self._backend.forward, plan))
+        hidden = outputs[:, plan.logits_to_keep].flatten(0, 1)
         logits = self.head.own_logits(hidden)
         return (hidden,) if logits is None else (hidden, logits)
 
@@ -112,11 +88,11 @@ class HeadRunner(DraftCache):
         inputs = inputs.view(*plan.input_ids.shape, -1)
         outputs: tuple[torch.Tensor, ...]
         if self._compiled is not None:
-            step = self._backend.native_step(plan)
-            outputs = self._compiled(inputs, plan.position_ids, self._attend(plan), plan.logits_to_keep, step)
+            step, attend = self._backend.native_step(plan), partial(self._backend.forward, plan)
+            outputs = self._compiled(inputs, plan.position_ids, attend, plan.logits_to_keep, step)
         elif plan.replay is None:
             outputs = self._compute(plan, inputs)
         else:
             outputs = plan.replay(lambda: self._compute(plan, inputs))
         index = plan.logit_index
-        return outputs if index is None else tuple(each[index] for each in outputs)
+        return outputs if index is None else tuple(output[index] for output in outputs)

@@ -31,21 +31,21 @@ class KnownStates:
     Attributes:
         num_used: the states of so many tokens were used.
         start: position of the first state that is kept.
-        pieces: states ``[n, …]`` from there on, as they came.
+        kept: states ``[n, …]`` from there on; ``None`` before the first.
         waiting: hidden states after these, whose features are not made.
         num_waiting: their tokens.
     """
 
     num_used: int = 0
     start: int = 0
-    pieces: list[torch.Tensor] = field(default_factory=list)
+    kept: torch.Tensor | None = None
     waiting: list[torch.Tensor] = field(default_factory=list)
     num_waiting: int = 0
 
     @property
     def stop(self) -> int:
         """The position after the last state."""
-        return self.start + sum(map(len, self.pieces))
+        return self.start + (0 if self.kept is None else len(self.kept))
 
     def wait(self, start: int, states: torch.Tensor) -> None:
         """Take in the hidden states ``[n, …]`` of tokens from position `start` on, without features."""
@@ -56,7 +56,7 @@ class KnownStates:
 
     def made(self, features: torch.Tensor) -> None:
         """Take in the features ``[n, …]`` of all hidden states that waited."""
-        self.pieces.append(features)
+        self.kept = features if self.kept is None else torch.cat([self.kept, features])
         self.waiting, self.num_waiting = [], 0
 
     def covers(self, num_tokens: int) -> bool:
@@ -68,14 +68,13 @@ class KnownStates:
 
         The last of them is among these also where it was used, as after a step that failed.
         """
-        self.pieces = [torch.cat(self.pieces)] if len(self.pieces) > 1 else self.pieces
-        return self.pieces[0][min(self.num_used, num_tokens - 1) - self.start : num_tokens - self.start]
+        assert self.kept is not None
+        return self.kept[min(self.num_used, num_tokens - 1) - self.start : num_tokens - self.start]
 
     def used(self, num_tokens: int) -> None:
         """Drop the states of the first `num_tokens` tokens, which were used, but for the last."""
-        while self.start + len(self.pieces[0]) < num_tokens:
-            self.start += len(self.pieces.pop(0))
-        self.pieces[0] = self.pieces[0][num_tokens - 1 - self.start :].clone()
+        assert self.kept is not None
+        self.kept = self.kept[num_tokens - 1 - self.start :].clone()
         self.start, self.num_used = num_tokens - 1, num_tokens
 
 
@@ -143,7 +142,7 @@ class StatesDrafter(LevelDrafter):
         return GrowingTree(num_known, num_nodes, depth, min(self.most_cached(num_nodes, depth), reach))
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
-        """The most tokens whose KV a tree needs, beside that of its row."""
+        """The most tokens of a tree with KV."""
         return self.shape.most_cached(num_nodes, depth) if self.caches_nodes else 0
 
     def pack_new(

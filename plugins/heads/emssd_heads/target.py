@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes"]
+from emssd.model import Attend
+from emssd.model.hf.interface import PassAttention, implementation
+
+__all__ = ["LAST_NORMED", "Embed", "Project", "TargetSizes", "attending"]
 
 _CPU = torch.device("cpu")
 
@@ -24,17 +28,15 @@ Project = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TargetSizes:
-    """Sizes of the model that a head drafts for.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        hidden_size: of its hidden states.
-        num_layers: decoder layers.
-        dtype, device: of the head's weights.
-    """
+    """Sizes of the model that a head drafts for, and the type and device of the head's weights."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
+
+
+def attending(attend: Attend) -> AbstractContextManager[None]:
+    """For a body that runs a layer of the target's classes: its attention is `attend`."""
+    return implementation(PassAttention(attend))

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import emssd_heads.dflash.runner
 import pytest
 import torch
 from emssd_heads.dflash import DFlashConfig
@@ -20,10 +19,10 @@ from emssd_testing.oracle import greedy_reference
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.errors import ConfigError, PluginError
+from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from tests.support.backends import context_of
-from tests.support.heads import Weights, dense_rms, layer_weights, random_weights, refusal, turned, write_head
+from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, random_weights, refusal, write_head
 from tests.support.right_drafters import noting
 from tests.support.tiers import looped
 
@@ -46,10 +45,25 @@ CONFIG: dict[str, Any] = {
     "dflash_config": {"mask_token_id": VOCAB - 1, "target_layer_ids": [2, 0]},
 }
 DSPARK = {"projector_type": "dspark", "markov_rank": 3, "sample_from_anchor": True, "enable_confidence_head": True}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
-MARKOV = {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)}
-PARTS = ("attention", "mlp")
-XPRESS: dict[str, tuple[int, ...]] = {
+NAMED: dict[str, Any] = {"architectures": ["DSparkDraftModel"]}
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
+Shapes = dict[str, tuple[int, ...]]
+MARKOV: Shapes = {"markov_head.markov_w1.weight": (VOCAB, 3), "markov_head.markov_w2.weight": (VOCAB, 3)}
+SURE: Shapes = {"confidence_head.proj.weight": (1, SIZE), "confidence_head.proj.bias": (1,)}
+SURE_BY_TOKEN: Shapes = SURE | {"confidence_head.proj.weight": (1, SIZE + 3)}
+GATE: Shapes = {"markov_head.gate_proj.weight": (3, SIZE + 3), "markov_head.gate_proj.bias": (3,)}
+MEMORY: Shapes = {"markov_head.joint_proj.weight": (9, SIZE + 6), "markov_head.joint_proj.bias": (9,)}
+TABLES: Shapes = {"embed_tokens.weight": (VOCAB, SIZE), "lm_head.weight": (VOCAB, SIZE)}
+DFLASH2: Shapes = {
+    "candidate_selector.predecessor_codebook": (VOCAB, 3),
+    "candidate_selector.successor_codebook": (VOCAB, 3),
+    "candidate_selector.hidden_projection.weight": (3, SIZE),
+}
+for part in ("attention_conv", "mlp_conv"):
+    for layer in (0, 1):
+        DFLASH2[f"layers.{layer}.{part}.base_kernel"] = (2, 3, SIZE)
+        DFLASH2[f"layers.{layer}.{part}.kernel_projection.weight"] = (2 * 3 * 4, SIZE)
+XPRESS: Shapes = {
     "refiner_head.token_embed.weight": (VOCAB, 3),
     "refiner_head.down_h.weight": (3, SIZE),
     "refiner_head.down_g.weight": (3, SIZE),
@@ -60,7 +74,8 @@ XPRESS: dict[str, tuple[int, ...]] = {
     "refiner_head.mlp_down.weight": (3, 6),
     "refiner_head.readout.weight": (VOCAB, 3),
 }
-KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "markov_head_type": "vanilla", "num_anchors": 512}
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], Shapes]] = {
     "plain": ({}, {}, {}),
     "sliding": (SLIDING, {}, {}),
     "sliding without causality": (SLIDING | {"is_causal": False}, {}, {}),
@@ -68,71 +83,25 @@ KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]
     "causal": (SLIDING, {"causal": True}, {}),
     "scaled": ({}, {"input_embedding_scale": 3.0, "target_layer_ids": [-1, 2]}, {}),
     "from the anchor": ({}, {"sample_from_anchor": True}, {}),
-    "dspark": (
-        {"architectures": ["DSparkDraftModel"], "block_size": 3},
-        DSPARK,
-        {
-            **MARKOV,
-            "confidence_head.proj.weight": (1, SIZE + 3),
-            "confidence_head.proj.bias": (1,),
-        },
-    ),
-    "dspark that is sure by itself": (
-        {"architectures": ["DSparkDraftModel"]},
-        DSPARK,
-        {
-            **MARKOV,
-            "confidence_head.proj.weight": (1, SIZE),
-            "confidence_head.proj.bias": (1,),
-        },
-    ),
-    "dspark as DeepSpec has it": (
-        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 3, "markov_head_type": "vanilla", "num_anchors": 512},
-        {},
-        {
-            **MARKOV,
-            "embed_tokens.weight": (VOCAB, SIZE),
-            "lm_head.weight": (VOCAB, SIZE),
-        },
-    ),
-    "dspark without confidence": ({"architectures": ["DSparkDraftModel"]}, DSPARK, MARKOV),
-    "dspark with a gate": (
-        {"architectures": ["DSparkDraftModel"]},
-        DSPARK | {"markov_head_type": "gated"},
-        MARKOV | {"markov_head.gate_proj.weight": (3, SIZE + 3), "markov_head.gate_proj.bias": (3,)},
-    ),
-    "dspark with a memory": (
-        {"architectures": ["DSparkDraftModel"]},
-        DSPARK | {"markov_head_type": "rnn"},
-        MARKOV | {"markov_head.joint_proj.weight": (9, SIZE + 6), "markov_head.joint_proj.bias": (9,)},
-    ),
-    "dflash2": (
-        {},
-        {"selector_top_k": 3, "is_causal": False},
-        {
-            **{f"layers.{layer}.{part}_conv.base_kernel": (2, 3, SIZE) for layer in (0, 1) for part in PARTS},
-            **{
-                f"layers.{layer}.{part}_conv.kernel_projection.weight": (2 * 3 * 4, SIZE)
-                for layer in (0, 1)
-                for part in PARTS
-            },
-            "candidate_selector.predecessor_codebook": (VOCAB, 3),
-            "candidate_selector.successor_codebook": (VOCAB, 3),
-            "candidate_selector.hidden_projection.weight": (3, SIZE),
-        },
-    ),
+    "dspark": (NAMED | {"block_size": 3}, DSPARK, MARKOV | SURE_BY_TOKEN),
+    "dspark that is sure by itself": (NAMED, DSPARK, MARKOV | SURE),
+    "dspark as DeepSpec has it": (DEEPSPEC, {}, MARKOV | TABLES),
+    "dspark without confidence": (NAMED, DSPARK, MARKOV),
+    "dspark with a gate": (NAMED, DSPARK | {"markov_head_type": "gated"}, MARKOV | GATE),
+    "dspark with a memory": (NAMED, DSPARK | {"markov_head_type": "rnn"}, MARKOV | MEMORY),
+    "dflash2": ({}, {"selector_top_k": 3, "is_causal": False}, DFLASH2),
     "xpress": ({}, {"num_jacobi_passes": 2}, XPRESS),
     "xpress from the anchor": ({}, {"num_jacobi_passes": 9, "sample_from_anchor": True}, XPRESS),
 }
 
 
 def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    found = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
+    shapes = {"fc.weight": (SIZE, 2 * SIZE), "hidden_norm.weight": (SIZE,), "norm.weight": (SIZE,)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"layers.{layer}."
-        found |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
-        found |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
-    return found
+        shapes |= layer_weights(prefix, config, SIZE) | {f"{prefix}input_layernorm.weight": (SIZE,)}
+        shapes |= {f"{prefix}self_attn.{name}_norm.weight": (config["head_dim"],) for name in "qk"}
+    return shapes
 
 
 @cache
@@ -147,29 +116,28 @@ def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
     return write_head(folder / "head", config, weights), config, weights
 
 
-def dense_kernels(own: Weights, part: str, x: torch.Tensor) -> torch.Tensor | None:
-    """``[B, 2, taps, SIZE]`` weights of each token of a block: of what goes in, and of what comes out."""
-    if (base := own.get(f"{part}base_kernel")) is None:
-        return None
-    given = (x @ own[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
-    return base + torch.stack([given[..., i // (SIZE // given.shape[-1])] for i in range(SIZE)], -1)
+def dense_mixed(w: Weights, part: str, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
+    """Each token of a block mixed with those before it, by weights of its own; and a function that mixes an output."""
+    if (base := w.get(f"{part}base_kernel")) is None:
+        return x, lambda out: out
+    added = (x @ w[f"{part}kernel_projection.weight"].T).reshape(len(x), 2, base.shape[1], -1)
+    kernels = base + torch.stack([added[..., i // (SIZE // added.shape[-1])] for i in range(SIZE)], -1)
 
+    def convolved(x: torch.Tensor, half: int) -> torch.Tensor:
+        taps = range(base.shape[1])
+        return torch.stack([sum(kernels[i, half, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
 
-def convolved(x: torch.Tensor, kernels: torch.Tensor | None, which: int) -> torch.Tensor:
-    if kernels is None:
-        return x
-    taps = range(kernels.shape[2])
-    return torch.stack([sum(kernels[i, which, tap] * x[i - tap] for tap in taps if tap <= i) for i in range(len(x))])
+    return convolved(x, 0), lambda out: convolved(out, 1)
 
 
 def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
     """`before` holds the token before the first slot's own, and the first slot's where that is no draft."""
-    r = {name.removeprefix("refiner_head."): each for name, each in w.items() if "refiner_head." in name}
+    r = {name.removeprefix("refiner_head."): weight for name, weight in w.items() if "refiner_head." in name}
     logits = base
     for _ in range(passes):
-        known = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
+        tokens = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
         rows = list[torch.Tensor]()
-        for slot, token in enumerate(known):
+        for slot, token in enumerate(tokens):
             read = [r["down_h.weight"] @ hidden[slot], r["down_g.weight"] @ hidden.mean(0)]
             rows.append(r["in_proj.weight"] @ torch.cat([*read, r["token_embed.weight"][token]]))
         mixed = [
@@ -185,51 +153,29 @@ def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: 
 
 def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     """Hidden states ``[B, SIZE]`` of a block with the embeddings `block`, after the hidden states `context` of all."""
-    eps, start, size = config["rms_norm_eps"], len(context), len(block)
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    ctx = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps)
-    h = block
+    eps, start, end = config["rms_norm_eps"], len(context), len(context) + len(block)
+    read, h = dense_rms(context @ w["fc.weight"].T, w["hidden_norm.weight"], eps), block
     for layer in range(config["num_hidden_layers"]):
-        own = {name.removeprefix(f"layers.{layer}."): each for name, each in w.items()}
+        prefix, slides = f"layers.{layer}.", "sliding" in config.get("layer_types", ["full"] * 9)[layer]
+        causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
 
-        def by_head(x: torch.Tensor, name: str, count: int, own: Weights = own) -> torch.Tensor:
-            return (x @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), count, -1)
+        def visible(query: int, slides: bool = slides, causal: bool = causal) -> slice:
+            first = max(0, start + query - config["sliding_window"] + 1) if slides else 0
+            return slice(first, start + query + 1 if causal else end)
 
-        normed = dense_rms(h, own["input_layernorm.weight"], eps)
-        kernels = dense_kernels(own, "attention_conv.", normed)
-        normed = convolved(normed, kernels, 0)
-        read = torch.cat([ctx, normed])
-        q = dense_rms(by_head(normed, "q", heads), own["self_attn.q_norm.weight"], eps)
-        k = dense_rms(by_head(read, "k", kv_heads), own["self_attn.k_norm.weight"], eps)
-        v = by_head(read, "v", kv_heads)
-        q = turned(q, range(start, start + size), config["rope_theta"])
-        k = turned(k, range(start + size), config["rope_theta"])
-        slides = config.get("layer_types", ["full_attention"] * 9)[layer] == "sliding_attention"
-        rows = []
-        for i in range(size):
-            causal = config.get("is_causal", config["dflash_config"].get("causal", slides))
-            last = start + i if causal else start + size - 1
-            first = max(0, start + i - config["sliding_window"] + 1) if slides else 0
-            out = []
-            for head in range(heads):
-                group = head // (heads // kv_heads)
-                scores = k[first : last + 1, group] @ q[i, head] / q.shape[-1] ** 0.5
-                out.append(torch.softmax(scores, 0) @ v[first : last + 1, group])
-            rows.append(torch.cat(out))
-        h = h + convolved(torch.stack(rows) @ own["self_attn.o_proj.weight"].T, kernels, 1)
-        x = dense_rms(h, own["post_attention_layernorm.weight"], eps)
-        kernels = dense_kernels(own, "mlp_conv.", x)
-        x = convolved(x, kernels, 0)
-        gate, up = x @ own["mlp.gate_proj.weight"].T, x @ own["mlp.up_proj.weight"].T
-        h = h + convolved((gate * torch.sigmoid(gate) * up) @ own["mlp.down_proj.weight"].T, kernels, 1)
+        def mixed(part: str, x: torch.Tensor, prefix: str = prefix) -> Any:
+            return dense_mixed(w, f"{prefix}{part}_conv.", x)
+
+        normed = dense_rms(h, w[f"{prefix}input_layernorm.weight"], eps)
+        h = dense_layer(w, prefix, config, h, normed, range(end), read, visible, mixed)
     return h
 
 
 def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
     """The greedy draft after `tokens`, and how sure the drafter is of each token."""
-    w = {name: each.double() for name, each in weights.items()}
+    w = {name: weight.double() for name, weight in weights.items()}
     model, inner = target().model, config["dflash_config"]
-    states = model(torch.tensor([tokens[:-1]]), use_cache=False, output_hidden_states=True).hidden_states
+    states = model(torch.tensor([[*tokens[:-1]]]), use_cache=False, output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
     block = [tokens[-1]] + [inner["mask_token_id"]] * (config["block_size"] - 1)
     embeds = w.get("embed_tokens.weight", model.get_input_embeddings().weight)[block]
@@ -238,10 +184,10 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     base = h @ w.get("lm_head.weight", model.lm_head.weight).T
     from_anchor = inner.get("sample_from_anchor", "DSpark" in config["architectures"][0])
     if "refiner_head.mix_l" in w:
-        known = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
-        base = dense_refined(w, h, base, known, inner["num_jacobi_passes"])
-    h, base = (each[0 if from_anchor else 1 :] for each in (h, base))
-    found, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
+        first = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
+        base = dense_refined(w, h, base, first, inner["num_jacobi_passes"])
+    h, base = (slots[0 if from_anchor else 1 :] for slots in (h, base))
+    drafted, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
     for slot, logits in zip(h, base, strict=True):
         if "markov_head.markov_w1.weight" in w:
             low = added = w["markov_head.markov_w1.weight"][before]
@@ -253,9 +199,9 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
                 added = joint[6:].tanh()
             logits = logits + w["markov_head.markov_w2.weight"] @ added
         if "candidate_selector.predecessor_codebook" in w:
-            part = {name.removeprefix("candidate_selector."): each for name, each in w.items()}
-            known = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
-            scores = logits + part["successor_codebook"] @ known
+            part = {name.removeprefix("candidate_selector."): weight for name, weight in w.items()}
+            code = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
+            scores = logits + part["successor_codebook"] @ code
             best = logits.topk(inner["selector_top_k"]).indices
             logits = torch.full_like(logits, -torch.inf).scatter(0, best, scores[best])
         before = int(logits.argmax())
@@ -263,27 +209,8 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
         if (proj := w.get("confidence_head.proj.weight")) is not None:
             read = slot if proj.shape[1] == SIZE else torch.cat([slot, low])
             sure = float(torch.sigmoid(proj[0] @ read + w["confidence_head.proj.bias"][0]))
-        found.append((before, sure))
-    return found
-
-
-def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[int, float]]]) -> list[int]:
-    """Compare all that `drafter` drafts from now on. Gives the numbers of rows that it drafted for."""
-    propose, counts = drafter.propose, list[int]()
-
-    def compared(batch: Any, budget: Any) -> Any:
-        draft = propose(batch, budget)
-        counts.append(sum(length > 0 for length in draft.lengths))
-        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
-            if start < stop:
-                tokens, sure = zip(*expected(list(row.tokens))[: stop - start], strict=True)
-                assert tuple(draft.token_ids[start:stop].tolist()) == tokens
-                assert draft.confidence is not None
-                assert draft.confidence[start:stop] == pytest.approx(sure, abs=1e-9)
-        return draft
-
-    drafter.propose = compared  # type: ignore[method-assign]
-    return counts
+        drafted.append((before, sure))
+    return drafted
 
 
 @pytest.mark.parametrize(
@@ -292,7 +219,19 @@ def checked(drafter: DFlashDrafter, expected: Callable[[list[int]], list[tuple[i
 def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
     path, config, weights = written(tmp_path, kind)
     drafter = DFlashDrafter.load(DFlashConfig(path=path), context_of(target(), backend, continuous=backend == "ragged"))
-    counts = checked(drafter, lambda tokens: dense_draft(weights, config, tokens))
+    propose, counts = drafter.propose, list[int]()
+
+    def compared(batch: Any, budget: Any) -> Any:
+        draft = propose(batch, budget)
+        counts.append(sum(length > 0 for length in draft.lengths))
+        for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
+            if start < stop:
+                tokens, sure = zip(*dense_draft(weights, config, row.tokens)[: stop - start], strict=True)
+                assert tuple(draft.token_ids[start:stop].tolist()) == tokens
+                assert draft.confidence[start:stop] == pytest.approx(sure, abs=1e-9)
+        return draft
+
+    drafter.propose = compared
     steps = {"max_step_tokens": 16} if backend == "ragged" else {}
     options = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail, **steps)
     engine = Engine.assemble(target(), None, drafter=drafter, backend=backend, budget="fixed", options=options)
@@ -331,20 +270,14 @@ def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Pat
     whole = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
     engine = Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget="fixed", options=whole)
     engine.generate(PROMPTS, 6, ignore_eos=True)
-    found = {token for _, chain in drafts for token in chain}
-    assert found
-    assert found <= set(drafted.tolist())
-
-
-def test_a_block_that_sees_its_second_self_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emssd_heads.dflash.runner, "_HIDDEN", 0.0)
-    with pytest.raises(PluginError, match="failed in propose: AssertionError"):
-        test_every_draft_is_that_of_a_dense_pass("plain", "ragged", tmp_path)
+    tokens = {token for _, chain in drafts for token in chain}
+    assert tokens
+    assert tokens <= set(drafted.tolist())
 
 
 def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
     tables = {"embed_tokens.weight": target().model.get_input_embeddings(), "lm_head.weight": target().model.lm_head}
-    copies = {name: each.weight.detach().clone() for name, each in tables.items()}
+    copies = {name: table.weight.detach().clone() for name, table in tables.items()}
     head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
     assert head.embed_tokens is head.lm_head is None
 
@@ -354,13 +287,13 @@ def load(path: str, **options: Any) -> DFlashDrafter:
 
 
 def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:
-    own = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
+    unnamed = {name: value for name, value in CONFIG.items() if name != "dflash_config"}
     weights = random_weights(shapes_of(CONFIG))
-    one_layer = {name: each for name, each in weights.items() if not name.startswith("layers.1.")}
+    one_layer = {name: weight for name, weight in weights.items() if not name.startswith("layers.1.")}
     one_layer["fc.weight"] = one_layer["fc.weight"][:, :SIZE].contiguous()
-    path = write_head(tmp_path / "one", own | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
+    path = write_head(tmp_path / "one", unnamed | {"num_hidden_layers": 1, "mask_token_id": 3}, one_layer)
     assert load(path).hidden_layers == (3,)  # after layer 4 // 2
-    path = write_head(tmp_path / "two", own | {"mask_token_id": 3, "block_size": 4}, weights)
+    path = write_head(tmp_path / "two", unnamed | {"mask_token_id": 3, "block_size": 4}, weights)
     with pytest.raises(ConfigError, match="outputs of layers 1, 1, and needs different ones"):  # as there are but four
         load(path)
 
@@ -397,7 +330,7 @@ REFUSALS: list[tuple[dict[str, Any], dict[str, tuple[int, ...]], str]] = [
     ({}, {"refiner_head.mix_l": (2, 5, 5)}, "refiner_head.token_embed.weight"),
     ({}, {"layers.0.extra.weight": (2, 2)}, "layers.0.extra.weight is without a place"),
     ({}, {"confidence_head.proj.weight": (1, SIZE + 3)}, "its confidence head reads a Markov head, and it has none"),
-    (inner(markov_head_type="rnn"), FIRST, "markov_head.joint_proj.weight are missing"),
+    (inner(markov_head_type="rnn"), MARKOV, "markov_head.joint_proj.weight is missing"),
     ({}, FIRST, "markov_head.markov_w2.weight is missing"),
     (inner(final_logit_softcapping=30.0), MARKOV, "it scales its logits by final_logit_softcapping 30.0, and"),
     (inner(output_multiplier=0.5), MARKOV, "it scales its logits by output_multiplier 0.5, and"),

@@ -1,4 +1,4 @@
-"""A chain, whose tokens stay on the device from pass to pass, is what is drafted level by level.
+"""Chains whose tokens stay on the device from pass to pass are the same as chains that are drafted level by level.
 
 Oracle: the same drafter, level by level. A compiled head is as right as one that is not.
 """
@@ -6,7 +6,6 @@ Oracle: the same drafter, level by level. A compiled head is as right as one tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from emssd_testing.models import tiny_model
 
 from emssd.attention import PackedInputs
 from emssd.draft_models import DynamicShape, LevelDrafter
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DrafterContext
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.model import TargetModel
 from tests.support.draft_models import draft_model_drafter
 from tests.support.perfect_head import random_head
@@ -38,37 +37,28 @@ class Uneven(BudgetPolicy):
 
 def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     """The drafts of an engine, and how many tokens each pass of its drafter computed."""
-    own, drafts, computed = trial("eagle3"), Drafts(), list[int]()
-    load = own.load
+    case, drafts, computed = trial("eagle3"), Drafts(), list[int]()
+    if name != "eagle3":
+        model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
+        case.load = lambda *_: draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
+    case.make_engine({"tree": "chain", "depth": 6, "path": random_head("eagle3")}, batch_size=3)
+    case.engine.drafting.policy, drafter = Uneven(), case.engine.drafting.drafters[0].drafter
+    backend = drafter._runner.backend if name != "eagle3" else drafter._runner._backend
+    if name == "eagle3":
+        drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
+    propose, plan = drafter.propose, backend.plan
 
-    def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
-        drafter: Any
-        if name == "eagle3":
-            drafter = load(options, context)
-            drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
-            backend = drafter._runner._backend
-        else:
-            model = TargetModel(tiny_model("llama", seed=1, vocab_size=own.target.vocab_size))
-            drafter = draft_model_drafter(model, SHAPES[name], own.target.vocab_size)
-            backend = drafter._runner.backend
-        propose, plan = drafter.propose, backend.plan
+    def proposed(*arguments: Any) -> Draft:
+        draft: Draft = propose(*arguments)
+        drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
+        return draft
 
-        def proposed(*arguments: Any) -> Draft:
-            draft: Draft = propose(*arguments)
-            drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
-            return draft
+    def planned(packed: PackedInputs) -> Any:
+        computed.append(packed.num_tokens)
+        return plan(packed)
 
-        def planned(packed: PackedInputs) -> Any:
-            computed.append(packed.num_tokens)
-            return plan(packed)
-
-        drafter.propose, backend.plan = proposed, planned
-        return drafter
-
-    own.load = loaded
-    options = {"tree": "chain", "depth": 6, "path": random_head("eagle3").path}
-    own.make_engine(options, batch_size=3).drafting.policy = Uneven()
-    own.decode(KINDS[kinds])
+    drafter.propose, backend.plan = proposed, planned
+    case.decode(KINDS[kinds])
     return drafts, computed
 
 
@@ -76,25 +66,18 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
 @pytest.mark.parametrize("name", [*SHAPES, "eagle3"])
 def test_a_chain_is_what_is_drafted_level_by_level(name: str, kinds: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of uneven lengths, beside rows that begin and end, and where tokens that are not sure end their chains."""
-    found = decoded(name, kinds)
+    drafted = decoded(name, kinds)
     monkeypatch.setattr(LevelDrafter, "_runs_chain", lambda *_: False)
-    assert decoded(name, kinds) == found
-    assert max(indptr[-1] for indptr, *_ in found[0]) > 6
-    assert name == "draft_model" or sum(min(sure) < 0.3 for _, _, sure in found[0] if sure) > 3
+    assert decoded(name, kinds) == drafted
+    assert max(indptr[-1] for indptr, *_ in drafted[0]) > 6
+    assert name == "draft_model" or sum(min(sure) < 0.3 for _, _, sure in drafted[0] if sure) > 3
 
 
 @pytest.mark.costly("compiles a head")
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_a_compiled_head_is_always_right(tree: str, kernels: None) -> None:
-    own = trial("eagle3")
-    load = own.load
-
-    def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
-        drafter: Any = load(options, context)
-        drafter._runner._compiled = CompiledHead(drafter._head)
-        return drafter
-
-    own.load = loaded
-    own.make_engine({"tree": tree})
-    own.decode()
-    assert own.is_full()
+    case = trial("eagle3")
+    drafter: Any = case.make_engine({"tree": tree}).drafting.drafters[0].drafter
+    drafter._runner._compiled = CompiledHead(drafter._head)
+    case.decode()
+    assert case.is_full()

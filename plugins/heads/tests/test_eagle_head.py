@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from tests.support.heads import (
     SMALL,
     Weights,
     assert_same,
+    changed,
     dense_layer,
     dense_rms,
     layer_weights,
@@ -74,7 +74,7 @@ def test_rows_with_trees_run_together_as_each_way_alone(
     backend: str, num_layers: int, bias: bool, file: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     config = CONFIG | {"num_hidden_layers": num_layers}
-    weights = {name: each.to(dtype) for name, each in head_weights(config).items() if bias or name != "fc.bias"}
+    weights = {name: weight.to(dtype) for name, weight in head_weights(config).items() if bias or name != "fc.bias"}
     head = load(write_head(tmp_path, config, weights, file)).head
     trees = [(-1, -1, 0, 0, 1, 3), (-1, 0, 1)]
     rows = [
@@ -91,34 +91,27 @@ def test_rows_with_trees_run_together_as_each_way_alone(
 
 def test_embeddings_are_the_files_or_the_targets_and_logits_the_targets(tmp_path: Path) -> None:
     weights, table = head_weights(), numbers(V, H)
-    own = load(write_head(tmp_path / "own", CONFIG, weights))
+    whole = load(write_head(tmp_path / "own", CONFIG, weights))
     ids = torch.tensor([[7, 3]])
-    assert_same(own.head.embed(ids, pytest.fail), weights["embed_tokens.weight"].double()[ids])
+    assert_same(whole.head.embed(ids, pytest.fail), weights["embed_tokens.weight"].double()[ids])
     del weights["embed_tokens.weight"], weights["fc.bias"]
     bare = load(write_head(tmp_path / "bare", CONFIG, weights))
     assert_same(bare.head.embed(ids, lambda ids: table[ids]), table[ids])
     assert_same(bare.head.logits(numbers(3, H), lambda x: x @ table.T), numbers(3, H) @ table.T)
-    assert ("fc has a bias" in own.described, "fc has no bias" in bare.described) == (True, True)
-
-
-def without(name: str) -> Callable[[Weights], object]:
-    return lambda weights: weights.pop(name)
+    assert ("fc has a bias" in whole.described, "fc has no bias" in bare.described) == (True, True)
 
 
 @looped(
     "config, change, words",
     [
-        ({}, without("layers.0.mlp.up_proj.weight"), "of its weights, layers.0.mlp.up_proj.weight is missing"),
-        ({}, lambda w: w.update({"norm.weight": torch.ones(H)}), "norm.weight is without a place in such a head"),
-        ({}, lambda w: w.update({"fc.weight": torch.ones(H, H)}), "fc.weight (16x16 in place of 16x32) is of another"),
-        ({"bias": True}, without("fc.bias"), "says that fc has a bias, and fc.bias is missing"),
-        ({"hidden_size": 32}, None, "it has a hidden size of 32, and the target's is 16"),
-        ({"vocab_size": 41}, None, "its vocabulary has 41 tokens, and the target's has 40"),
-        ({}, lambda w: w.update(d2t=torch.zeros(4)), "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
+        ({}, {"layers.0.mlp.up_proj.weight": None}, "of its weights, layers.0.mlp.up_proj.weight is missing"),
+        ({}, {"norm.weight": torch.ones(H)}, "norm.weight is without a place in such a head"),
+        ({}, {"fc.weight": torch.ones(H, H)}, "fc.weight (16x16 in place of 16x32) is of another"),
+        ({"bias": True}, {"fc.bias": None}, "says that fc has a bias, and fc.bias is missing"),
+        ({"hidden_size": 32}, {}, "it has a hidden size of 32, and the target's is 16"),
+        ({"vocab_size": 41}, {}, "its vocabulary has 41 tokens, and the target's has 40"),
+        ({}, {"d2t": torch.zeros(4)}, "what it holds is an EAGLE-3 head; what is wanted is an EAGLE-1"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
-    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights)))
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, changed(head_weights(), change))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -11,25 +12,29 @@ import pytest
 import torch
 from emssd_heads import Loaded
 from emssd_heads.compiled import CompiledHead
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
-from emssd.model.compile import tracing
+from emssd.errors import ConfigError
+from emssd.model.compile import proven, tracing
 from emssd.native import NativeError
 from tests.support.heads import (
     SMALL,
     Weights,
     assert_same,
+    changed,
     dense_layer,
     dense_rms,
     eagle3_shapes,
     layer_weights,
     numbers,
     random_weights,
+    refusal,
     run_ragged,
     write_head,
 )
+from tests.support.tiers import looped
 from tests.support.trees import ways
 
 H, V, VD, L = 16, 40, 12, 9
@@ -84,7 +89,7 @@ def dense_logits(w: Weights, out: torch.Tensor, **flags: Any) -> torch.Tensor:
 
 def renamed(weights: Weights, *pairs: tuple[str, str]) -> Weights:
     for old, new in pairs:
-        weights = {name.replace(old, new, 1) if name.startswith(old) else name: each for name, each in weights.items()}
+        weights = {re.sub(f"^{re.escape(old)}", new, name): weight for name, weight in weights.items()}
     return weights
 
 
@@ -131,7 +136,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: torch.dtype, tmp_path: Path) -> None:
     config, names, file = LAYOUTS[layout]
-    weights = {name: each.to(dtype) if each.is_floating_point() else each for name, each in head_weights().items()}
+    weights = {name: w.to(dtype) if w.is_floating_point() else w for name, w in head_weights().items()}
     loaded = load(write_head(tmp_path, config, renamed(weights, *names), file))
     states, embeds = numbers(11, 3 * H), numbers(11, H, seed=2)
     features = states @ weights["fc.weight"].double().T
@@ -144,6 +149,7 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
     assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
     assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
     assert loaded.layers == (2, L // 2, L - 3)
+    assert not any(parameter.requires_grad for parameter in loaded.head.parameters())
 
 
 def drawn_rows() -> list[Any]:
@@ -190,12 +196,12 @@ def test_norms_before_fc(tmp_path: Path) -> None:
     one = random_weights({"input_norm.weight": (3 * H,)})
     head = load(write_head(tmp_path / "one", CONFIG | {"norm_before_fc": True}, weights | one)).head
     assert_same(head.features(states), dense_rms(states, one["input_norm.weight"].double(), eps) @ fc.T)
-    each = random_weights({f"fc_norm.{place}.weight": (H,) for place in range(3)})
+    named = random_weights({f"fc_norm.{i}.weight": (H,) for i in range(3)})
     chunks = [
-        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), each.values(), strict=True)
+        dense_rms(chunk, norm.double(), eps) for chunk, norm in zip(states.chunk(3, -1), named.values(), strict=True)
     ]
-    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), each.values(), strict=True))
-    for folder, norms, flags in (("new", each, {"fc_norm": True}), ("old", old, {})):
+    old = dict(zip((f"aux_norm_{name}.weight" for name in ("low", "mid", "high")), named.values(), strict=True))
+    for folder, norms, flags in (("new", named, {"fc_norm": True}), ("old", old, {})):
         head = load(write_head(tmp_path / folder, CONFIG | {"eagle_config": flags}, weights | norms)).head
         assert_same(head.features(states), torch.cat(chunks, -1) @ fc.T)
 
@@ -226,11 +232,11 @@ def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
     normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
     assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), (normed @ table.T)[:, DRAFTED])
     assert_same(head.embed(torch.tensor([7, 3]), lambda ids: table[ids]), table[[7, 3]])
-    own = weights | random_weights({"embed_tokens.weight": (V, H)})
-    del own["d2t"]
+    tied = weights | random_weights({"embed_tokens.weight": (V, H)})
+    del tied["d2t"]
     whole = CONFIG | {"draft_vocab_size": None, "tie_word_embeddings": True}
-    head = load(write_head(tmp_path / "b", whole, own)).head
-    table = own["embed_tokens.weight"].double()
+    head = load(write_head(tmp_path / "b", whole, tied)).head
+    table = tied["embed_tokens.weight"].double()
     assert_same(head.embed(torch.tensor([7, 3]), pytest.fail), table[[7, 3]])
     assert_same(head.logits(numbers(3, H), pytest.fail), normed @ table.T)
     assert head.to_target(torch.tensor([5, 6])).tolist() == [5, 6]
@@ -262,7 +268,7 @@ def test_later_layers_may_call_their_norm_as_the_first(tmp_path: Path) -> None:
     config = CONFIG | {"num_hidden_layers": 2}
     weights = head_weights(config)
     other = renamed(weights, ("layers.1.input_layernorm", "layers.1.hidden_norm"))
-    heads = [load(write_head(tmp_path / name, config, each)).head for name, each in (("a", weights), ("b", other))]
+    heads = [load(write_head(tmp_path / name, config, stored)).head for name, stored in (("a", weights), ("b", other))]
     for one, two in zip(heads[0].parameters(), heads[1].parameters(), strict=True):
         assert torch.equal(one, two)
 
@@ -274,6 +280,69 @@ def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: 
     head, table = load(write_head(tmp_path, config, weights)).head, numbers(V, H)
     normed = dense_rms(numbers(3, H), weights["norm.weight"].double(), CONFIG["rms_norm_eps"])
     assert_same(head.logits(numbers(3, H), lambda x: x @ table.T), 0.5 * normed @ table.T)
+
+
+@looped(
+    "config, change, words",
+    [
+        ({}, {"norm.weight": None}, "of its weights, norm.weight is missing"),
+        ({}, {"midlayer.mlp.up_proj.weight": None}, "layers.0.mlp.up_proj.weight is missing"),
+        ({}, {"extra": torch.ones(2)}, "extra is without a place in such a head"),
+        ({}, {"norm.weight": torch.ones(3), "fc.weight": torch.ones(5, 48)}, "(5x48 in place of 16x48), norm.weight"),
+        ({}, {"layers.0.hidden_norm.weight": torch.ones(H)}, "are for the same place"),
+        ({}, {"fc.weight": torch.ones(H, 50)}, "its fc reads 50 numbers, which is no multiple of the target's hidden"),
+        ({}, {"fc.weight": None}, "fc.weight is missing"),
+        ({"vocab_size": 41}, {}, "its vocabulary has 41 tokens, and the target's has 40"),
+        ({"draft_vocab_size": 13}, {}, "lm_head.weight (12x16 in place of 13x16)"),
+        ({"target_hidden_size": 32}, {}, "it was trained for a hidden size of 32, and the target's is 16"),
+        ({}, {"d2t": None}, "no d2t says which"),
+        ({}, {"d2t": torch.arange(VD - 1)}, "its d2t has 11 entries, and it drafts 12 tokens"),
+        ({}, {"d2t": torch.arange(VD) * 3}, "its d2t gives no 12 different tokens of the target's 40"),
+        ({}, {"d2t": torch.zeros(VD, dtype=torch.int64)}, "its d2t and t2d name different tokens"),
+        ({"num_aux_hidden_states": 4}, {}, "num_aux_hidden_states 4, and its fc reads 3"),
+        ({"norm_before_fc": True, "fc_norm": True}, {}, "sets both norm_before_fc and fc_norm"),
+        ({"fc_norm": True}, {}, "fc_norm.0.weight, fc_norm.1.weight, fc_norm.2.weight are missing"),
+        ({"kv_lora_rank": 512}, {}, "of the kind MLA"),
+        ({"rope_scaling": {"type": "longrope"}}, {}, "rotary embeddings are of type longrope"),
+        ({"rope_scaling": {"type": "linear"}}, {}, "rotary embeddings of type linear have no factor"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5}}}, {}, "its layers have different rotary embeddi"),
+        ({"partial_rotary_factor": 0.5}, {}, "it rotates a part of each head only"),
+        ({"hidden_act": "wavy"}, {}, "its hidden_act is 'wavy'"),
+        ({"num_attention_heads": "many"}, {}, "a value of another type or size than expected"),
+        ({"hidden_size": None}, {}, "its config.json has no hidden_size"),
+        ({"num_hidden_layers": 10**9}, {}, "num_hidden_layers is 1000000000, and no whole number from 1 to 1024"),
+        ({"head_dim": 10**9}, {}, "head_dim is 1000000000, and no whole number from 1 to 1048576"),
+        ({"num_key_value_heads": [2]}, {}, "num_key_value_heads is [2], and no whole number from 1 to 1048576"),
+        ({"hidden_act": ["silu"]}, {}, "its config.json has a value of another type or size than expected"),
+        ({"architectures": 5}, {}, "another type or size than expected ('int' object is not iterable); repair that"),
+        ({"eagle_config": "x"}, {}, "its config.json has a value of another type or size than expected"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4]}, {}, "reads 3 hidden states of the target, and its config na"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 10]}, {}, "hidden states 2, 4, 10, and a target of 9 layers"),
+        ({"speculators_model_type": "medusa"}, {}, "what is wanted is an EAGLE-3 head or a P-EAGLE head"),
+        ({"speculators_model_type": "peagle"}, {}, "it drafts in parallel, and its mask_token_id is None"),
+        ({"mask_token_id": V}, {"mask_hidden": torch.ones(1, 1, 3 * H)}, "its mask_token_id is 40; that must be"),
+        ({"mask_token_id": 3}, {"mask_hidden": torch.ones(1, 1, H)}, "mask_hidden (1x1x16 in place of 1x1x48)"),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mamba"}},
+            {},
+            "its layers are those of mamba",
+        ),
+        (
+            {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": "wide"}},
+            {},
+            "Transformers does not take its transformer_layer_config",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
+    assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, changed(head_weights(), change))))
+
+
+def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_path: Path) -> None:
+    weights = head_weights() | {"fc.weight": torch.ones(H, 60)}
+    path = write_head(tmp_path, CONFIG, weights)
+    with pytest.raises(ConfigError, match="would use the target's embed_tokens, of size 20"):
+        load(path, TargetSizes(V, 20, 9))
 
 
 @pytest.mark.nightly
@@ -300,7 +369,7 @@ def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: py
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")
 
-    monkeypatch.setattr(tracing, "declare_operators", none)
+    monkeypatch.setattr(proven, "declare_operators", none)
     head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(head, rows, compile=True)

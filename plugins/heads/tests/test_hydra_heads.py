@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads import Loaded
-from emssd_heads.hydra.heads import load_hydra
+from emssd_heads.hydra.drafter import load_hydra
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from tests.support.heads import (
     SMALL,
     Weights,
+    changed,
     dense_layer,
     dense_rms,
     layer_weights,
@@ -30,15 +31,6 @@ from tests.support.tiers import looped
 H, V, HEADS, LAYERS = 16, 40, 4, 9
 TARGET = TargetSizes(V, H, LAYERS)
 TARGET_CONFIG: dict[str, Any] = SMALL | {"num_hidden_layers": LAYERS, "rope_theta": 20000.0}
-CONFIG: dict[str, Any] = {
-    "hidden_size": H,
-    "intermediate_size": 24,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": LAYERS,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 20000.0,
-}
 CONFIG: dict[str, Any] = {
     "hydra_num_heads": HEADS,
     "hydra_num_layers": 1,
@@ -55,10 +47,10 @@ def head_weights(num_layers: int = 1, *, dropout: bool = False) -> Weights:
     shapes: dict[str, tuple[int, ...]] = {}
     for h in range(HEADS):
         for layer in range(num_layers):
-            place = f"hydra_mlp.{h}.{2 * layer + 1 if dropout else layer}"
+            stem = f"hydra_mlp.{h}.{2 * layer + 1 if dropout else layer}"
             parts = ("linear",) if layer else ("linear", "res_connection")
             for part in parts:
-                shapes |= {f"{place}.{part}.weight": (H, H if layer else (h + 2) * H), f"{place}.{part}.bias": (H,)}
+                shapes |= {f"{stem}.{part}.weight": (H, H if layer else (h + 2) * H), f"{stem}.{part}.bias": (H,)}
         behind = f"hydra_lm_head.{h}{'.1' if dropout else ''}"
         shapes |= {f"{behind}.weight": (V, H), f"{behind}.bias": (V,)}
     return random_weights(shapes)
@@ -80,12 +72,12 @@ def dense_logits(
     w: Weights, head: int, hidden: torch.Tensor, embeds: torch.Tensor, num_layers: int = 1, *, dropout: bool = False
 ) -> torch.Tensor:
     x = torch.cat([hidden, *embeds.unbind(1)], -1)
-    w = {name: each.double() for name, each in w.items()}
+    w = {name: weight.double() for name, weight in w.items()}
     for layer in range(num_layers):
-        place = f"hydra_mlp.{head}.{2 * layer + 1 if dropout else layer}"
-        y = x @ w[f"{place}.linear.weight"].T + w[f"{place}.linear.bias"]
+        stem = f"hydra_mlp.{head}.{2 * layer + 1 if dropout else layer}"
+        y = x @ w[f"{stem}.linear.weight"].T + w[f"{stem}.linear.bias"]
         if not layer:
-            x = x @ w[f"{place}.res_connection.weight"].T + w[f"{place}.res_connection.bias"]
+            x = x @ w[f"{stem}.res_connection.weight"].T + w[f"{stem}.res_connection.bias"]
         x = x + y * torch.sigmoid(y)
     behind = f"hydra_lm_head.{head}{'.1' if dropout else ''}"
     return x @ w[f"{behind}.weight"].T + w[f"{behind}.bias"]
@@ -137,19 +129,17 @@ def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:
 @looped(
     "config, change, words",
     [
-        ({}, lambda w: w.pop("hydra_mlp.3.0.res_connection.weight"), "layers.3.0.res_connection.weight is missing"),
-        ({}, lambda w: w.pop("hydra_lm_head.1.weight"), "projections.1.weight is missing"),
-        ({}, lambda w: w.update(extra=torch.ones(1)), "extra is without a place in such a head"),
-        ({}, lambda w: w.update({"hydra_lm_head.0.bias": torch.ones(V + 1)}), "hydra_lm_head.0.bias (41 in place of"),
-        ({}, lambda w: w.clear(), "none of its weights is the vocabulary projection of a head"),
-        ({"hydra_head_arch": "prefix-mlp"}, None, "and 7 more are missing"),
-        ({"hydra_head_arch": "eagle-attn"}, None, "its heads are of the architecture 'eagle-attn'"),
-        ({"grounded_heads": False}, None, "its heads do not read drafted tokens"),
-        ({"hidden_state_offset": 10}, None, "its hidden_state_offset is 10, and the target has 9 layers"),
+        ({}, {"hydra_mlp.3.0.res_connection.weight": None}, "layers.3.0.res_connection.weight is missing"),
+        ({}, {"hydra_lm_head.1.weight": None}, "projections.1.weight is missing"),
+        ({}, {"extra": torch.ones(1)}, "extra is without a place in such a head"),
+        ({}, {"hydra_lm_head.0.bias": torch.ones(V + 1)}, "hydra_lm_head.0.bias (41 in place of"),
+        ({}, dict.fromkeys(head_weights()), "none of its weights is the vocabulary projection of a head"),
+        ({"hydra_head_arch": "prefix-mlp"}, {}, "and 7 more are missing"),
+        ({"hydra_head_arch": "eagle-attn"}, {}, "its heads are of the architecture 'eagle-attn'"),
+        ({"grounded_heads": False}, {}, "its heads do not read drafted tokens"),
+        ({"hidden_state_offset": 10}, {}, "its hidden_state_offset is 10, and the target has 9 layers"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
+    weights = changed(head_weights(), change)
     assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "hydra_lm_head.pt")))

@@ -30,17 +30,17 @@ def written(config: dict[str, Any], weights: Weights, file: str = "pytorch_model
 
 def trial(options: Mapping[str, Any] | None = None, **loaded: Any) -> Trial:
     """One with an engine of these options; with another `load`, perhaps, or another target."""
-    own = replace(right_drafters.trial("kangaroo"), **loaded)
-    own.make_engine(options)
-    return own
+    case = replace(right_drafters.trial("kangaroo"), **loaded)
+    case.make_engine(options)
+    return case
 
 
 def test_an_adapter_that_adds_nothing_is_right_behind_all_layers() -> None:
     config, weights = perfect_adapter()
     nothing = {"layers.0.self_attn.o_proj.weight": torch.zeros(SIZE, 30, dtype=torch.float64)}
-    own = trial({"path": written(config, weights | nothing), "num_layers": 3})
-    own.decode()
-    assert own.is_full()
+    case = trial({"path": written(config, weights | nothing), "num_layers": 3})
+    case.decode()
+    assert case.is_full()
 
 
 def test_a_chain_ends_behind_a_token_that_is_not_sure_enough() -> None:
@@ -62,9 +62,9 @@ def test_an_adapter_with_a_longest_row_drafts_no_further() -> None:
 
 
 def test_the_memory_of_both_caches_is_told_and_given_back() -> None:
-    own = trial()
-    runner: Any = own.engine.drafting.drafters[0].drafter._runner
-    own.decode()
+    case = trial()
+    runner: Any = case.engine.drafting.drafters[0].drafter._runner
+    case.decode()
     parts = runner._shallow.usage, runner._adapter.usage
     assert all(part.peak_held > 0 for part in parts)
     assert runner.usage.peak_held == sum(part.peak_held for part in parts)
@@ -74,11 +74,11 @@ def test_the_memory_of_both_caches_is_told_and_given_back() -> None:
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.safetensors"])
 def test_names_of_a_whole_model_are_known(file: str) -> None:
     config, weights = perfect_adapter()
-    named = {f"model.{name}": each.clone() for name, each in weights.items()}
+    named = {f"model.{name}": weight.clone() for name, weight in weights.items()}
     computed = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(5)}
-    own = trial({"path": written(config, named | computed, file)})
-    own.decode()
-    assert own.is_full()
+    case = trial({"path": written(config, named | computed, file)})
+    case.decode()
+    assert case.is_full()
 
 
 def test_what_was_chosen_is_told(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +105,7 @@ def test_what_was_chosen_is_told(caplog: pytest.LogCaptureFixture) -> None:
 def test_files_of_something_else_are_refused(change: dict[str, Any], words: str) -> None:
     config, weights = perfect_adapter()
     if "." in next(iter(change)):
-        weights = {name: each for name, each in (weights | change).items() if each is not None}
+        weights = {name: weight for name, weight in (weights | change).items() if weight is not None}
     else:
         config = config | change
     assert f": {words}" in refusal(lambda: trial({"path": written(config, weights)}))

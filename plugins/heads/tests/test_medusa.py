@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads.loading import Loaded
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import read_trees
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import TargetSizes
@@ -28,18 +27,12 @@ from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch
 from tests.support import right_drafters
-from tests.support.heads import Weights, numbers, random_weights, refusal, write_head
+from tests.support.heads import Weights, changed, numbers, random_weights, refusal, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
 from tests.support.tiers import looped
 from tests.support.trees import paths_of
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "chain": {"tree": "chain"},
-    "static": {"tree": "static"},
-    "dynamic": {"tree": "dynamic", "num_nodes": 14},
-}
 
 
 @cache
@@ -62,7 +55,7 @@ def probabilities(weights: Weights, tokens: list[int]) -> list[list[float]]:
 
 def best_combinations(by_head: list[list[float]], ways: set[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
     """The `number` most probable of the paths whose tokens have these ranks."""
-    ranked = [sorted(range(VOCAB), key=lambda token, own=own: -own[token]) for own in by_head]
+    ranked = [sorted(range(VOCAB), key=lambda token, shares=shares: -shares[token]) for shares in by_head]
     products = {
         tuple(ranked[level][rank] for level, rank in enumerate(way)): math.prod(
             by_head[level][ranked[level][rank]] for level, rank in enumerate(way)
@@ -81,7 +74,7 @@ def all_ways(shape: str) -> set[tuple[int, ...]]:
     return {way for depth in range(1, 4) for way in product(ranks, repeat=depth)}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["chain", "static", "dynamic"])
 def test_the_most_probable_combinations_are_drafted(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path, weights = random_heads(0)
     engine = trial().make_engine(
@@ -156,7 +149,7 @@ def assert_same(loaded: Loaded[ResidualHeads], weights: Weights, num_layers: int
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("file", ["medusa_lm_head.pt", "medusa_lm_head.safetensors"])
 def test_files_of_heads_alone(num_layers: int, file: str, tmp_path: Path) -> None:
-    weights = {name: each.half() for name, each in head_weights(num_layers).items()}
+    weights = {name: weight.half() for name, weight in head_weights(num_layers).items()}
     loaded = load(write_head(tmp_path, CONFIG | {"medusa_num_layers": num_layers}, weights, file))
     assert_same(loaded, weights, num_layers)
     assert loaded.described[0].startswith("5 Medusa heads (its config says 2) of")
@@ -165,13 +158,13 @@ def test_files_of_heads_alone(num_layers: int, file: str, tmp_path: Path) -> Non
 def test_heads_within_a_whole_model(tmp_path: Path) -> None:
     weights = head_weights()
     model = {"model.embed_tokens.weight": torch.ones(V, H), "lm_head.weight": torch.ones(V, H)}
-    within = {f"medusa_head.{name}": each for name, each in weights.items()}
+    within = {f"medusa_head.{name}": weight for name, weight in weights.items()}
     assert_same(load(write_head(tmp_path, CONFIG, model | within)), weights)
 
 
 @pytest.mark.parametrize("prefix", ["", "medusa_heads."])
 def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
-    weights = {name: each for name, each in head_weights(num_tokens=7).items() if not name.endswith("bias")}
+    weights = {name: weight for name, weight in head_weights(num_tokens=7).items() if not name.endswith("bias")}
     other = {f"{prefix}token_map": torch.arange(7) * 5}
     for h in range(HEADS):
         other[f"{prefix}blocks.{h}.layers.0.weight"] = weights[f"{h}.0.linear.weight"]
@@ -188,19 +181,17 @@ def test_names_of_vllm_and_fewer_tokens(prefix: str, tmp_path: Path) -> None:
 @looped(
     "config, change, words",
     [
-        ({}, lambda w: w.pop("3.0.linear.weight"), "layers.3.0.linear.weight is missing"),
-        ({}, lambda w: w.pop("2.1.weight"), "projections.2.weight is missing"),
-        ({}, lambda w: [w.pop(f"{h}.1.weight") for h in range(HEADS)], "none of its weights is the vocabulary proj"),
-        ({}, lambda w: w.update(extra=torch.ones(1)), "extra is without a place in such a head"),
-        ({}, lambda w: w.update({"0.1.weight": torch.ones(V + 1, H)}), "0.1.weight (41x16 in place of 40x16) is of"),
-        ({}, lambda w: w.update({"0.0.linear.weight": torch.ones(8, 8)}), "(8x8 in place of 16x16)"),
-        ({"original_lm_head": True}, None, "its heads share one vocabulary projection"),
+        ({}, {"3.0.linear.weight": None}, "layers.3.0.linear.weight is missing"),
+        ({}, {"2.1.weight": None}, "projections.2.weight is missing"),
+        ({}, {f"{h}.1.weight": None for h in range(HEADS)}, "none of its weights is the vocabulary proj"),
+        ({}, {"extra": torch.ones(1)}, "extra is without a place in such a head"),
+        ({}, {"0.1.weight": torch.ones(V + 1, H)}, "0.1.weight (41x16 in place of 40x16) is of"),
+        ({}, {"0.0.linear.weight": torch.ones(8, 8)}, "(8x8 in place of 16x16)"),
+        ({"original_lm_head": True}, {}, "its heads share one vocabulary projection"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
-    weights = head_weights()
-    if change is not None:
-        change(weights)
+    weights = changed(head_weights(), change)
     assert words in refusal(lambda: load(write_head(tmp_path, CONFIG | config, weights, "medusa_lm_head.pt")))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -20,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emssd import Engine
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, TargetModel
-from tests.support.heads import Weights, dense_rms, refusal, run_ragged
+from tests.support.heads import Weights, changed, dense_rms, refusal, run_ragged, write_head
 from tests.support.peers import all_double
 from tests.support.tiers import looped
 from tests.support.trees import ways
 
 VOCAB, SIZE, NUM_LAYERS = 23, 16, 2
+LAYER = f"model.layers.{NUM_LAYERS}."
 COMMON: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": SIZE, "intermediate_size": 24, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "rms_norm_eps": 1e-5,
@@ -77,9 +77,9 @@ def made(kind: str, own_tables: bool = False) -> Made:
     with torch.random.fork_rng():
         torch.manual_seed(7)
         longer: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval()
-        for name, each in [*longer.named_parameters(), *longer.named_buffers()]:
+        for name, weight in [*longer.named_parameters(), *longer.named_buffers()]:
             if "rotary" not in name:
-                each.data = torch.randn(each.shape).to(each.dtype) * 0.4 + (1.0 if "norm" in name else 0.0)
+                weight.data = torch.randn(weight.shape).to(weight.dtype) * 0.4 + (1.0 if "norm" in name else 0.0)
         extra = {
             name: torch.randn(shape, dtype=torch.float64) * 0.4 + ("norm" in name) for name, shape in EXTRA.items()
         }
@@ -90,40 +90,24 @@ def made(kind: str, own_tables: bool = False) -> Made:
             }
     longer.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
-    prefix = f"model.layers.{NUM_LAYERS}."
-    weights |= {f"{prefix}{name}.weight": each.clone() for name, each in extra.items()}
+    weights |= {f"{LAYER}{name}.weight": weight.clone() for name, weight in extra.items()}
     if not own_tables:  # as most files have them: copies
-        weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
-        weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{LAYER}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+        weights[f"{LAYER}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
     if kind.startswith("qwen"):
-        weights = {_as_mtp(name): each for name, each in weights.items() if "shared_head.head" not in name}
-        weights = {name: each for name, each in weights.items() if name != "mtp.layers.0.embed_tokens.weight"}
+        weights = {_as_mtp(name): weight for name, weight in weights.items() if "shared_head.head" not in name}
+        weights = {name: weight for name, weight in weights.items() if name != "mtp.layers.0.embed_tokens.weight"}
     values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": NUM_LAYERS}
     values |= {name: values[name][:NUM_LAYERS] for name in ("layer_types", "mlp_layer_types") if values.get(name)}
     (folder / "config.json").write_text(json.dumps(values))
-    write_shards(folder, weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return Made(str(folder), longer, extra)
 
 
 def _as_mtp(name: str) -> str:
-    own = name.removeprefix(f"model.layers.{NUM_LAYERS}.")
-    if own == name:
-        return name
-    place = MTP_NAMES.get(own.removesuffix(".weight"))
-    return f"mtp.layers.0.{own}" if place is None else f"mtp.{place}.weight"
-
-
-def write_shards(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
-    """Two files and their index, with the layer's tensors in both."""
-    (folder / "model.safetensors").unlink(missing_ok=True)
-    index = {name: f"model-0000{1 + place % 2}-of-00002.safetensors" for place, name in enumerate(sorted(weights))}
-    for file in set(index.values()):
-        save_file(
-            {name: weights[name].contiguous() for name in weights if index[name] == file},
-            folder / file,
-            {"format": "pt"},
-        )
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    part = name.removeprefix(LAYER)
+    new = MTP_NAMES.get(part.removesuffix(".weight"))
+    return name if part == name else f"mtp.layers.0.{part}" if new is None else f"mtp.{new}.weight"
 
 
 @cache
@@ -184,71 +168,48 @@ def test_tables_are_the_targets_where_they_are_copies_and_their_own_where_not(ki
     shared = load_mtp(made(kind).path, lent(kind))
     assert shared.head.lm_head is shared.head.embed_tokens is None
     assert "embeddings the target’s, vocabulary projection the target’s" in shared.described
-    own, borrowed = load_mtp(made(kind, True).path, lent(kind, True)), lent(kind, True).target
-    assert "embeddings its own, vocabulary projection its own" in own.described
+    whole, borrowed = load_mtp(made(kind, True).path, lent(kind, True)), lent(kind, True).target
+    assert "embeddings its own, vocabulary projection its own" in whole.described
     ids, extra = torch.tensor([3, 1, 22]), made(kind, True).extra
-    assert torch.equal(own.head.embed(ids, borrowed.embed), extra["embed_tokens"][ids])
+    assert torch.equal(whole.head.embed(ids, borrowed.embed), extra["embed_tokens"][ids])
     hidden = torch.randn(4, SIZE, dtype=torch.float64)
-    assert torch.allclose(own.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
+    assert torch.allclose(whole.head.logits(hidden, borrowed.project), hidden @ extra["shared_head.head"].T)
 
 
 def broken(kind: str, folder: Path, change: Any = None, **config: Any) -> str:
-    """A copy of a checkpoint, with some of its tensors changed, and of its config."""
+    """A copy of a checkpoint, with the tensors that `change` gives, and this config."""
     path = Path(made(kind).path)
-    weights: Weights = {}
-    for file in path.glob("*.safetensors"):
-        weights |= load_file(file)
-    if change is not None:
-        change(weights)
-    (folder / "config.json").write_text(json.dumps(json.loads((path / "config.json").read_text()) | config))
-    write_shards(folder, weights)
-    return str(folder)
+    weights = load_file(path / "model.safetensors")
+    weights = weights if change is None else changed(weights, change(weights))
+    return write_head(folder, json.loads((path / "config.json").read_text()) | config, weights)
 
 
-LAYER = f"model.layers.{NUM_LAYERS}."
+def without(part: str) -> Any:
+    return lambda w: {name: None for name in w if name.startswith(LAYER + part)}
 
 
-def renamed(weights: Weights) -> None:
-    weights[f"{LAYER}hnrom.weight"] = weights.pop(f"{LAYER}hnorm.weight")
+def eh_proj(change: Any, layer: str = LAYER) -> Any:
+    return lambda w: {f"{layer}eh_proj.weight": change(w[f"{LAYER}eh_proj.weight"]).contiguous()}
 
 
-def without(*names: str) -> Any:
-    def change(weights: Weights) -> None:
-        for name in [name for name in weights if name.startswith(tuple(LAYER + each for each in names))]:
-            del weights[name]
-
-    return change
-
-
-def narrow(weights: Weights) -> None:
-    weights[f"{LAYER}eh_proj.weight"] = weights[f"{LAYER}eh_proj.weight"][:, 1:]
-
-
-def two_layers(weights: Weights) -> None:
-    weights[f"model.layers.{NUM_LAYERS + 1}.eh_proj.weight"] = weights[f"{LAYER}eh_proj.weight"].clone()
-
-
-def further_layer(weights: Weights) -> None:
-    for name in [name for name in weights if name.startswith(LAYER)]:
-        weights[name.replace(f".{NUM_LAYERS}.", ".5.")] = weights.pop(name)
-
-
-def quantized(weights: Weights) -> None:
-    weights[f"{LAYER}eh_proj.weight"] = weights[f"{LAYER}eh_proj.weight"].to(torch.float8_e4m3fn)
+def moved(weights: Weights) -> Any:
+    layer = {name: weight for name, weight in weights.items() if name.startswith(LAYER)}
+    return dict.fromkeys(layer) | {name.replace(f".{NUM_LAYERS}.", ".5."): weight for name, weight in layer.items()}
 
 
 @looped(
     "change, config, words",
     [
-        (renamed, {}, "hnorm.weight is missing; model.layers.2.hnrom.weight is without a place"),
+        (without("hnorm"), {}, "hnorm.weight is missing"),
+        (lambda w: {f"{LAYER}hnrom.weight": torch.ones(1)}, {}, "model.layers.2.hnrom.weight is without a place"),
         (without("shared_head.norm"), {}, "norm.weight is missing"),
         (without("self_attn.o_proj"), {}, "block.self_attn.o_proj.weight is missing"),
         (without("mlp.experts.3.up_proj"), {}, "it should have 4 experts of three weights; 1 lack"),
         (without(""), {}, "what it holds is a language model; what is wanted is a model with layers for multi-token"),
-        (narrow, {}, "model.layers.2.eh_proj.weight (16x31 in place of 16x32) is of another shape"),
-        (two_layers, {}, "it has 2 layers for multi-token prediction; drafter=mtp drafts with exactly one"),
-        (further_layer, {}, "is number 5; this target's would be 2"),
-        (quantized, {}, "its weights are quantized (model.layers.2.eh_proj.weight)"),
+        (eh_proj(lambda w: w[:, 1:]), {}, "model.layers.2.eh_proj.weight (16x31 in place of 16x32) is of another"),
+        (eh_proj(torch.clone, "model.layers.3."), {}, "it has 2 layers for multi-token prediction; drafter=mtp drafts"),
+        (moved, {}, "is number 5; this target's would be 2"),
+        (eh_proj(lambda w: w.to(torch.float8_e4m3fn)), {}, "its weights are quantized (model.layers.2.eh_proj.weight)"),
         (None, {"hidden_size": 32}, "it has a hidden size of 32, and the target's is 16"),
         (None, {"vocab_size": 24}, "its vocabulary has 24 tokens, and the target's has 23"),
         (None, {"mtp_hidden_states_first": True}, "it puts hidden states before embeddings"),

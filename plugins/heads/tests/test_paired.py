@@ -29,11 +29,11 @@ from tests.support.tiers import looped
 
 
 def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
-    own = trial("eagle3")
-    engine = own.make_engine({"tree": "chain"})
+    case = trial("eagle3")
+    engine = case.make_engine({"tree": "chain"})
     for prompts in (PROMPTS, PROMPTS[::-1], PROMPTS[1:]):
         for generation in engine.generate(prompts, NUM_NEW):
-            assert generation.token_ids == own.text("", generation.prompt_ids, None)
+            assert generation.token_ids == case.text("", generation.prompt_ids, None)
             assert generation.num_accepted == generation.num_drafted > NUM_NEW // 2
 
 
@@ -52,10 +52,10 @@ class Seldom(BudgetPolicy):
 def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Target states wait for the next draft. Rows with too many make features of them earlier."""
     monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
-    own = trial("eagle3")
-    engine = own.make_engine({"tree": "chain"})
+    case = trial("eagle3")
+    engine = case.make_engine({"tree": "chain"})
     engine.drafting.policy = Seldom()
-    done = own.decode()
+    done = case.decode()
     assert all(generation.num_accepted == generation.num_drafted for generation in done)
     assert sum(generation.num_drafted for generation in done) > 2 * DEPTH
 
@@ -63,9 +63,9 @@ def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatc
 def test_a_head_with_a_longest_row_drafts_no_further() -> None:
     longest = {"max_position_embeddings": 20, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
     path = write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **longest)
-    own = trial("eagle3")
-    own.make_engine({"tree": "dynamic", "num_nodes": 14, "top_k": 3, "path": path})
-    long = own.decode()[3]
+    case = trial("eagle3")
+    case.make_engine({"tree": "dynamic", "num_nodes": 14, "top_k": 3, "path": path})
+    long = case.decode()[3]
     assert 0 < long.num_accepted < 12
 
 
@@ -132,7 +132,7 @@ def test_all_layers_within_are_as_if_rounded(kernels: None, dtype: torch.dtype) 
     rounded = copy.deepcopy(module)
     round_weights(rounded)
     kept = keep_bytes(copy.deepcopy(module))
-    assert not [each for each in kept.modules() if isinstance(each, nn.Linear)]
+    assert not [part for part in kept.modules() if isinstance(part, nn.Linear)]
     assert not [*kept.parameters()]
     inputs = torch.randn(3, 2, 21).to(dtype)
     close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.03, "rtol": 0.03}
@@ -153,7 +153,7 @@ def test_a_layer_by_itself_is_freed_with_its_bytes(kernels: None) -> None:
 def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     module = some().double()
     assert keep_bytes(module) is module
-    assert [type(each) for each in module] == [nn.Linear] * 3
+    assert [type(part) for part in module] == [nn.Linear] * 3
 
     def none() -> None:
         raise NativeError("no C++ compiler", "no compiler")

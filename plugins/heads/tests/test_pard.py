@@ -79,9 +79,9 @@ def test_it_says_how_sure_it_is() -> None:
         draft = drafter.propose(Batch(tuple(rows)), [4, 2, 0, 3])
         expected = []
         for row, count in zip(rows, [4, 2, 0, 3], strict=True):
-            own = text(row.request_id, tuple(row.tokens), None)
-            for place in range(count):
-                logits = torch.tensor(reference.logits_behind(target().model, [*row.tokens, *own[:place]]))
+            chain = text(row.request_id, tuple(row.tokens), None)
+            for depth in range(count):
+                logits = torch.tensor(reference.logits_behind(target().model, [*row.tokens, *chain[:depth]]))
                 expected.append(float(logits.double().softmax(-1).max()))
     assert draft.lengths == [4, 2, 0, 3]
     torch.testing.assert_close(torch.tensor(draft.confidence), torch.tensor(expected))
@@ -106,8 +106,8 @@ def test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives(back
         batch, budget = Batch(tuple(running)), [draw.randint(0, LENGTH) for _ in running]
         draft = drafter.propose(batch, budget)
         for row, (start, count) in enumerate(zip(draft.indptr, budget, strict=False)):
-            found = draft.token_ids[start : start + draft.lengths[row]].tolist()
-            assert found == (foreseen(model, list(running[row].tokens), count) if count else [])
+            drafted = draft.token_ids[start : start + draft.lengths[row]].tolist()
+            assert drafted == (foreseen(model, list(running[row].tokens), count) if count else [])
         accepted = tuple(range(draw.randint(0, length)) for length in draft.lengths)
         for row, (start, taken) in enumerate(zip(draft.indptr, accepted, strict=False)):
             running[row].extend([*draft.token_ids[start : start + len(taken)].tolist(), draw.randrange(VOCAB)])

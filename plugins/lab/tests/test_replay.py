@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from emssd_lab.replay import ReplayConfig
-from emssd_lab.replay.drafter import ReplayDrafter, ReplayTrees
+from emssd_lab.replay.drafter import ReplayDrafter
 from emssd_lab.simulate.trace_drafter import TreeLaw
 from emssd_lab.simulate.traces import RequestTrace, StageTrace, Trace, save_trace
 from emssd_testing.models import tiny_model
@@ -160,7 +160,7 @@ def test_a_recorded_trace_is_replayed_by_request_id(tmp_path: Path) -> None:
 )
 def test_bad_options_are_refused(config: ReplayConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        (ReplayTrees if config.branches else ReplayDrafter)(config, 96)
+        ReplayDrafter(config, 96)
 
 
 def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_file_of_something_else_and_a_trace_of_two_drafters_are_refused(tmp_pa
 
 def test_a_tree_takes_the_right_child_and_the_output_is_that_of_the_model() -> None:
     config = ReplayConfig(branches=[2, 2], chances=[[0.0, 1.0]])
-    drafter = ReplayTrees(config, 96)
+    drafter = ReplayDrafter(config, 96)
     row = Row(Request("a", (5,), 60))
     draft = drafter.propose(Batch((row,)), [9])
     assert drafter.num_speculative_tokens == draft.lengths[0] == 6
@@ -198,7 +198,7 @@ def test_of_each_nodes_children_at_most_one_is_right_and_as_often_as_stated(seed
         right = law.right("a", position)
         assert right == law.right("a", position)
         for parent in {-1, *law.parents}:
-            children = [node for node, each in enumerate(law.parents) if each == parent]
+            children = [node for node, above in enumerate(law.parents) if above == parent]
             assert sum(right[node] for node in children) <= 1
         for node, is_right in enumerate(right):
             counts[node] += is_right

@@ -27,25 +27,25 @@ class NGramPool:
 
     def __init__(self, ngram: int, most: int) -> None:
         self._ngram, self._most = ngram, most
-        self._behind: dict[int, list[tuple[int, ...]]] = {}
+        self._after: dict[int, list[tuple[int, ...]]] = {}
 
     def add(self, tokens: Seq[int]) -> None:
         """Remember an n-gram, as the latest."""
         first, rest = tokens[0], tuple(tokens[1:])
-        known = self._behind.setdefault(first, [])
-        if rest in known:
-            known.remove(rest)
-        known.append(rest)
-        del known[: -self._most]
+        grams = self._after.setdefault(first, [])
+        if rest in grams:
+            grams.remove(rest)
+        grams.append(rest)
+        del grams[: -self._most]
 
     def add_all(self, text: Seq[int]) -> None:
         """Remember every n-gram of a text."""
         for start in range(len(text) - self._ngram + 1):
             self.add(text[start : start + self._ngram])
 
-    def behind(self, token: int) -> list[tuple[int, ...]]:
+    def after(self, token: int) -> list[tuple[int, ...]]:
         """The n-grams after `token`, the latest first, each of ``ngram - 1`` tokens."""
-        return self._behind.get(token, [])[::-1]
+        return self._after.get(token, [])[::-1]
 
 
 class Window:
@@ -69,18 +69,18 @@ class Window:
         The first level is a chain from the newest token on. Below it, each token is the child of the one above.
         """
         width = len(self._levels[0])
-        nodes = [(token, place - 1) for place, token in enumerate(self._levels[0][1:])]
+        nodes = [(token, parent) for parent, token in enumerate(self._levels[0][1:], start=-1)]
         for tokens in self._levels[1:]:
             above = len(nodes) - width
             nodes += [(token, above + column) for column, token in enumerate(tokens)]
         return nodes
 
-    def advance(self, newest: int, said: Seq[int]) -> list[list[int]]:
-        """Move on by a place, from the `newest` token. Returns the n-gram of each column, `said` included.
+    def advance(self, newest: int, chosen: Seq[int]) -> list[list[int]]:
+        """Move on by a place, from the `newest` token. Returns the n-gram of each column, `chosen` included.
 
-        `said` ``[width]`` is what the target said after the last token of each column.
+        `chosen` ``[width]`` are the target's choices after the last token of each column.
         """
-        levels = [[newest, *self._levels[0][1:]], *self._levels[1:], list(said)]
+        levels = [[newest, *self._levels[0][1:]], *self._levels[1:], list(chosen)]
         self._levels = levels[1:]
         return [list(column) for column in zip(*levels, strict=True)]
 
@@ -145,7 +145,7 @@ class LookaheadDrafter(Drafter):
     def _tree(self, kept: _Row, limit: int, depth: int) -> Tree:
         config, window = self._config, kept.window.tree()
         has_room = len(window) <= limit and config.window + config.ngram - 3 <= depth
-        tree = merged(kept.pool.behind(kept.newest), limit - len(window) * has_room, depth)
+        tree = merged(kept.pool.after(kept.newest), limit - len(window) * has_room, depth)
         kept.num_guesses = len(tree) if has_room else None
         if kept.num_guesses is None:
             return tree
@@ -155,14 +155,14 @@ class LookaheadDrafter(Drafter):
 def merged(guesses: Iterable[Seq[int]], num_nodes: int, depth: int) -> Tree:
     """Chains as one tree, in which a common beginning stands once; at most `num_nodes` nodes, none below `depth`."""
     tree: Tree = []
-    places: dict[tuple[int, int], int] = {}  # of a node, by parent and token
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
     for guess in guesses:
         at = -1
         for token in guess[:depth]:
-            if (at, token) not in places:
+            if (at, token) not in nodes:
                 if len(tree) >= num_nodes:
                     return tree
-                places[at, token] = len(tree)
+                nodes[at, token] = len(tree)
                 tree.append((token, at))
-            at = places[at, token]
+            at = nodes[at, token]
     return tree

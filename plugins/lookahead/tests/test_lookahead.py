@@ -45,22 +45,22 @@ def test_the_window_is_a_chain_with_columns_below_and_moves_by_a_place(
             for column in range(width):
                 above = spine[column] if level == 1 else rest[(level - 2) * width + column]
                 assert rest[(level - 1) * width + column][:-1] == above
-        said = [data.draw(st.integers(100, 999)) for _ in range(width)]
+        chosen = [data.draw(st.integers(100, 999)) for _ in range(width)]
         last = rest[-width:] if levels > 1 else spine
-        grams = window.advance(1000, said)
-        columns = enumerate(zip(last, said, strict=True))
+        grams = window.advance(1000, chosen)
+        columns = enumerate(zip(last, chosen, strict=True))
         assert grams == [[*[1000, *way][column:], new] for column, (way, new) in columns]
         moved = [token for token, _ in window.tree()]
-        assert moved[len(moved) - width :] == said if levels > 1 else moved == said[1:]
+        assert moved[len(moved) - width :] == chosen if levels > 1 else moved == chosen[1:]
 
 
 def test_a_pool_keeps_the_latest_ngrams_of_each_first_token() -> None:
     pool = NGramPool(3, 2)
     pool.add_all([1, 2, 3, 1, 4, 5, 1, 2, 3, 1, 6, 7])
-    assert pool.behind(1) == [(6, 7), (2, 3)]
+    assert pool.after(1) == [(6, 7), (2, 3)]
     pool.add([1, 2, 3])
-    assert pool.behind(1) == [(2, 3), (6, 7)]
-    assert pool.behind(6) == []
+    assert pool.after(1) == [(2, 3), (6, 7)]
+    assert pool.after(6) == []
 
 
 @looped("shape", [(3, 3), (1, 2), (4, 2), (2, 4)])
@@ -75,14 +75,14 @@ def test_an_ngram_of_the_window_ends_with_what_the_target_says_behind_it(shape: 
             nonlocal checked
             window, advance = self._rows["0"].window, self._rows["0"].window.advance
 
-            def advanced(newest: int, said: list[int]) -> list[list[int]]:
+            def advanced(newest: int, chosen: list[int]) -> list[list[int]]:
                 nonlocal checked
                 assert newest == texts[-1][-1]
                 ways = [(), *ways_of(window.tree())][-width:] if ngram > 2 else [(), *ways_of(window.tree())]
-                for way, token in zip(ways, said, strict=True):
+                for way, token in zip(ways, chosen, strict=True):
                     assert [token] == greedy_reference(model, [*texts[-1], *way], 1)
                     checked += 1
-                return advance(newest, said)
+                return advance(newest, chosen)
 
             window.advance = advanced
             super().observe(outcome)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import pairwise
 
 from emssd.drafting import Draft, NGramDrafter, Outcome
 from emssd.errors.ranges import AtLeastOne, Share
@@ -63,17 +62,15 @@ class NGrammysDrafter(NGramDrafter):
         super().observe(outcome)
         if outcome.candidates is None:
             return
-        ids = outcome.draft.token_ids.tolist()
-        rows = zip(outcome.batch, outcome.candidates, pairwise(outcome.draft.indptr), strict=True)
-        for row, candidates, (start, stop) in rows:
-            tokens = [self._newest[row.request_id], *ids[start:stop]]
+        for number, (row, candidates) in enumerate(zip(outcome.batch, outcome.candidates, strict=True)):
+            tokens = [self._newest[row.request_id], *outcome.draft.tokens(number)]
             self._bigrams.update(zip(tokens, map(tuple, candidates), strict=True))
 
     def more(self, token: int, chances: dict[int, float]) -> None:
         """Give the bigrams of `token` their share."""
         share = self._share if chances else 1.0
-        for known in chances:
-            chances[known] *= 1 - share
+        for counted in chances:
+            chances[counted] *= 1 - share
         for best, chance in zip(self._bigrams.get(token, ()), self._ranks, strict=False):
             chances[best] = chances.get(best, 0.0) + share * chance
 

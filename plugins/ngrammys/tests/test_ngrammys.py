@@ -19,7 +19,7 @@ def seen(drafter: NGrammysDrafter, row: Row, draft: Draft, candidates: list[list
             batch=Batch([row]),
             draft=draft,
             accepted=((),),
-            target_ids=(tuple(each[0] for each in candidates),),
+            target_ids=(tuple(best[0] for best in candidates),),
             candidates=(tuple(map(tuple, candidates)),),
         )
     )
@@ -32,12 +32,12 @@ def tree_of(drafter: NGrammysDrafter, tokens: tuple[int, ...], name: str = "a", 
 
 def products(tree: Tree) -> dict[tuple[int, ...], float]:
     """The product of the confidences on each path."""
-    ways, found = list[tuple[int, ...]](), dict[tuple[int, ...], float]()
+    ways, chances = list[tuple[int, ...]](), dict[tuple[int, ...], float]()
     for token, parent, sure in zip(*tree, strict=True):
         before = ways[parent] if parent >= 0 else ()
         ways.append((*before, token))
-        found[ways[-1]] = sure * (found[before] if before else 1.0)
-    return found
+        chances[ways[-1]] = sure * (chances[before] if before else 1.0)
+    return chances
 
 
 def test_bigrams_and_ngrams_share_the_probability() -> None:
@@ -57,7 +57,7 @@ def test_the_tree_has_the_likeliest_ways() -> None:
     drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, num_nodes=9, depth=3))
     table = {1: (2, 3), 2: (3, 1), 3: (1, 2)}
     drafter._bigrams = dict(table)
-    found = products(tree_of(drafter, (4, 1)))
+    drafted = products(tree_of(drafter, (4, 1)))
     likely = dict[tuple[int, ...], float]()
     for length in (1, 2, 3):
         for ranks in product((0, 1), repeat=length):
@@ -66,8 +66,8 @@ def test_the_tree_has_the_likeliest_ways() -> None:
                 way.append(table[way[-1]][rank])
                 chance *= 0.5 ** (rank + 1)
             likely[tuple(way[1:])] = chance
-    assert sorted(found.values()) == pytest.approx(sorted(sorted(likely.values(), reverse=True)[:9]))
-    assert all(likely[way] == pytest.approx(chance) for way, chance in found.items())
+    assert sorted(drafted.values()) == pytest.approx(sorted(sorted(likely.values(), reverse=True)[:9]))
+    assert all(likely[way] == pytest.approx(chance) for way, chance in drafted.items())
 
 
 def test_it_forgets_what_it_should() -> None:

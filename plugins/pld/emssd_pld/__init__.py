@@ -1,4 +1,4 @@
-"""Plugin `drafter=pld`: prompt lookup decoding, which copies what followed the longest n-gram that the text repeats."""
+"""Plugin `drafter=pld`: prompt lookup decoding copies the tokens after the longest n-gram that the text repeats."""
 
 from __future__ import annotations
 

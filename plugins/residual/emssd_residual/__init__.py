@@ -1,9 +1,9 @@
 """Plugin `sampling.method=residual`: drafts are held against the distributions that they were drawn from.
 
-The text has the law of the target's own, whatever the draft's distributions ``q`` are, if each child is drawn from what
-its earlier siblings left of the ``q`` behind their parent, and if nobody drops a token for what it is, or for what was
-drawn after it (docs/decisions/0024-residual-sampling.md). A drafter draws trees as `SampledDrafter` does, and gives
-them a `Drawn` as `Draft.extra`.
+The text has the law of the target alone, whatever the draft's distributions ``q`` are, on two conditions. Each child is
+drawn from the rest that its earlier siblings left of their parent's ``q``. Nobody drops a token because of its id, or
+of tokens drawn after it (docs/decisions/0024-residual-sampling.md). A drafter draws trees as `SampledDrafter` does, and
+gives them a `Drawn` as `Draft.extra`.
 """
 
 from __future__ import annotations

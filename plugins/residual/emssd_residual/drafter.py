@@ -96,11 +96,10 @@ class SampledDrafter(ModelDrafter):
         return self._with_known_bias(next(drawn_nodes(row, Draft.empty(1), 0)))
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        every, place = self._distributions(logits, self._nodes(level)), 0
-        for row, expansions in level:
+        sizes = [len(expansions) for _, expansions in level]
+        parts = torch.split_with_sizes(self._distributions(logits, self._nodes(level)), sizes)
+        for (row, expansions), q in zip(level, parts, strict=True):
             nodes, start = [node for node, _ in expansions], len(row.tree.token_ids)
-            q = every[place : place + len(nodes)]
-            place += len(nodes)
             drawing = self._drawn.setdefault(row.request_id, _Drawing(beam_at(-1, q.device)))
             drawing.q.update(zip(nodes, q, strict=True))
             noise, width = self._noise(row.node, nodes, q), len(expansions[0][1])
@@ -111,8 +110,8 @@ class SampledDrafter(ModelDrafter):
                 edges, drawing.beam = extend_beam(beam, q, width, noise, start)
             else:
                 edges = []
-                for node, own, arrivals in zip(nodes, q.unsqueeze(1), noise.unsqueeze(1), strict=True):
-                    edges += extend_beam(beam_at(node, q.device), own, width, arrivals)[0]
+                for node, line, arrivals in zip(nodes, q.unsqueeze(1), noise.unsqueeze(1), strict=True):
+                    edges += extend_beam(beam_at(node, q.device), line, width, arrivals)[0]
             row.tree.add_level([(parent, 0, token, 0.0) for parent, token in edges])  # all alike, to stay in order
 
     def _noise(self, origin: Node, nodes: Seq[int], q: torch.Tensor) -> torch.Tensor:
@@ -125,11 +124,11 @@ class SampledDrafter(ModelDrafter):
     def _distributions(self, logits: torch.Tensor, nodes: Seq[Node]) -> torch.Tensor:
         """``[n, vocab]`` float64, what follows each of `nodes`, with 0 for ids that only the target knows."""
         q = torch.zeros(len(nodes), self._vocab_size, dtype=torch.float64, device=logits.device)
-        for places in alike(nodes, range(len(nodes)), self._vocab_size):
-            index, own = on_device(places, logits.device), [nodes[place] for place in places]
-            rows = logits[index]
-            known = probabilities(rows, own) if own[0].params.is_residual else scores_of(rows, own).softmax(dim=-1)
-            q[index, : logits.shape[1]] = known
+        for lines in alike(nodes, range(len(nodes)), self._vocab_size):
+            index, some = on_device(lines, logits.device), [nodes[line] for line in lines]
+            is_residual, part = some[0].params.is_residual, logits[index]
+            shares = probabilities(part, some) if is_residual else scores_of(part, some).softmax(dim=-1)
+            q[index, : logits.shape[1]] = shares
         return q
 
 

@@ -90,7 +90,7 @@ def extend_beam(
     times = torch.where(probs > 0, noise / probs, torch.inf)
     arrivals = beam.arrivals[:, None] + (times - times.amin(dim=1, keepdim=True))
     first = arrivals.flatten().topk(min(width, arrivals.numel()), largest=False)
-    places = first.indices[first.values < torch.inf]  # not NaN either, as where nothing can follow
-    edges = [(beam.nodes[row], token) for row, token in (divmod(place, q.shape[1]) for place in places.tolist())]
+    indices = first.indices[first.values < torch.inf]  # not NaN either, as where nothing can follow
+    edges = [(beam.nodes[index // q.shape[1]], index % q.shape[1]) for index in indices.tolist()]
     nodes = tuple(range(start, start + len(edges)))
-    return edges, Beam(nodes, arrivals.flatten()[places], probs.flatten()[places])
+    return edges, Beam(nodes, arrivals.flatten()[indices], probs.flatten()[indices])

@@ -41,12 +41,12 @@ def check_distribution(generations: Seq[Generation], runner: ModelRunner, rows: 
     Args:
         rows: by request id, as it began, which says how their tokens were drawn.
     """
-    parts = [_tokens_of(each, runner, rows[each.request_id]) for each in generations]
-    before, own, surprise, spread = torch.cat(parts).unbind(1)
+    parts = [_tokens_of(generation, runner, rows[generation.request_id]) for generation in generations]
+    before, shares, surprise, spread = torch.cat(parts).unbind(1)
     draw = uniforms(0, "check", 0)
-    places = before + own * torch.tensor([draw() for _ in own], dtype=torch.float64)
-    num_tokens, num_impossible = len(own), int((own == 0).sum())
-    p_bins = _p_bins(places.clamp(max=_LAST))
+    points = before + shares * torch.tensor([draw() for _ in shares], dtype=torch.float64)
+    num_tokens, num_impossible = len(shares), int((shares == 0).sum())
+    p_bins = _p_bins(points.clamp(max=_LAST))
     variance = float(spread.sum())  # of a sum of mean 0
     p_likelihood = math.erfc(abs(float(surprise.sum())) / math.sqrt(2 * variance)) if variance > 0 else 1.0
     p_value = min(1.0, 2 * min(p_bins, p_likelihood))
@@ -57,22 +57,16 @@ def check_distribution(generations: Seq[Generation], runner: ModelRunner, rows: 
     ]
     if num_impossible:
         lines.append(f"  {num_impossible} of them are left out by top-k and the like in a plain pass")
-    metrics = {
-        "num_tokens": num_tokens,
-        "num_impossible": num_impossible,
-        "p_bins": p_bins,
-        "p_likelihood": p_likelihood,
-        "p_value": p_value,
-        "right": is_right,
-    }
+    metrics = {"num_tokens": num_tokens, "num_impossible": num_impossible, "p_bins": p_bins}
+    metrics |= {"p_likelihood": p_likelihood, "p_value": p_value, "right": is_right}
     return LawReport(is_right, tuple(lines), metrics)
 
 
-def _p_bins(places: torch.Tensor) -> float:
-    """The p-value of a G-test of whether ``places [n]``, from 0 to 1, are uniform."""
-    num_bins = min(_MOST_BINS, max(2, len(places) // _TOKENS_PER_BIN))
-    counts = torch.bincount((places * num_bins).long(), minlength=num_bins).double()
-    statistic = 2 * torch.special.xlogy(counts, counts * (num_bins / len(places))).sum().clamp(min=0)
+def _p_bins(points: torch.Tensor) -> float:
+    """The p-value of a G-test of whether ``points [n]``, from 0 to 1, are uniform."""
+    num_bins = min(_MOST_BINS, max(2, len(points) // _TOKENS_PER_BIN))
+    counts = torch.bincount((points * num_bins).long(), minlength=num_bins).double()
+    statistic = 2 * torch.special.xlogy(counts, counts * (num_bins / len(points))).sum().clamp(min=0)
     return float(torch.special.gammaincc(torch.tensor((num_bins - 1) / 2, dtype=torch.float64), statistic / 2))
 
 
@@ -99,10 +93,10 @@ def _token_numbers(probs: torch.Tensor, tokens: Seq[int]) -> torch.Tensor:
     """
     probs = probs.nan_to_num()
     ids = on_device(tokens, probs.device).unsqueeze(1)
-    own = probs.gather(1, ids)
-    is_before = (probs > own) | ((probs == own) & (torch.arange(probs.shape[1], device=probs.device) < ids))
+    shares = probs.gather(1, ids)
+    is_before = (probs > shares) | ((probs == shares) & (torch.arange(probs.shape[1], device=probs.device) < ids))
     logs = probs.clamp(min=torch.finfo(probs.dtype).tiny).log()
     mean = (probs * logs).sum(dim=1, keepdim=True)
     spread = (probs * (logs - mean) ** 2).sum(dim=1, keepdim=True)
-    surprise = torch.where(own > 0, logs.gather(1, ids) - mean, 0)
-    return torch.cat([(probs * is_before).sum(dim=1, keepdim=True), own, surprise, spread], dim=1)
+    surprise = torch.where(shares > 0, logs.gather(1, ids) - mean, 0)
+    return torch.cat([(probs * is_before).sum(dim=1, keepdim=True), shares, surprise, spread], dim=1)

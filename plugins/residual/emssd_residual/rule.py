@@ -25,7 +25,7 @@ __all__ = ["ResidualRule"]
 class ResidualRule(SharedNoise):
     """Verifies a row that was drawn with a known ``q`` by traversal, and rows of other methods by shared noise.
 
-    Of a draft without a ``q``, the tokens that the target draws itself are accepted. They are not drawn with the noise
+    In a draft without a ``q``, the tokens that the target draws itself are accepted. They are not drawn with the noise
     of `coupled` sampling. A drafter can compute that noise beforehand, so whether it gives a ``q`` could depend on it.
 
     On a GPU, the host waits several times for each node.
@@ -35,23 +35,22 @@ class ResidualRule(SharedNoise):
         self, logits: torch.Tensor, rows: Seq[Row], draft: Draft, candidates: torch.Tensor | None = None
     ) -> list[Verified]:
         verified, draft = super().verify(logits, rows, draft, candidates), draft.within(logits.shape[1])
-        for place, each in enumerate(verified):
-            params = each.row.request.sampling
+        for number, result in enumerate(verified):
+            params = result.row.request.sampling
             if params is None or not params.is_residual:
                 continue
-            nodes = list(drawn_nodes(each.row, draft, place))
-            start, stop = draft.indptr[place], draft.indptr[place + 1]
-            target = probabilities(logits[start + place : stop + place + 1], nodes)
-            numbers = uniforms(nodes[0].key, "verify", len(each.row.tokens))
-            tokens, tree = draft.token_ids[start:stop].tolist(), draft.tree(place)
-            extra = None if draft.extra is None else draft.extra[place]
+            nodes, first = list(drawn_nodes(result.row, draft, number)), draft.indptr[number] + number
+            target = probabilities(logits[first : first + len(nodes)], nodes)
+            numbers = uniforms(nodes[0].key, "verify", len(result.row.tokens))
+            tokens, tree = draft.tokens(number), draft.tree(number)
+            extra = None if draft.extra is None else draft.extra[number]
             if isinstance(extra, Drawn):
                 verdict = verify_traversal(target, extra.q, tokens, tree, numbers)
             else:
                 verdict = verify_deterministic(target, (), tokens, tree, numbers)
-            each.accepted, each.new_tokens = verdict.path, [*(tokens[node] for node in verdict.path), verdict.token]
-            for node, token in zip((-1, *verdict.path), each.new_tokens, strict=True):
-                each.target_ids[node + 1] = token
+            result.accepted, result.new_tokens = verdict.path, [*(tokens[node] for node in verdict.path), verdict.token]
+            for node, token in zip((-1, *verdict.path), result.new_tokens, strict=True):
+                result.target_ids[node + 1] = token
         return verified
 
     def check(self, generations: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row]) -> LawReport:

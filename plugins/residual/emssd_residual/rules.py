@@ -1,4 +1,4 @@
-"""The rules: which nodes of a drawn tree are accepted, and which token follows them.
+"""The rules: they say which nodes of a drawn tree are accepted, and draw the token after them.
 
 Arguments that all rules share, for the tree of one row with ``n`` nodes:
 
@@ -98,8 +98,8 @@ def _children(parents: Seq[int]) -> list[list[int]]:
 
 def _children_first(parents: Seq[int]) -> list[int]:
     """``[n]`` all nodes, each after its children and after its earlier siblings with all below them."""
-    children, found, waiting = _children(parents), list[int](), [-1]
+    children, order, waiting = _children(parents), list[int](), [-1]
     while waiting:
-        found.append(node := waiting.pop())
+        order.append(node := waiting.pop())
         waiting.extend(children[node + 1])  # the last sibling comes out first, and the order is turned round below
-    return found[:0:-1]
+    return order[:0:-1]

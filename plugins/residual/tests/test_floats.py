@@ -27,14 +27,14 @@ _GRID = 101  # no probability here is a fraction of it, so that no rounding deci
 def test_floats_decide_as_fractions_do(rule: Rule, shape: tuple[int, ...]) -> None:
     random, lengths = Random(1), set[int]()
     for target, draft in product(TARGETS.values(), DRAFTS):
-        for each in random.choices(list(trees_of(draft, shape)), k=20):
-            tree = rebuilt(each)
+        for drawn in random.choices(list(trees_of(draft, shape)), k=20):
+            tree = rebuilt(drawn)
             texts = [way(tree, node) for node in range(-1, len(tree.token_ids))]
             exact = [np.stack([model(text) for text in texts]) for model in (target, DRAFTS[draft])]
             tensors = [torch.from_numpy(rows.astype(np.float64)) for rows in exact]
             numbers = [Fraction(2 * random.randrange(_GRID) + 1, 2 * _GRID) for _ in range(len(texts) + 1)]
-            verdict = rule(*exact, *each, iter(numbers).__next__)
-            assert rule(*tensors, *each, map(float, numbers).__next__) == verdict
+            verdict = rule(*exact, *drawn, iter(numbers).__next__)
+            assert rule(*tensors, *drawn, map(float, numbers).__next__) == verdict
             lengths.add(len(verdict.path))
     assert lengths == set(range(len(shape) + 1))
 

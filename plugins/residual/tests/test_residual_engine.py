@@ -99,10 +99,10 @@ def test_a_residual_that_is_none_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 def test_drafts_that_do_not_tell_the_truth_are_found() -> None:
     class Liar(DrawingDrafter):
         def tree(self, row: Row) -> SampledTree | None:
-            found = super().tree(row)
-            if found is not None:
-                found.draft = [each / 2 for each in found.draft]
-            return found
+            tree = super().tree(row)
+            if tree is not None:
+                tree.draft = [q / 2 for q in tree.draft]
+            return tree
 
     assert not report_of(Liar(even(VOCAB), [1, 1]), WARM).is_right
 
@@ -138,7 +138,7 @@ class Drawn(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         def told(tree: SampledTree, nodes: Seq[int]) -> list[torch.Tensor]:
-            return [torch.tensor(each.astype(float)) for each in behind(self._draft)(tree, nodes)]
+            return [torch.tensor(q.astype(float)) for q in behind(self._draft)(tree, nodes)]
 
         trees = [rsd_c(told, (2, 1), self._uniform) for _ in batch]
         draft = joined(trees)
@@ -160,9 +160,9 @@ def law_with(policy: BudgetPolicy, draft: Model, monkeypatch: pytest.MonkeyPatch
             texts.append([*texts[parent + 1], token])
         logits = torch.stack([torch.tensor(SHOWN(text).astype(float)).log() for text in texts])
         monkeypatch.setattr(module, "uniforms", lambda *_: uniform)
-        found = module.ResidualRule().verify(logits, batch.rows, proposed)
+        verified = module.ResidualRule().verify(logits, batch.rows, proposed)
         sizes.add(len(texts) - 1)
-        return tuple(found[0].new_tokens)
+        return tuple(verified[0].new_tokens)
 
     return law_of(step, TensorUniform), max(sizes)
 
@@ -216,9 +216,7 @@ class ByToken(ScriptedBudget):
     """Drops all from the first token 1 on."""
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        rows = [
-            draft.token_ids[start:stop].tolist() for start, stop in zip(draft.indptr, draft.indptr[1:], strict=False)
-        ]
+        rows = map(draft.tokens, range(draft.num_rows))
         return [row.index(1) if 1 in row else len(row) for row in rows]
 
 
@@ -266,7 +264,7 @@ def test_other_rows_of_the_batch_get_the_tokens_that_they_get_alone() -> None:
 def test_the_text_depends_on_the_seed_and_the_drafts_alone(
     batch_size: int, max_step_tokens: int, max_tokens: int | None
 ) -> None:
-    rows = [dataclasses.replace(each, prompt_ids=(5, 2, 6, 1)) for each in asked(5, WARM, 30)]
+    rows = [dataclasses.replace(request, prompt_ids=(5, 2, 6, 1)) for request in asked(5, WARM, 30)]
     drafter = DrawingDrafter(even(VOCAB), [2, 1])
     expected = decode(make_engine(drafter, batch_size=5), rows)
     assert len(set(expected.values())) == 5
@@ -282,13 +280,13 @@ def test_drafters_are_told_what_was_emitted() -> None:
             heard.append(outcome)
 
     rows, drafter = asked(4, WARM, 20), Listening(even(VOCAB), [2, 2])
-    done, told = decode(make_engine(drafter, batch_size=4), rows), {row.request_id: list[int]() for row in rows}
+    done, by_name = decode(make_engine(drafter, batch_size=4), rows), {row.request_id: list[int]() for row in rows}
     for outcome in heard:
         ids = outcome.draft.token_ids.tolist()
         for row, name in enumerate(outcome.batch.request_ids):
             path, choices = outcome.accepted[row], outcome.target_ids[row]
             assert len(choices) == 1 + outcome.draft.lengths[row]
-            emitted = [choices[place] for place in (0, *(node + 1 for node in path))]
+            emitted = [choices[index] for index in (0, *(node + 1 for node in path))]
             assert emitted[:-1] == [ids[outcome.draft.indptr[row] + node] for node in path]
-            told[name] += emitted
-    assert {name: tuple(tokens[:20]) for name, tokens in told.items()} == done
+            by_name[name] += emitted
+    assert {name: tuple(tokens[:20]) for name, tokens in by_name.items()} == done

@@ -58,8 +58,7 @@ def drafted(shape: str, rows: list[Row], limit: int = 99, vocab_size: int = VOCA
 
 
 def nodes(draft: Draft, row: int) -> list[tuple[int, int]]:
-    start, stop = draft.indptr[row], draft.indptr[row + 1]
-    return list(zip(draft.token_ids[start:stop].tolist(), draft.tree(row), strict=True))
+    return list(zip(draft.tokens(row), draft.tree(row), strict=True))
 
 
 @shapes
@@ -73,16 +72,16 @@ def test_it_tells_what_it_drew_from(kind: str, vocab_size: int, shape: str) -> N
     texts = [PROMPT]
     for token, parent in nodes(draft, 0):
         texts.append((*texts[parent + 1], token))
-    known = {token: value for token, value in params.logit_bias.items() if token < vocab_size}
-    for place in {parent + 1 for parent in draft.tree(0)}:
-        logits = reference.logits_behind(model(vocab_size).model, texts[place])
-        scores = reference.scores(logits, replace(params, logit_bias=known), texts[place], len(PROMPT))
+    possible = {token: value for token, value in params.logit_bias.items() if token < vocab_size}
+    for index in {parent + 1 for parent in draft.tree(0)}:
+        logits = reference.logits_behind(model(vocab_size).model, texts[index])
+        scores = reference.scores(logits, replace(params, logit_bias=possible), texts[index], len(PROMPT))
         expected = [*reference.probabilities(scores), *[0.0] * (VOCAB - vocab_size)]
-        found = torch.tensor(expected, dtype=torch.float64)
-        torch.testing.assert_close(q[place], found, rtol=1e-6, atol=1e-7)  # Llama's norms are computed in float32
-        children = [token for token, parent in nodes(draft, 0) if parent == place - 1]
+        shares = torch.tensor(expected, dtype=torch.float64)
+        torch.testing.assert_close(q[index], shares, rtol=1e-6, atol=1e-7)  # Llama's norms are computed in float32
+        children = [token for token, parent in nodes(draft, 0) if parent == index - 1]
         assert len(set(children)) == len(children)
-        assert all(q[place][token] > 0 for token in children)
+        assert all(q[index][token] > 0 for token in children)
 
 
 @shapes

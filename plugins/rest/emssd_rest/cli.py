@@ -70,7 +70,7 @@ def _build(arguments: argparse.Namespace) -> None:
     try:
         tokenizer = load_tokenizer(arguments.tokenizer)
         texts = read_corpus(arguments.corpus, field=arguments.field, template=arguments.template, limit=arguments.limit)
-        documents = (encode_text(text, tokenizer, place) for place, text in _with_progress(texts))
+        documents = (encode_text(text, tokenizer, name) for name, text in _with_progress(texts))
         sources = [Path(name).name for name in arguments.corpus]
         header = build_store(arguments.store, documents, tokenizer=tokenizer, sources=sources)
     finally:
@@ -92,7 +92,7 @@ def _info(arguments: argparse.Namespace) -> None:
         f"tokenizer  {header.vocab_size} tokens, {header.tokenizer[:12]}" if header.tokenizer else "tokenizer  unknown"
     )
     print(f"sources    {', '.join(header.sources) or 'unknown'}")
-    print(f"size       {store.num_bytes} bytes")
+    print(f"size       {store.tokens.nbytes + store.suffixes.nbytes} bytes")
 
 
 def read_corpus(names: Iterable[str], **options: Any) -> list[tuple[str, str]]:
@@ -100,8 +100,8 @@ def read_corpus(names: Iterable[str], **options: Any) -> list[tuple[str, str]]:
     try:
         return read_texts(names, **options)
     except PromptError as error:
-        said = str(error).partition("; data.chat=")[0]  # documents are no conversations
-        raise PromptError(re.sub(r"\bdata\.(field|template)\b(?!\.)", r"--\1", said)) from error
+        message = str(error).partition("; data.chat=")[0]  # documents are no conversations
+        raise PromptError(re.sub(r"\bdata\.(field|template)\b(?!\.)", r"--\1", message)) from error
 
 
 def load_tokenizer(name: str) -> Any:

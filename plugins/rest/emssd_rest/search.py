@@ -43,29 +43,29 @@ class StoreSearch:
         """
         wanted = self._encoded(context[-max_match:])
         low, high = min_match, len(wanted) // self._width
-        found, first = 0, 0
+        longest, first = 0, 0
         while low <= high:  # where a suffix occurs, all shorter ones do
             length = (low + high) // 2
             gram = wanted[len(wanted) - length * self._width :]
             start = bisect_left(self._order, gram, key=self._reader(length))
             if start < len(self._order) and self._reader(length)(self._order[start]) == gram:
-                found, first, low = length, start, length + 1
+                longest, first, low = length, start, length + 1
             else:
                 high = length - 1
-        if not found:
+        if not longest:
             return 0, range(0)
-        gram = wanted[len(wanted) - found * self._width :]
-        return found, range(first, bisect_right(self._order, gram, lo=first, key=self._reader(found)))
+        gram = wanted[len(wanted) - longest * self._width :]
+        return longest, range(first, bisect_right(self._order, gram, lo=first, key=self._reader(longest)))
 
     def behind(self, match: int, places: range, max_matches: int) -> npt.NDArray[Any]:
-        """``[m]`` the places of what follows a match of `longest`, in the order of what stands there.
+        """``[m]`` the places after a match of `longest`, in the order of the texts there.
 
-        Of more places than `max_matches`, a sample at even distances is looked at.
+        If there are more than `max_matches`, a sample at even distances is looked at.
         """
-        found = self._suffixes[places.start : places.stop]
+        some = self._suffixes[places.start : places.stop]
         if len(places) > max_matches:
-            found = found[np.arange(max_matches) * len(places) // max_matches]
-        return found + match
+            some = some[np.arange(max_matches) * len(places) // max_matches]
+        return some + match
 
     def tree(self, behind: npt.NDArray[Any], depth: int, num_nodes: int, branches: int) -> Tree:
         """The most frequent continuations, best first; see `emssd.drafting.growth.grow_tree`. One branch is a chain.
@@ -83,8 +83,8 @@ class StoreSearch:
             if (token := rows[0][column]) == rows[-1][column]:
                 return [] if token == END else [(token - 1, 1.0, (rows, column + 1))]
             shared = [(token, list(group)) for token, group in groupby(rows, itemgetter(column)) if token != END]
-            shared.sort(key=lambda each: -len(each[1]))
-            return [(token - 1, len(each) / len(rows), (each, column + 1)) for token, each in shared[:branches]]
+            shared.sort(key=lambda pair: -len(pair[1]))
+            return [(token - 1, len(some) / len(rows), (some, column + 1)) for token, some in shared[:branches]]
 
         origin: _Texts = behind
         return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=branches)
@@ -96,24 +96,24 @@ class StoreSearch:
 
     def _encoded(self, context: Seq[int]) -> bytes:
         """The latest of these ids that the store can hold at all, as the store writes them."""
-        known = len(context)
-        while known and context[known - 1] < self._num_ids:
-            known -= 1
-        return b"".join([(token + 1).to_bytes(self._width, "big") for token in context[known:]])
+        start = len(context)
+        while start and context[start - 1] < self._num_ids:
+            start -= 1
+        return b"".join([(token + 1).to_bytes(self._width, "big") for token in context[start:]])
 
     def _reader(self, length: int) -> Any:
         data, width = self._bytes, self._width
         size = length * width
 
-        def read(place: int) -> bytes:
-            return data[place * width : place * width + size].tobytes()
+        def read(start: int) -> bytes:
+            return data[start * width : start * width + size].tobytes()
 
         return read
 
 
 def _runs(tokens: npt.NDArray[Any], places: npt.NDArray[Any], most: int) -> list[tuple[int, float, _Texts]]:
-    """Of ascending ``tokens [m]`` the most frequent, `most` of them, `END` left out; the lowest wins a tie. Of each its
-    id, its share, and the places after those of its `places`.
+    """The `most` most frequent of ascending ``tokens [m]``, `END` left out; the lowest wins a tie. Each has its
+    id, its share, and the places after its `places`.
     """
     bounds = np.concatenate(([0], np.flatnonzero(tokens[1:] != tokens[:-1]) + 1, [len(tokens)]))
     order = np.argsort(-np.diff(bounds), kind="stable")

@@ -101,14 +101,9 @@ class Store:
             raise ConfigError(f"store {folder} is damaged: {error}; build it anew") from error
         return cls(path, header, tokens, suffixes)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of both arrays."""
-        return self.tokens.nbytes + self.suffixes.nbytes
-
 
 def fingerprint(tokenizer: Any) -> str:
-    """A digest of which token has which id; tokenizers of the same fingerprint can share a store."""
+    """A digest of all tokens and their ids; tokenizers of the same fingerprint can share a store."""
     digest = hashlib.sha256()
     for token, token_id in sorted(tokenizer.get_vocab().items()):
         digest.update(f"{token_id} {token}\n".encode("utf-8", "surrogatepass"))
@@ -158,9 +153,9 @@ def _check(header: Header, tokens: npt.NDArray[Any], suffixes: npt.NDArray[Any])
     if tokens[-1] != END:
         raise ValueError(f"{TOKENS} does not end with the end of a document")
     for i in np.linspace(0, num_places - 2, _NUM_PROBES).astype(int).tolist():
-        pair = [int(place) for place in suffixes[i : i + 2]]
+        pair = [int(start) for start in suffixes[i : i + 2]]
         if min(pair) < 0 or max(pair) >= num_places:
             raise ValueError(f"{SUFFIXES} points outside of {TOKENS}")
-        first, second = (tokens[place : place + _PROBE_LENGTH].tobytes() for place in pair)
+        first, second = (tokens[start : start + _PROBE_LENGTH].tobytes() for start in pair)
         if first > second or pair[0] == pair[1]:
             raise ValueError(f"{SUFFIXES} at {i} is out of the order of {TOKENS}")

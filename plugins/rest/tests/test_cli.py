@@ -39,14 +39,14 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 
 def documents(store: Path) -> list[str]:
     """The texts in a store, without special tokens."""
-    tokenizer, found, ids = load_tokenizer("demo"), [], list[int]()
+    tokenizer, texts, ids = load_tokenizer("demo"), [], list[int]()
     for token in Store.open(store).tokens.tolist():
         if token:
             ids.append(token - 1)
         else:
-            found.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
+            texts.append(tokenizer.decode(ids, skip_special_tokens=True).strip())
             ids = []
-    return found
+    return texts
 
 
 @pytest.mark.parametrize(
@@ -73,9 +73,9 @@ def test_other_files_are_one_document_each_and_several_make_one_store(
     made = capsys.readouterr().out
     assert f"3 documents, {header.num_tokens} tokens. Use it with drafter=rest drafter.store=" in made
     main(["info", str(tmp_path / "store")])
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for fact in (f"tokens     {header.num_tokens}", "corpus.jsonl, book.txt", header.tokenizer[:12]):
-        assert fact in told
+        assert fact in printed
 
 
 def test_what_cannot_be_read_is_told_in_the_words_of_this_command(

@@ -105,14 +105,14 @@ def opened(folder: Path, documents: list[list[int]]) -> Store:
 def continuations(config: RestConfig, documents: list[list[int]], tokens: list[int]) -> list[list[int]]:
     """Return what follows each place of the longest end of `tokens` that stands in the documents."""
     for size in range(min(config.max_match, len(tokens)), config.min_match - 1, -1):
-        found = [
+        texts = [
             text[end:]
             for text in documents
             for end in range(size, len(text) + 1)
             if text[end - size : end] == tokens[-size:]
         ]
-        if found:
-            return found
+        if texts:
+            return texts
     return []
 
 
@@ -140,18 +140,18 @@ def test_the_tree_is_made_of_the_most_frequent_prefixes(
     row, depth = row_of(tokens, max_new_tokens=num_remaining), min(config.num_speculative_tokens, num_remaining - 1)
     budget = budget if config.branches > 1 else min(budget, depth)
     draft = tree_of(drafter, row, budget)
-    texts, found = [text[:depth] for text in continuations(config, documents, tokens)], paths_of(draft)
+    texts, drafted = [text[:depth] for text in continuations(config, documents, tokens)], paths_of(draft)
     counts = {
         tuple(text[:size]): sum(other[:size] == text[:size] for other in texts)
         for text in texts
         for size in range(len(text) + 1)
     }
-    assert set(found) <= set(counts)
-    worths = [counts[path] for path in found]
+    assert set(drafted) <= set(counts)
+    worths = [counts[path] for path in drafted]
     assert worths == sorted(worths, reverse=True)
     assert draft.confidence is not None
-    assert list(draft.confidence) == [counts[path] / counts[path[:-1]] for path in found]
-    ends = [path for path in found if not any(other[:-1] == path for other in found)]
+    assert list(draft.confidence) == [counts[path] / counts[path[:-1]] for path in drafted]
+    ends = [path for path in drafted if not any(other[:-1] == path for other in drafted)]
     assert len(ends) <= config.branches
     if len(ends) < config.branches:
         assert worths == sorted((count for path, count in counts.items() if path), reverse=True)[:budget]

@@ -47,7 +47,7 @@ def brute_force_longest(documents: list[list[int]], context: list[int], low: int
     for length in range(min(high, len(context)), low - 1, -1):
         gram = context[len(context) - length :]
         count = sum(
-            text[place : place + length] == gram for text in documents for place in range(len(text) - length + 1)
+            text[start : start + length] == gram for text in documents for start in range(len(text) - length + 1)
         )
         if count:
             return length, count
@@ -61,9 +61,9 @@ def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: i
         wanted = [*gram, *chain]
         behind = Counter[int]()
         for text in documents:
-            for place in range(len(text) - len(wanted) + 1):
-                if text[place : place + len(wanted)] == wanted:
-                    behind.update(text[place + len(wanted) :][:1])
+            for start in range(len(text) - len(wanted) + 1):
+                if text[start : start + len(wanted)] == wanted:
+                    behind.update(text[start + len(wanted) :][:1])
         if not behind:
             break
         chain.append(min(behind, key=lambda token: (-behind[token], token)))
@@ -111,7 +111,7 @@ def test_of_many_matches_an_even_sample_is_taken(tmp_path: Path) -> None:
     match, places = searched.longest([1, 2], 2, 16)
     assert (match, len(places)) == (2, 300)
     # The first ten in order are all followed by 3; of ten at even distances, three are.
-    followers = [int(store.tokens[place]) - 1 for place in searched.behind(match, places, 10)]
+    followers = [int(store.tokens[index]) - 1 for index in searched.behind(match, places, 10)]
     assert Counter(followers) == {3: 3, 4: 7}
     assert [chain(searched, match, places, 10, most) for most in (10, 5000, 1)] == [[4], [4], [3]]
 
@@ -221,11 +221,11 @@ def test_whatever_byte_is_wrong_a_store_is_refused_with_its_name_or_drafts_withi
 ) -> None:
     file = made(tmp_path / "store", [[1, 2, 3, 1, 2], [2, 3, 1]]).path / name
     good = file.read_bytes()
-    broken = [good[:place] + bytes([byte]) + good[place + 1 :] for place in range(len(good))
-              for byte in (ord("("), good[place] ^ 1)]  # fmt: skip
+    broken = [good[:index] + bytes([byte]) + good[index + 1 :] for index in range(len(good))
+              for byte in (ord("("), good[index] ^ 1)]  # fmt: skip
     rows = Batch((Row(Request("a", (1, 2), 20)), Row(Request("b", (2, 3, 1), 20))))
     refusals = []
-    for content in [*broken, *(good[:place] for place in range(0, len(good), 5)), b"PK\3\4" + good]:
+    for content in [*broken, *(good[:index] for index in range(0, len(good), 5)), b"PK\3\4" + good]:
         file.write_bytes(content)
         try:
             store = Store.open(tmp_path / "store")
@@ -236,7 +236,7 @@ def test_whatever_byte_is_wrong_a_store_is_refused_with_its_name_or_drafts_withi
             assert all(0 <= token < store.header.num_ids for token in drafted)
     assert len(refusals) > len(broken) / 3
     sentence = re.compile(rf"store {tmp_path}/store.*\b{re.escape(name)}\b.*build (it|the store) anew")
-    assert [said for said in refusals if not sentence.fullmatch(said)] == []
+    assert [refusal for refusal in refusals if not sentence.fullmatch(refusal)] == []
 
 
 def test_without_the_package_that_sorts_a_store_is_read_and_none_is_built(

@@ -41,6 +41,15 @@ def trial() -> Trial:
     return Trial(target(), DEPTH, load, waits=False)
 
 
+def product(weight: Any, rows: torch.Tensor, num_out: int) -> torch.Tensor:
+    """``[n, num_out]``: what the kernel makes of ``rows [n, …]`` and a rounded weight."""
+    kernels = load_kernels()
+    handle = kernels.new_module()
+    kernels.add_weight(handle, weight.values, None, weight.scale)
+    out: torch.Tensor = kernels.linear(rows, handle, 0, num_out)
+    return out
+
+
 def make_engine(backend: str = "ragged", **options: Any) -> Engine:
     return trial().make_engine(options, backend)
 
@@ -163,38 +172,29 @@ def test_the_kernel_multiplies_what_4_bits_stand_for(sizes: tuple[int, int], dty
     """Beside float64, on inputs that bytes hold exactly; any number of rows gives the same bits."""
     generator = torch.Generator().manual_seed(0)
     num_out, num_in = sizes
-    weight = torch.randn(num_out, num_in, generator=generator)
-    own, kernels = rounded(weight, 4), load_kernels()
-    handle = kernels.new_module()
-    kernels.add_weight(handle, own.values, None, own.scale)
+    weight = rounded(torch.randn(num_out, num_in, generator=generator), 4)
     rows = torch.randint(-126, 127, (19, num_in), generator=generator).double()
     rows[:, ::32] = 127  # so that the scale of each group of inputs is 1
     rows[3] = 0
-    out = kernels.linear(rows.to(dtype), handle, 0, num_out)
-    expected = rows @ own.dense(torch.float64).T
+    out = product(weight, rows.to(dtype), num_out)
+    expected = rows @ weight.dense(torch.float64).T
     torch.testing.assert_close(out.double(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3)
     for count in (1, 2, 7, 8, 9):
-        assert torch.equal(kernels.linear(rows[:count].to(dtype), handle, 0, num_out), out[:count])
+        assert torch.equal(product(weight, rows[:count].to(dtype), num_out), out[:count])
 
 
 @looped("value", ["nan", "inf", "-inf"])
 @looped("place", [7, 40, 65])
 def test_nan_stays_in_its_row(place: int, value: str) -> None:
-    own, kernels = rounded(torch.ones(5, 70), 4), load_kernels()
-    handle = kernels.new_module()
-    kernels.add_weight(handle, own.values, None, own.scale)
     rows = torch.ones(3, 70)
     rows[1, place] = float(value)
-    out = kernels.linear(rows, handle, 0, 5)
+    out = product(rounded(torch.ones(5, 70), 4), rows, 5)
     assert out[1].isnan().all()
     assert out[[0, 2]].isfinite().all()
 
 
 def test_inputs_are_rounded_to_the_nearest_byte() -> None:
     """Inputs are scaled by the largest of each 32. Of two equally near bytes, the one farther from 0 is taken."""
-    kernels, one = load_kernels(), rounded(torch.eye(70), 4)
-    handle = kernels.new_module()
-    kernels.add_weight(handle, one.values, None, one.scale)
     rows = torch.randn(3, 70, generator=torch.Generator().manual_seed(2))
     rows[0, :32] = torch.arange(-16, 16) / 2.0
     rows[0, 0] = -127
@@ -202,7 +202,7 @@ def test_inputs_are_rounded_to_the_nearest_byte() -> None:
     scale = padded.abs().amax(-1, keepdim=True) / 127
     scaled = padded * (127 / padded.abs().amax(-1, keepdim=True))
     expected = (scaled.sign() * (scaled.abs() + 0.5).floor() * scale).view(3, 96)[:, :70]
-    torch.testing.assert_close(kernels.linear(rows, handle, 0, 70), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(product(rounded(torch.eye(70), 4), rows, 70), expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.nightly
@@ -217,9 +217,9 @@ def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
     compiler.chmod(0o755)
     models = Path(__file__).parents[3] / "tests" / "models"
     files = [__file__, *(str(models / name) for name in ("test_bits.py", "test_int8.py"))]
-    own = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
+    environment = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *files]
-    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:]
     assert list((tmp_path / "cache").rglob("emssd_native.so"))
 

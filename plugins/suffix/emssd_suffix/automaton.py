@@ -1,7 +1,7 @@
 """A suffix automaton that grows token by token and counts: how often each string of the text occurs, and what follows.
 
 Blumer et al. 1985, "The smallest automaton recognizing the subwords of a text". A state stands for all strings that end
-at the same places of the text; its link leads to that of their longest suffix which ends at other places too.
+at the same places of the text; its link leads to the state of their longest suffix that ends at other places too.
 """
 
 from __future__ import annotations
@@ -33,19 +33,6 @@ class SuffixAutomaton:
             if the shortest of them has fewer than `max_depth` tokens.
     """
 
-    __slots__ = (
-        "_context",
-        "_last",
-        "_max_size",
-        "_size",
-        "counts",
-        "edges",
-        "favourites",
-        "lengths",
-        "links",
-        "num_tokens",
-    )
-
     def __init__(self, max_depth: int) -> None:
         self.edges: list[dict[int, int]] = [{}]
         self.links = [_NONE]
@@ -72,9 +59,9 @@ class SuffixAutomaton:
                 edges[before][token] = state
                 before = links[before]
             if before >= 0:
-                links[state] = known = edges[before][token]
-                if lengths[known] > lengths[before] + 1:  # its shorter strings end here too, its longer ones do not
-                    links[state] = self._split(known, before, token)
+                links[state] = older = edges[before][token]
+                if lengths[older] > lengths[before] + 1:  # its shorter strings end here too, its longer ones do not
+                    links[state] = self._split(older, before, token)
                     self._context = self.shortened(self._context, self._size)
             self._count(token)
             self._context = edges[self._context][token]
@@ -93,12 +80,12 @@ class SuffixAutomaton:
 
     def chain(self, state: int, length: int) -> list[tuple[int, int]]:
         """State and length of the string of `length` tokens in `state`, and of its suffixes that end at more places."""
-        found = []
+        suffixes = []
         while state:
-            found.append((state, length))
+            suffixes.append((state, length))
             state = self.links[state]
             length = self.lengths[state]
-        return found
+        return suffixes
 
     def repeated(self, max_length: int) -> tuple[list[tuple[int, int]], set[int]]:
         """The ends of the text that occur elsewhere too, and where nothing follows.
@@ -107,28 +94,27 @@ class SuffixAutomaton:
         places; the latter the states of all ends of the text, as long as favourites are known for them.
         """
         links, lengths, counts = self.links, self.lengths, self.counts
-        found: list[tuple[int, int]] = []
-        ends: set[int] = set()
+        elsewhere, ends = list[tuple[int, int]](), set[int]()
         state, length = self._context, self._size
         while state:
             ends.add(state)
             shorter = links[state]
             if counts[state] > 1 and lengths[shorter] < max_length:
-                found.append((state, min(length, max_length)))
+                elsewhere.append((state, min(length, max_length)))
             state, length = shorter, lengths[shorter]
-        return found, ends
+        return elsewhere, ends
 
-    def _split(self, known: int, before: int, token: int) -> int:
-        """Give the strings of `known` that end in those of `before` and `token` a state of their own."""
+    def _split(self, older: int, before: int, token: int) -> int:
+        """Give the strings of `older` that end in those of `before` and `token` a state of their own."""
         edges, links = self.edges, self.links
         split = len(links)
-        edges.append(edges[known].copy())
-        links.append(links[known])
+        edges.append(edges[older].copy())
+        links.append(links[older])
         self.lengths.append(self.lengths[before] + 1)
-        self.counts.append(self.counts[known])
-        self.favourites.append(self.favourites[known])
-        links[known] = split
-        while before >= 0 and edges[before].get(token) == known:
+        self.counts.append(self.counts[older])
+        self.favourites.append(self.favourites[older])
+        links[older] = split
+        while before >= 0 and edges[before].get(token) == older:
             edges[before][token] = split
             before = links[before]
         return split

@@ -2,7 +2,7 @@
 
 A chain's length, the match that it is made from and the growth of trees are SuffixDecoding's (Oliaro et al. 2024).
 There a tree has as many tokens as the chain would have; here it is as deep, from the match that the chain is made from.
-The automata and the choice between the row's own text and that of others are SAM-Decoding's (Hu et al. 2024).
+The automata, and the choice between the row's own text and other outputs, are SAM-Decoding's (Hu et al. 2024).
 """
 
 from __future__ import annotations
@@ -147,21 +147,16 @@ class SuffixDrafter(Drafter):
 
     def _matches(self, row: Row) -> list[Match]:
         """The places where the end of the row's text stands, in the order of preference."""
-        own = self._rows.get(row.request_id)
-        if own is None:
-            own = self._rows[row.request_id] = SuffixAutomaton(self._config.max_tree_depth)
-        own.extend(row.tokens[own.num_tokens :])
-        matches = [Match(own, *own.repeated(self._max_match))]
+        if (automaton := self._rows.get(row.request_id)) is None:
+            automaton = self._rows[row.request_id] = SuffixAutomaton(self._config.max_tree_depth)
+        automaton.extend(row.tokens[automaton.num_tokens :])
+        matches = [Match(automaton, *automaton.repeated(self._max_match))]
         if self._cache is None:
             return matches
         lead = matches[0].length + self._config.cache_bias
-        others = self._cache.matches(row.request_id, row.tokens)
-        longer = [match for match in others if match.length > lead]
-        return [*_longest_first(longer), *matches, *_longest_first(m for m in others if m.length <= lead)]
-
-
-def _longest_first(matches: Iterable[Match]) -> list[Match]:
-    return sorted(matches, key=lambda match: -match.length)  # of equals, the younger generation comes first
+        others = sorted(self._cache.matches(row.request_id, row.tokens), key=lambda match: -match.length)
+        longer = [match for match in others if match.length > lead]  # of equals, the younger generation comes first
+        return [*longer, *matches, *others[len(longer) :]]
 
 
 def _check(config: SuffixConfig) -> None:

@@ -26,7 +26,7 @@ class Match(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of the longest string found, 0 if there is none."""
+        """Tokens of the longest string found, 0 if there is none."""
         return self.suffixes[0][1] if self.suffixes else 0
 
 
@@ -41,7 +41,7 @@ class Matcher:
         self._num_known = automaton.num_tokens
 
     def match(self, tokens: Seq[int]) -> Match:
-        """The match of the end of `tokens`, which begin with those of the call before."""
+        """The match of the end of `tokens`, which go on from the `tokens` of the call before."""
         automaton = self.automaton
         start = max(0, len(tokens) - self._max_length)
         if self._num_known < automaton.num_tokens:
@@ -99,7 +99,7 @@ class OutputCache:
         return sum(automaton.num_tokens for automaton, _ in self._generations)
 
     def add(self, output: Seq[int]) -> None:
-        """Remember `output`, of one that is longer than a generation the end."""
+        """Remember `output`, or the end of one that is longer than a generation."""
         text = [*output[1 - self._max_tokens :], SEPARATOR]
         if not self._generations or self._generations[0][0].num_tokens + len(text) > self._max_tokens:
             self._generations.appendleft((SuffixAutomaton(self._max_depth), {}))
@@ -107,12 +107,12 @@ class OutputCache:
 
     def matches(self, request_id: str, tokens: Seq[int]) -> list[Match]:
         """The end of a row's text in each generation."""
-        found = []
+        matches = []
         for automaton, matchers in self._generations:
             if request_id not in matchers:
                 matchers[request_id] = Matcher(automaton, self._max_length)
-            found.append(matchers[request_id].match(tokens))
-        return found
+            matches.append(matchers[request_id].match(tokens))
+        return matches
 
     def release(self, request_id: str) -> None:
         """Forget how a row that runs no longer is matched; what it put in stays."""

@@ -84,8 +84,8 @@ def test_the_cache_is_bounded_and_forgets_the_older_half(outputs: list[list[int]
         assert cache.num_tokens == sum(map(len, generations)) <= max_tokens
     for length in range(1, 6):
         for output in outputs:
-            found = [match.length for match in cache.matches(f"row {output} {length}", output[:length])]
-            assert found == [
+            matched = [match.length for match in cache.matches(f"row {output} {length}", output[:length])]
+            assert matched == [
                 next((n for n in range(min(5, length, len(output)), 0, -1) if places(text, output[:length][-n:])), 0)
                 for text in generations
             ]

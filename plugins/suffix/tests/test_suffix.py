@@ -65,10 +65,10 @@ def by_definition(
     for i, text in enumerate([tokens, *generations]):
         inside = [*text][: len(text) - (i == 0)]  # the end of the row's own text is no match of itself
         ends = range(min(longest, len(tokens)), 0, -1)
-        found = (n for n in ends if any(inside[k : k + n] == list(tokens[-n:]) for k in range(len(inside) - n + 1)))
-        length = next(found, 0)
+        matches = (n for n in ends if any(inside[k : k + n] == list(tokens[-n:]) for k in range(len(inside) - n + 1)))
+        length = next(matches, 0)
         ranked.append((length + (config.cache_bias if i == 0 else 0), text, length))
-    for _, text, length in sorted(ranked, key=lambda each: -each[0]):
+    for _, text, length in sorted(ranked, key=lambda entry: -entry[0]):
         lengths = range(length, config.min_match_length - 1, -1)
         drafts = [(*from_counts(config, text, tokens, n, budget), n) for n in lengths]
         chain, score, match = max(drafts, key=lambda draft: draft[1], default=([], 0.0, 0))
@@ -176,15 +176,15 @@ Paths = dict[tuple[int, ...], float]
 def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
     """The count of each token that follows `context` in `text`, the most frequent first, of equals the latest."""
     size = len(context)
-    found = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
-    latest, counts = {token: place for place, token in enumerate(found)}, Counter(found)
+    followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
+    latest, counts = {token: index for index, token in enumerate(followers)}, Counter(followers)
     ranked = sorted(counts, key=lambda token: (-counts[token], -latest[token]))
-    return {token: counts[token] / len(found) for token in ranked}
+    return {token: counts[token] / len(followers) for token in ranked}
 
 
 def trie(config: SuffixConfig, text: Seq[int], length: int, most: int) -> Paths:
     """By path, its probability: all continuations of the last `length` tokens that are long and likely enough."""
-    found, level = Paths(), {(): 1.0}
+    products, level = Paths(), {(): 1.0}
     for depth in range(1, most + 1):
         if depth > config.max_spec_factor * length:
             break
@@ -194,8 +194,8 @@ def trie(config: SuffixConfig, text: Seq[int], length: int, most: int) -> Paths:
             for token, frequency in behind(text, [*text[-length:], *path]).items()
             if product * frequency >= config.min_token_prob
         }
-        found |= level
-    return found
+        products |= level
+    return products
 
 
 @given(
@@ -213,16 +213,16 @@ def test_the_tree_is_the_likeliest_part_of_the_trie_behind_the_match_of_the_chai
     draft = tree_of(SuffixDrafter(config), row_of(text, max_new_tokens=num_remaining), budget)
     most = min(budget, config.num_speculative_tokens, num_remaining - 1)
     chain, length = by_definition(config, [], text, most)
-    everything, found = trie(config, text, length, most) if chain else Paths(), paths_of(draft)
-    assert set(found) <= set(everything)
-    assert bool(found) == bool(chain)
-    products = [everything[path] for path in found]
+    everything, drafted = trie(config, text, length, most) if chain else Paths(), paths_of(draft)
+    assert set(drafted) <= set(everything)
+    assert bool(drafted) == bool(chain)
+    products = [everything[path] for path in drafted]
     assert products == sorted(products, reverse=True)
     assert draft.confidence is not None
-    for path, confidence in zip(found, draft.confidence, strict=True):
+    for path, confidence in zip(drafted, draft.confidence, strict=True):
         assert confidence == behind(text, [*text[-length:], *path[:-1]])[path[-1]]
     if config.branches == 1:
-        assert found == [tuple(chain[: depth + 1]) for depth in range(len(chain))]
-    ends = [path for path in found if not any(other[:-1] == path for other in found)]
+        assert drafted == [tuple(chain[: depth + 1]) for depth in range(len(chain))]
+    ends = [path for path in drafted if not any(other[:-1] == path for other in drafted)]
     if len(ends) < config.branches:  # nothing but the budget cut it, so the best are there
         assert products == pytest.approx(sorted(everything.values(), reverse=True)[:budget])

@@ -31,14 +31,27 @@ _SURE = (0.0, 0.2, 0.7, 1.0)
 
 
 class _Informed(Drafter):
-    """Knows what the target is going to generate; what the drafters of this module have in common."""
+    """Knows what the target is going to generate.
+
+    Args:
+        num_speculative_tokens: the most tokens drafted for one row in one step.
+        references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
+            one is drafted for as if its reference were empty.
+        seed: of drafters that draw.
+    """
 
     def __init__(
-        self, vocab_size: int, num_speculative_tokens: int = 4, references: Mapping[Any, Seq[int]] | None = None
+        self,
+        vocab_size: int,
+        num_speculative_tokens: int = 4,
+        references: Mapping[Any, Seq[int]] | None = None,
+        *,
+        seed: int = 0,
     ) -> None:
         self.vocab_size = vocab_size
         self.num_speculative_tokens = num_speculative_tokens
         self._references = references or {}
+        self._random = random.Random(seed)
 
     def upcoming(self, row: Row) -> list[int]:
         """The target's next tokens of `row`, as far as the reference has them."""
@@ -47,13 +60,7 @@ class _Informed(Drafter):
 
 
 class ChainDrafter(_Informed):
-    """Drafts a chain for each row by itself.
-
-    Args:
-        num_speculative_tokens: the most tokens drafted for one row in one step.
-        references: what the target alone generates, by request id or by prompt (a tuple of token ids). A row without
-            one is drafted for as if its reference were empty.
-    """
+    """Drafts a chain for each row by itself."""
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         return Draft.from_chains(self.chain(row, limit)[:limit] for row, limit in zip(batch, budget, strict=True))
@@ -80,17 +87,6 @@ class WrongDrafter(ChainDrafter):
 
 class RandomDrafter(ChainDrafter):
     """Drafts of random length, none included: a right beginning of random length, then random ids."""
-
-    def __init__(
-        self,
-        vocab_size: int,
-        num_speculative_tokens: int = 4,
-        references: Mapping[Any, Seq[int]] | None = None,
-        *,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references)
-        self._random = random.Random(seed)
 
     def chain(self, row: Row, limit: int) -> list[int]:
         length = self._random.randint(0, limit)
@@ -143,9 +139,8 @@ class TreeDrafter(_Informed):
         sure: bool = False,
         seed: int = 0,
     ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references)
+        super().__init__(vocab_size, num_speculative_tokens, references, seed=seed)
         self._right, self._sure = right, sure
-        self._random = random.Random(seed)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = Draft.from_trees(self.tree(row, limit) for row, limit in zip(batch, budget, strict=True))

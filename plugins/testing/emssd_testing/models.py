@@ -69,11 +69,11 @@ class WideFloats(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        def wide(given: Any) -> Any:
-            return torch.float64 if given is torch.float32 else given
+        def wide(argument: Any) -> Any:
+            return torch.float64 if argument is torch.float32 else argument
 
         func = torch.Tensor.double if func is torch.Tensor.float else func
-        return func(*map(wide, args), **{name: wide(given) for name, given in (kwargs or {}).items()})
+        return func(*map(wide, args), **{name: wide(argument) for name, argument in (kwargs or {}).items()})
 
 
 def tiny_model(

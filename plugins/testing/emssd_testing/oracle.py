@@ -17,33 +17,37 @@ if TYPE_CHECKING:
 
     from emssd.model import TargetModel
 
-__all__ = ["DenseBackend", "References", "greedy_reference"]
+__all__ = ["DenseBackend", "References", "greedy_reference", "next_logits", "seen"]
 
 
 @torch.inference_mode()
+def next_logits(model: Any, tokens: Seq[int]) -> torch.Tensor:
+    """``[vocab]``: what a causal LM says after exactly these tokens, by its own eager attention and without a cache."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = "eager"
+    try:
+        inputs = torch.tensor([list(tokens)], device=model.device)
+        logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits[0, -1]
+    finally:
+        model.config._attn_implementation = before
+    return logits
+
+
 def greedy_reference(
     model: PreTrainedModel, prompt_ids: Seq[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
 ) -> list[int]:
     """Greedy decoding of one prompt: the whole sequence again for each token, by the model's own eager attention.
 
-    Nothing of emssd is used. Of equal logits the lowest token id wins. Meant for float64, where the order in which
-    sums are taken does not change which logit is the largest.
+    Nothing of emssd is used. Of equal logits the lowest token id wins. Meant for float64, where another order of
+    sums does not make another logit the largest.
 
     Args:
         model: any causal LM; left as it was.
         prompt_ids: one prompt. It and its new tokens must fit into the model.
     """
-    anything: Any = model  # Transformers' own annotations do not describe how its models are called
-    eos, tokens, output = frozenset(eos_token_ids), list(prompt_ids), list[int]()
-    before = anything.config._attn_implementation
-    anything.config._attn_implementation = "eager"
-    try:
-        while len(output) < max_new_tokens and not (output and output[-1] in eos):
-            inputs = torch.tensor([tokens + output], device=anything.device)
-            logits = anything(input_ids=inputs, use_cache=False).logits[0, -1]
-            output.append(int(torch.argmax(logits)))
-    finally:
-        anything.config._attn_implementation = before
+    eos, output = frozenset(eos_token_ids), list[int]()
+    while len(output) < max_new_tokens and not (output and output[-1] in eos):
+        output.append(int(torch.argmax(next_logits(model, [*prompt_ids, *output]))))
     return output
 
 
@@ -53,21 +57,21 @@ class References(Mapping[tuple[int, ...], tuple[int, ...]]):
     def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
         self.target = target
         self.max_new_tokens = max_new_tokens
-        self._known: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}
 
     def __getitem__(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
         if not isinstance(prompt_ids, tuple):
             raise KeyError(prompt_ids)
-        if prompt_ids not in self._known:
+        if prompt_ids not in self._texts:
             room = min(self.max_new_tokens, self.target.max_model_len - len(prompt_ids))
-            self._known[prompt_ids] = tuple(greedy_reference(self.target.model, prompt_ids, room))
-        return self._known[prompt_ids]
+            self._texts[prompt_ids] = tuple(greedy_reference(self.target.model, prompt_ids, room))
+        return self._texts[prompt_ids]
 
     def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return iter(self._known)
+        return iter(self._texts)
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._texts)
 
     def __bool__(self) -> bool:
         return True  # there is an answer to every prompt
@@ -75,7 +79,7 @@ class References(Mapping[tuple[int, ...], tuple[int, ...]]):
     def of(self, request: Request) -> tuple[int, ...]:
         """The tokens that `request` must get."""
         tokens = self[request.prompt_ids][: request.max_new_tokens]
-        ends = (place for place, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
+        ends = (count for count, token in enumerate(tokens, start=1) if token in request.eos_token_ids)
         return tokens[: next(ends, len(tokens))]
 
 
@@ -83,8 +87,8 @@ class DenseBackend(AttentionBackend):
     """The dense reference: each sequence's keys and values one after another, one query at a time, in float64.
 
     It shares no arithmetic with `emssd.attention.masked_attention`, and it asserts what a caller owes to a backend:
-    that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is. What a row
-    holds after those that its new tokens follow is of a step that never happened.
+    that the new tokens follow the cached ones without a gap, and that a commit keeps no more than there is. Tokens
+    that a row holds after its cached ones are of a step that never happened.
     """
 
     takes_trees = True

@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
-    """Note in the report which rules were tested, and which one was broken."""
+    """Note the tested rules in the report, and the broken one."""
     report = yield
     markers = list(item.iter_markers("emssd_rule"))
     if markers and report.when == "call":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from emssd_testing import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
 from emssd_testing.authoring import QUICK
 from emssd_testing.conformance.rules import broken_rule
 from emssd_testing.conformance.suite import Suite
@@ -33,13 +34,22 @@ def fails(*_: Any) -> Any:
     raise KeyError("of its own")
 
 
-def planted(conformance: type[Suite], name: str, make: Callable[..., Any], **attributes: Any) -> type[Suite]:
-    """A suite of something that is made by its method `name`."""
-    return type("TestPlanted", (conformance,), {name: make, "derandomize": True, "config": Config} | attributes)
+SUITES: dict[str, tuple[type[Suite], str]] = {
+    "drafter": (DrafterConformance, "make_drafter"),
+    "backend": (AttentionBackendConformance, "make_backend"),
+    "budget": (BudgetPolicyConformance, "make_policy"),
+}
+
+
+def suite(kind: str, make: Callable[..., Any], **attributes: Any) -> type[Suite]:
+    """The suite of a kind, of a plugin that `make` makes, for a drafter from its context."""
+    conformance, method = SUITES[kind]
+    made = {method: lambda self, *context: make(*context), "derandomize": True, "config": Config}
+    return type("TestPlanted", (conformance,), made | attributes)
 
 
 def broken(verdicts: dict[str, str]) -> set[str]:
-    """Rules, without those that ask what a plugin does not promise."""
+    """The broken rules, without the tests that were skipped."""
     return {verdict for verdict in verdicts.values() if not verdict.startswith("skipped")}
 
 
@@ -57,7 +67,7 @@ def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
     """By test the rule that is broken, or why it was skipped, if it was. Tests of `rule` draw as many examples as
     a quick check, and others two.
     """
-    found = {}
+    results = {}
     for name in sorted(name for name in dir(tests) if name.startswith("test_")):
         chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
         chosen.num_examples = QUICK if rule in [word for mark in marks for word in mark.args] else 2
@@ -65,9 +75,9 @@ def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
         try:
             getattr(chosen, name)(*arguments)
         except pytest.skip.Exception as skipped:
-            found[name] = f"skipped: {skipped}"
+            results[name] = f"skipped: {skipped}"
         except Exception as error:
-            if (broken := broken_rule(error)) is None:
+            if (rule_broken := broken_rule(error)) is None:
                 raise
-            found[name] = broken.rule
-    return found
+            results[name] = rule_broken.rule
+    return results

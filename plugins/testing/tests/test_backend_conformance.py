@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 from emssd_testing import AttentionBackendConformance
-from emssd_testing.conformance.suite import Suite
 from emssd_testing.oracle import DenseBackend
 
 from emssd.attention import Kept, KVCacheSpec, KVUsage, PackedInputs, StepPlan
 from emssd.errors import OutOfMemoryError
-from plugins.testing.tests.conftest import Verdicts, broken, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, broken, but, fails, suite
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -122,8 +121,8 @@ class CountsRows(Fault):
         self._grows = 1.0 + (len(packed.request_ids) > 1) * 1e-15
         return super().plan(packed)
 
-    def forward(self, *given: Any) -> torch.Tensor:
-        return super().forward(*given) * self._grows
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs) * self._grows
 
 
 class WrongAfterPieces(Fault):
@@ -148,7 +147,7 @@ def planned(change: Callable[[PackedInputs, StepPlan], dict[str, Any]]) -> Any:
 
 def computed(change: Callable[..., torch.Tensor]) -> Any:
     """The reference, whose results are changed; `change` also gets the values."""
-    return but(Fault, forward=lambda self, *given: change(DenseBackend.forward(self, *given), given[4]))
+    return but(Fault, forward=lambda self, *inputs: change(DenseBackend.forward(self, *inputs), inputs[4]))
 
 
 def using(change: Callable[[KVUsage], KVUsage]) -> Any:
@@ -191,7 +190,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         but(Fault, commit=lambda self, kept: DenseBackend.commit(self, replace(kept, sources=()))),
     ),
     "multiplies siblings by zero": ("backend.isolation", MultipliesSiblingsByZero),
-    # It hides what others hold behind a weight of zero, which NaN and infinity shine through.
+    # It hides the values of other rows behind a weight of zero; NaN and infinity shine through.
     "multiplies by zero": ("backend.isolation", computed(lambda out, values: out + 0 * values.sum())),
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),
@@ -210,13 +209,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:
-    return planted(AttentionBackendConformance, "make_backend", lambda self: make(), **attributes)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.costly("plays random histories until the fault shows")
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    found = verdicts(suite(make), rule)
-    assert broken(found) == {rule}, found
+    results = verdicts(suite("backend", make), rule)
+    assert broken(results) == {rule}, results

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 import torch
 from emssd_testing import BudgetPolicyConformance
-from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.sequences import Row
-from plugins.testing.tests.conftest import Verdicts, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, but, fails, suite
 
 pytestmark = pytest.mark.costly("holds a plugin to every rule")
 
@@ -36,8 +35,8 @@ class Good(BudgetPolicy):
         self.accepted: dict[str, int] = {}
 
     def allot(self, step: BudgetStep) -> list[int]:
-        known = [1 + self.accepted.get(row.request_id, 1) for row in step.batch]
-        return [min(limit, length) for limit, length in zip(step.limits, known, strict=True)]
+        wanted = [1 + self.accepted.get(row.request_id, 1) for row in step.batch]
+        return [min(limit, length) for limit, length in zip(step.limits, wanted, strict=True)]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         for row, nodes in zip(outcome.batch, outcome.accepted, strict=True):
@@ -143,18 +142,14 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
 }  # fmt: skip
 
 
-def suite(make: Callable[[], Any], **attributes: Any) -> type[Suite]:
-    return planted(BudgetPolicyConformance, "make_policy", lambda self: make(), **attributes)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+    assert set((results := verdicts(suite("budget", make), rule)).values()) == {rule}, results
 
 
 def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
-    assert verdicts(suite(Good)) == {}
-    found = verdicts(suite(DRAWS, decides_at_random=True))
-    assert set(found.values()) == {"skipped: it decides at random, and its decisions are not compared"}
-    assert len(found) == 3
+    assert verdicts(suite("budget", Good)) == {}
+    results = verdicts(suite("budget", DRAWS, decides_at_random=True))
+    assert set(results.values()) == {"skipped: it decides at random, and its decisions are not compared"}
+    assert len(results) == 3

@@ -10,12 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_testing import DrafterConformance
-from emssd_testing.conformance.suite import Suite
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.sequences import Batch, Row
-from plugins.testing.tests.conftest import Verdicts, but, fails, planted
+from plugins.testing.tests.conftest import Verdicts, but, fails, suite
 
 
 class Good(Drafter):
@@ -37,7 +35,7 @@ class Good(Drafter):
     def chain(self, row: Row) -> list[int]:
         text = self.read.setdefault(row.request_id, [])
         text += row.tokens[len(text) :]
-        before = [place for place, token in enumerate(text[:-1]) if token == text[-1]]
+        before = [index for index, token in enumerate(text[:-1]) if token == text[-1]]
         return text[before[-1] + 1 :] if before else []
 
 
@@ -49,13 +47,13 @@ class GoodTrees(Good):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self.nodes(row)[:limit] for row, limit in zip(batch, budget, strict=True)]
         trees = Draft.from_trees([(token, parent) for token, parent, _ in row] for row in rows)
-        draft = replace(trees, confidence=tuple(told for row in rows for *_, told in row))
+        draft = replace(trees, confidence=tuple(share for row in rows for *_, share in row))
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
     def nodes(self, row: Row) -> list[tuple[int, int, float]]:
         self.chain(row)
         text = self.read[row.request_id]
-        starts = [place + 1 for place, token in enumerate(text[:-1]) if token == text[-1]]
+        starts = [index + 1 for index, token in enumerate(text[:-1]) if token == text[-1]]
         nodes = dict[tuple[int, int], int]()
         for start in starts:
             parent = -1
@@ -78,8 +76,8 @@ class OneMemoryForAll(Good):
 
     def chain(self, row: Row) -> list[int]:
         super().chain(row)
-        behind = [text[place + 1] for text in self.read.values() for place in range(len(text) - 1)
-                  if text[place] == row.tokens[-1]]  # fmt: skip
+        behind = [text[index + 1] for text in self.read.values() for index in range(len(text) - 1)
+                  if text[index] == row.tokens[-1]]  # fmt: skip
         return behind[:1]
 
 
@@ -88,8 +86,8 @@ class CountsOnPlaces(Good):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         chains = []
-        for place, (row, limit) in enumerate(zip(batch, budget, strict=True)):
-            text = self.read.setdefault(str(place), [])
+        for index, (row, limit) in enumerate(zip(batch, budget, strict=True)):
+            text = self.read.setdefault(str(index), [])
             text += row.tokens[len(text) :]
             chains.append([text[0]][:limit])
         return Draft.from_chains(chains)
@@ -179,7 +177,7 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "does not say that it drafts trees": ("drafter.tree", but(GoodTrees, drafts_trees=False)),
     "draws parents that are not before their children": (
         "drafter.tree",
-        proposed(lambda draft: replace(draft, parents=tuple(max(each, 0) for each in draft.parents or ())), GoodTrees),
+        proposed(lambda draft: replace(draft, parents=tuple(max(node, 0) for node in draft.parents or ())), GoodTrees),
     ),
     "drafts beyond the end": (
         "drafter.depth",
@@ -210,7 +208,7 @@ FAULTS: dict[str, tuple[str, Callable[[DrafterContext], Any]]] = {
     "reuses its buffer": ("drafter.accounting", ReusesItsBuffer),
     "crashes without a budget": (
         "drafter.zero_budget",
-        but(Good, propose=lambda self, *given: fails() if 0 in given[1] else Good.propose(self, *given)),
+        but(Good, propose=lambda self, *arguments: fails() if 0 in arguments[1] else Good.propose(self, *arguments)),
     ),
     "crashes on one token": ("drafter.limits", chained(lambda self, row, chain: [row.tokens[-2]])),
     "crashes when a row ends": (
@@ -240,38 +238,34 @@ COMPARING = [  # tests that hold drafts against those of a drafter without a pas
 ]
 
 
-def suite(make: Callable[[DrafterContext], Any], **attributes: Any) -> type[Suite]:
-    return planted(DrafterConformance, "make_drafter", lambda self, context: make(context), **attributes)
-
-
 def test_a_good_drafter_breaks_no_rule(verdicts: Verdicts) -> None:
-    assert verdicts(suite(Good)) == {}
+    assert verdicts(suite("drafter", Good)) == {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Verdicts) -> None:
     rule, make = FAULTS[fault]
-    assert set((found := verdicts(suite(make), rule)).values()) == {rule}, found
+    assert set((results := verdicts(suite("drafter", make), rule)).values()) == {rule}, results
 
 
 @pytest.mark.nightly
 def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     uncompared = dict.fromkeys(COMPARING, "skipped: it learns across requests, and its drafts are not compared")
-    assert verdicts(suite(OneMemoryForAll, learns_across_requests=True)) == uncompared
-    assert verdicts(suite(FORGETS_TO_RELEASE, learns_across_requests=True)) == uncompared
-    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.lossless")
-    assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
-    found = verdicts(suite(OverwritesLater, learns_across_requests=True), "drafter.isolation")
-    assert found["test_requests_do_not_touch_each_other"] == "drafter.isolation"
+    assert verdicts(suite("drafter", OneMemoryForAll, learns_across_requests=True)) == uncompared
+    assert verdicts(suite("drafter", FORGETS_TO_RELEASE, learns_across_requests=True)) == uncompared
+    results = verdicts(suite("drafter", OverwritesLater, learns_across_requests=True), "drafter.lossless")
+    assert results["test_tokens_equal_plain_greedy"] == "drafter.lossless"
+    results = verdicts(suite("drafter", OverwritesLater, learns_across_requests=True), "drafter.isolation")
+    assert results["test_requests_do_not_touch_each_other"] == "drafter.isolation"
 
 
 def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
     why = "skipped: it drafts at random, and its drafts are not compared"
     expected = dict.fromkeys(["test_it_drafts_the_same_again", *COMPARING], why)
-    assert verdicts(suite(IS_RANDOM, decides_at_random=True)) == expected
-    found = verdicts(suite(OverwritesLater, decides_at_random=True), "drafter.lossless")
-    assert found["test_tokens_equal_plain_greedy"] == "drafter.lossless"
+    assert verdicts(suite("drafter", IS_RANDOM, decides_at_random=True)) == expected
+    results = verdicts(suite("drafter", OverwritesLater, decides_at_random=True), "drafter.lossless")
+    assert results["test_tokens_equal_plain_greedy"] == "drafter.lossless"
 
 
 def test_a_good_drafter_of_trees_breaks_no_rule(verdicts: Verdicts) -> None:
-    assert verdicts(suite(GoodTrees)) == {}
+    assert verdicts(suite("drafter", GoodTrees)) == {}

@@ -9,27 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_testing import AttentionBackendConformance, BudgetPolicyConformance, DrafterConformance
 from emssd_testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
-from emssd_testing.conformance.suite import Suite
 from emssd_testing.oracle import DenseBackend
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 from omegaconf import MISSING
 
 from plugins.testing.tests import test_backend_conformance, test_budget_conformance, test_planted_drafter_faults
-from plugins.testing.tests.conftest import Config, Verdicts, broken
+from plugins.testing.tests.conftest import SUITES, Config, Verdicts, broken, suite
 from tests.support.engine_machine import EngineMachine
 
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("kind", ["drafter", "backend", "budget"])
+@pytest.mark.parametrize("kind", SUITES)
 def test_each_rule_has_its_paragraph_in_the_order_of_reports(kind: str) -> None:
     page = (ROOT / "docs" / "reference" / f"{kind}_rules.md").read_text(encoding="utf-8")
-    found = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
+    headings = re.findall(r'^<a id="(.+)"></a>\n## (.+)\n\n(\S)', page, re.MULTILINE)
     expected = [(rule.page.partition("#")[2], rule.name) for rule in rules_of(kind)]
-    assert [(anchor, name) for anchor, name, _ in found] == expected
+    assert [(anchor, name) for anchor, name, _ in headings] == expected
     assert " ".join(page.split()).count("To fix it:") == len(expected), "each paragraph ends with what to do"
     assert page.count("\n## ") == len(expected)
 
@@ -43,12 +41,13 @@ def test_a_failure_says_which_rule_it_was_and_where_it_is_explained(rule: str) -
     assert f'<a id="{anchor}"></a>' in (ROOT / path).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("suite", [DrafterConformance, AttentionBackendConformance, BudgetPolicyConformance])
-def test_every_rule_is_tested_by_the_suite_and_no_other_is(suite: type[Suite]) -> None:
-    tests = [getattr(suite, name) for name in dir(suite) if name.startswith("test_")]
+@pytest.mark.parametrize("kind", SUITES)
+def test_every_rule_is_tested_by_the_suite_and_no_other_is(kind: str) -> None:
+    conformance, _ = SUITES[kind]
+    tests = [getattr(conformance, name) for name in dir(conformance) if name.startswith("test_")]
     marks = [name for test in tests for mark in getattr(test, "pytestmark", []) for name in mark.args]
-    named = {name if "." in name else f"{suite.kind}.{name}" for name in marks}
-    assert named == {rule.name for rule in rules_of(suite.kind)}
+    named = {name if "." in name else f"{kind}.{name}" for name in marks}
+    assert named == {rule.name for rule in rules_of(kind)}
 
 
 def test_a_broken_rule_is_found_behind_other_errors_also_where_causes_go_round() -> None:
@@ -61,16 +60,10 @@ def test_a_broken_rule_is_found_behind_other_errors_also_where_causes_go_round()
 
 
 GOOD: dict[str, Any] = {
-    "drafter": (test_planted_drafter_faults, test_planted_drafter_faults.Good),
-    "backend": (test_backend_conformance, DenseBackend),
-    "budget": (test_budget_conformance, test_budget_conformance.Good),
+    "drafter": (test_planted_drafter_faults.FAULTS, test_planted_drafter_faults.Good),
+    "backend": (test_backend_conformance.FAULTS, DenseBackend),
+    "budget": (test_budget_conformance.FAULTS, test_budget_conformance.Good),
 }
-
-
-def suite(kind: str, config: type) -> type[Suite]:
-    module, make = GOOD[kind]
-    made: type[Suite] = module.suite(make, config=config)
-    return made
 
 
 @dataclass
@@ -105,12 +98,12 @@ def local_config() -> type:
 @pytest.mark.parametrize(("rule", "config"), [("pickle", local_config()), ("options", Odd), ("options", Named)])
 @pytest.mark.costly("holds a plugin to every rule")
 def test_options_that_cannot_travel_are_found(kind: str, rule: str, config: type, verdicts: Verdicts) -> None:
-    assert broken(verdicts(suite(kind, config))) == {f"{kind}.{rule}"}
+    assert broken(verdicts(suite(kind, GOOD[kind][1], config=config))) == {f"{kind}.{rule}"}
 
 
 def test_an_option_without_a_default_is_named() -> None:
     with pytest.raises(BrokenRule, match=r"Needs\.path has no default and is not given; give it, as in path=VALUE"):
-        suite("drafter", Needs)().make_config()
+        suite("drafter", GOOD["drafter"][1], config=Needs)().make_config()
 
 
 @pytest.mark.parametrize("full_causes", ["0", "1"])  # as a debugger or coverage makes OmegaConf set them
@@ -118,12 +111,15 @@ def test_a_lock_among_the_options_breaks_both_rules(
     full_causes: str, monkeypatch: pytest.MonkeyPatch, verdicts: Verdicts
 ) -> None:
     monkeypatch.setenv("OC_CAUSE", full_causes)
-    assert set(verdicts(suite("drafter", Locked)).values()) == {"drafter.pickle", "drafter.options"}
+    assert set(verdicts(suite("drafter", GOOD["drafter"][1], config=Locked)).values()) == {
+        "drafter.pickle",
+        "drafter.options",
+    }
 
 
 @pytest.mark.parametrize("kind", GOOD)
 def test_every_rule_has_a_fault(kind: str) -> None:
-    planted = {rule for rule, _ in GOOD[kind][0].FAULTS.values()} | {f"{kind}.pickle", f"{kind}.options"}
+    planted = {rule for rule, _ in GOOD[kind][0].values()} | {f"{kind}.pickle", f"{kind}.options"}
     assert planted == {rule.name for rule in rules_of(kind)}
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
-from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting import Draft, Drafter, Outcome, Tree, grow_tree, joined_trees
 from emssd.errors.ranges import AtLeastOne
 from emssd.hooks import DrafterSpec, hookimpl
 from emssd.sequences import Batch
@@ -31,33 +30,17 @@ class TokenRecyclingConfig:
     depth: AtLeastOne = 6
 
 
-Tree = list[tuple[int, int, int]]
-"""Nodes in order: token id, index of the parent or -1, rank among the candidates."""
-
-
 def grow(table: Mapping[int, Seq[int]], origin: int, shares: Seq[float], num_nodes: int, depth: int) -> Tree:
-    """The `num_nodes` likeliest nodes after the token `origin`, the likeliest first; a tree.
-
-    A node is as likely as its parent, times the share of its rank. So it never comes before its parent.
+    """The `num_nodes` likeliest nodes after the token `origin`, the likeliest first.
 
     Args:
-        shares: by rank, how often the target takes that candidate; each below 1, and none above the one before.
+        shares: by rank, how often the target takes that candidate; none above the one before.
     """
-    tree: Tree = []
-    waiting = [(-shares[0], 0, -1, origin, 0, 1)] if num_nodes and depth and origin in table else []
-    order = 0  # so that of equally likely nodes the one that was found first comes first
-    while waiting and len(tree) < num_nodes:
-        score, _, parent, before, rank, level = heapq.heappop(waiting)
-        candidates = table[before]
-        token, node = candidates[rank], len(tree)
-        tree.append((token, parent, rank))
-        if rank + 1 < len(candidates):
-            order += 1
-            heapq.heappush(waiting, (score / shares[rank] * shares[rank + 1], order, parent, before, rank + 1, level))
-        if level < depth and token in table:
-            order += 1
-            heapq.heappush(waiting, (score * shares[0], order, node, token, 0, level + 1))
-    return tree
+
+    def following(token: int) -> list[tuple[int, float, int]]:
+        return [(best, share, best) for best, share in zip(table.get(token, ()), shares, strict=False)]
+
+    return grow_tree(origin, following, num_nodes=num_nodes, depth=depth, branches=num_nodes)
 
 
 class TokenRecyclingDrafter(Drafter):
@@ -85,23 +68,18 @@ class TokenRecyclingDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._origins = {row.request_id: row.tokens[-1] for row in batch}
         shares = self._shares()
-        trees = [
+        return joined_trees(
             grow(self._table, row.tokens[-1], shares, limit, min(self._depth, row.num_remaining - 1))
             for row, limit in zip(batch, budget, strict=True)
-        ]
-        sure = [[shares[rank] for *_, rank in tree] for tree in trees]
-        return Draft.from_trees([[(token, parent) for token, parent, _ in tree] for tree in trees], sure)
+        )
 
     def observe(self, outcome: Outcome) -> None:
-        """Learn which ranks the target takes, and what it considers now after every token of the step."""
+        """Learn the ranks that the target takes, and its candidates after every token of the step."""
         if outcome.candidates is None:
             return
-        ids, indptr = outcome.draft.token_ids.tolist(), outcome.draft.indptr
-        rows = zip(
-            outcome.batch, outcome.accepted, outcome.target_ids, outcome.candidates, pairwise(indptr), strict=True
-        )
-        for row, accepted, targets, candidates, (start, stop) in rows:
-            tokens = [self._origins[row.request_id], *ids[start:stop]]
+        rows = zip(outcome.batch, outcome.accepted, outcome.target_ids, outcome.candidates, strict=True)
+        for number, (row, accepted, targets, candidates) in enumerate(rows):
+            tokens = [self._origins[row.request_id], *outcome.draft.tokens(number)]
             for node in (-1, *accepted):
                 self._count(tokens[node + 1], targets[node + 1])
             self._table.update(zip(tokens, map(list, candidates), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from itertools import product
 
@@ -32,17 +33,15 @@ def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
     table: dict[int, list[int]], num_nodes: int, depth: int
 ) -> None:
     tree = grow(table, 0, SHARES, num_nodes, depth)
-    ways = paths([rank for *_, rank in tree], [parent for _, parent, _ in tree])
+    ways = paths(tree.token_ids, tree.parents)
     likely: dict[tuple[int, ...], float] = {}
     for length in range(1, depth + 1):
-        for way in product(range(3), repeat=length):
-            at: int | None = 0
-            for rank in way:
-                at = table[at][rank] if at in table else None
-                if at is None:
-                    break
-            if at is not None:
-                likely[way] = torch.tensor([SHARES[rank] for rank in way]).prod().item()
+        for ranks in product(range(3), repeat=length):
+            way = [0]
+            while way[-1] in table and len(way) <= length:
+                way.append(table[way[-1]][ranks[len(way) - 1]])
+            if len(way) > length:
+                likely[tuple(way[1:])] = math.prod(SHARES[rank] for rank in ranks)
     assert len(ways) == len(set(ways)) == min(num_nodes, len(likely))
     assert set(ways) <= set(likely)
     assert [likely[way] for way in ways] == pytest.approx(sorted(likely.values(), reverse=True)[: len(ways)])
@@ -50,25 +49,23 @@ def test_the_tree_has_the_likeliest_ways_over_the_table_the_likeliest_first(
 
 def test_the_table_holds_what_the_target_considers_behind_every_token_of_a_step() -> None:
     model = tiny_model(max_model_len=64)
-    said: dict[int, list[int]] = {}
+    best: dict[int, list[int]] = {}
 
     class Watched(TokenRecyclingDrafter):
         def observe(self, outcome: Outcome) -> None:
             for number, row in enumerate(outcome.batch):
-                start, tree = outcome.draft.indptr[number], outcome.draft.tree(number)
-                ids = outcome.draft.token_ids[start : start + len(tree)].tolist()
                 before = before_of[row.request_id]
-                for way in [(), *paths(ids, tree)]:
+                for way in [(), *paths(outcome.draft.tokens(number), outcome.draft.tree(number))]:
                     logits = model(torch.tensor([[*before, *way]])).logits[0, -1]
-                    said[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
+                    best[way[-1] if way else before[-1]] = logits.topk(3).indices.tolist()
                 before_of[row.request_id] = list(row.tokens)
             super().observe(outcome)
-            assert {token: self._table[token] for token in said} == said
+            assert {token: self._table[token] for token in best} == best
 
     before_of = {"0": PROMPTS[0]}
     watched = Watched(TokenRecyclingConfig(num_candidates=3, num_nodes=6, depth=3))
     engine_of(TargetModel(model), watched, BACKENDS["paged-grows"]()).generate(PROMPTS[:1], 20, ignore_eos=True)
-    assert len(said) > 3
+    assert len(best) > 3
 
 
 def outcome_of(drafter: TokenRecyclingDrafter, row: Row, targets: Seq[int], candidates: Seq[Seq[int]]) -> Outcome:

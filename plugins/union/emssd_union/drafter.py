@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from dataclasses import replace
 from heapq import merge as in_turn
 from typing import NamedTuple
+
+import torch
 
 from emssd.attention import Parents, to_host
 from emssd.drafting import CheckedDrafter, Draft, Drafter, Outcome
@@ -27,13 +30,6 @@ class RowDraft(NamedTuple):
     confidence: Seq[float] | None = None
 
 
-class _Proposed(NamedTuple):
-    """The draft of one drafter in this step: the draft itself, and its ids on the host, by row."""
-
-    draft: Draft
-    rows: list[RowDraft]
-
-
 class UnionDrafter(Drafter):
     """Merges the drafts of several drafters into one tree per row.
 
@@ -46,10 +42,10 @@ class UnionDrafter(Drafter):
 
     def __init__(self, drafters: Seq[CheckedDrafter]) -> None:
         self.drafters = tuple(drafters)
-        self.replays = "; ".join(said for each in drafters if (said := each.drafter.replays)) or None
-        self.hidden_layers = tuple(sorted({layer for each in drafters for layer in each.hidden_layers}))
+        self.replays = "; ".join(what for one in drafters if (what := one.drafter.replays)) or None
+        self.hidden_layers = tuple(sorted({layer for one in drafters for layer in one.hidden_layers}))
         self._names: tuple[str, ...] = ()  # of the rows that were drafted for last
-        self._proposed: list[_Proposed] = []  # by drafter
+        self._proposed: list[Draft] = []  # by drafter
 
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # read-only: a drafter may fail on the way
@@ -58,20 +54,19 @@ class UnionDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._names, self._proposed = (), []
-        proposed = [_asked(drafter, batch, budget) for drafter in self.drafters]
-        rows = [merge([each.rows[row] for each in proposed], limit) for row, limit in enumerate(budget)]
+        proposed = [_on_host(drafter, batch, budget) for drafter in self.drafters]
+        drafts = zip(*map(_rows, proposed), strict=True)
+        rows = [merge(some, limit) for some, limit in zip(drafts, budget, strict=True)]
         self._names, self._proposed = tuple(batch.request_ids), proposed
         return _joined(rows)
 
     def observe(self, outcome: Outcome) -> None:
-        draft = outcome.draft
-        rows = _rows(draft, to_host(draft.token_ids))
         if not self._proposed or tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
-            self._proposed = [_Proposed(Draft.empty(len(rows)), [RowDraft((), ())] * len(rows)) for _ in self.drafters]
-        trees = [children_of(row) for row in rows]
+            self._proposed = [Draft.empty(len(outcome.batch))] * len(self.drafters)
+        trees = [children_of(row) for row in _rows(outcome.draft)]
         with ExitStack() as everybody:
             for drafter, proposed in reversed(list(zip(self.drafters, self._proposed, strict=True))):
-                everybody.callback(drafter.observe, _own(outcome, proposed, trees))
+                everybody.callback(drafter.observe, _of_one(outcome, proposed, trees))
         self._names, self._proposed = (), []
 
     def release(self, request_ids: Iterable[str]) -> None:
@@ -85,24 +80,23 @@ class UnionDrafter(Drafter):
             drafter.reset()
 
 
-def _asked(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> _Proposed:
+def _on_host(drafter: CheckedDrafter, batch: Batch, budget: Seq[int]) -> Draft:
+    """The draft of `drafter`, with ids that the host has."""
     most = drafter.num_speculative_tokens
     limits = [min(limit, most) for limit in budget]
     if not drafter.drafts_trees:  # a chain ends before the row does
         limits = [min(limit, max(0, row.num_remaining - 1)) for row, limit in zip(batch, limits, strict=True)]
     draft = drafter.propose(batch, limits)
-    ids = to_host(draft.token_ids)
-    if not draft.on_host:
-        drafter.check_ids(ids)
-        if drafter.failure:
-            return _Proposed(Draft.empty(len(batch)), [RowDraft((), ())] * len(batch))
-    return _Proposed(draft, _rows(draft, ids))
+    if draft.on_host:
+        return draft
+    drafter.check_ids(ids := to_host(draft.token_ids))
+    return Draft.empty(len(batch)) if drafter.failure else replace(draft, token_ids=torch.tensor(ids))
 
 
-def _rows(draft: Draft, ids: Seq[int]) -> list[RowDraft]:
+def _rows(draft: Draft) -> list[RowDraft]:
     sure, bounds = draft.confidence, zip(draft.indptr, draft.indptr[1:], strict=False)
     return [
-        RowDraft(ids[start:stop], draft.tree(row), None if sure is None else sure[start:stop])
+        RowDraft(draft.tokens(row), draft.tree(row), None if sure is None else sure[start:stop])
         for row, (start, stop) in enumerate(bounds)
     ]
 
@@ -114,16 +108,16 @@ def _joined(rows: Seq[RowDraft]) -> Draft:
     return Draft.from_trees(nodes, sure if len(sure) == len(rows) else None)
 
 
-def _own(outcome: Outcome, proposed: _Proposed, trees: Seq[dict[tuple[int, int], int]]) -> Outcome:
+def _of_one(outcome: Outcome, proposed: Draft, trees: Seq[dict[tuple[int, int], int]]) -> Outcome:
     """The outcome of one drafter's draft, of the merged one with these edges in each row."""
     accepted, targets, lengths = list[Seq[int]](), list[Seq[int]](), list[int]()
-    for row, children, right, chosen in zip(proposed.rows, trees, outcome.accepted, outcome.target_ids, strict=True):
-        found = places(row, children)
-        path = accepted_nodes(row.parents, found, set(right))
-        lengths.append(len(found))
-        accepted.append(range(len(path)) if proposed.draft.parents is None else path)
-        targets.append([*chosen[:1], *(chosen[place + 1] for place in found)])
-    return Outcome(outcome.batch, proposed.draft.cut(lengths), tuple(accepted), tuple(targets), hidden=outcome.hidden)
+    for row, children, right, chosen in zip(_rows(proposed), trees, outcome.accepted, outcome.target_ids, strict=True):
+        nodes = merged_nodes(row, children)
+        path = accepted_nodes(row.parents, nodes, set(right))
+        lengths.append(len(nodes))
+        accepted.append(range(len(path)) if proposed.parents is None else path)
+        targets.append([*chosen[:1], *(chosen[node + 1] for node in nodes)])
+    return Outcome(outcome.batch, proposed.cut(lengths), tuple(accepted), tuple(targets), hidden=outcome.hidden)
 
 
 def merge(drafts: Seq[RowDraft], num_nodes: int) -> RowDraft:
@@ -135,23 +129,23 @@ def merge(drafts: Seq[RowDraft], num_nodes: int) -> RowDraft:
     """
     filled = [draft for draft in drafts if draft.token_ids]
     tokens, parents, confidence = list[int](), list[int](), list[float]()
-    known: dict[tuple[int, int], int] = {}
+    edges: dict[tuple[int, int], int] = {}  # the node of each parent and token
     nodes: list[list[int]] = [[] for _ in filled]  # of the tree, by those of each draft
     for which, node in _turns(filled):
         draft = filled[which]
         parent = draft.parents[node]
         edge = (nodes[which][parent] if parent >= 0 else -1, draft.token_ids[node])
-        if edge not in known:
+        if edge not in edges:
             if len(tokens) == num_nodes:
                 break
-            known[edge] = len(tokens)
+            edges[edge] = len(tokens)
             parents.append(edge[0])
             tokens.append(edge[1])
             confidence.append(0.0)
-        place = known[edge]
-        nodes[which].append(place)
+        merged = edges[edge]
+        nodes[which].append(merged)
         if draft.confidence is not None:
-            confidence[place] = max(confidence[place], draft.confidence[node])
+            confidence[merged] = max(confidence[merged], draft.confidence[node])
     sure = all(draft.confidence is not None for draft in filled)
     return RowDraft(tokens, parents, confidence if sure else None)
 
@@ -166,11 +160,11 @@ def _turns(drafts: Seq[RowDraft]) -> Iterator[tuple[int, int]]:
 
 
 def _path_confidence(draft: RowDraft) -> list[float]:
-    """The product of confidence on the way to each node."""
-    found: list[float] = []
-    for parent, own in zip(draft.parents, draft.confidence or (), strict=True):
-        found.append(own * found[parent] if parent >= 0 else own)
-    return found
+    """The product of confidence on the path to each node."""
+    products: list[float] = []
+    for parent, confidence in zip(draft.parents, draft.confidence or (), strict=True):
+        products.append(confidence * products[parent] if parent >= 0 else confidence)
+    return products
 
 
 def children_of(tree: RowDraft) -> dict[tuple[int, int], int]:
@@ -179,21 +173,21 @@ def children_of(tree: RowDraft) -> dict[tuple[int, int], int]:
     return {edge: node for node, edge in enumerate(edges)}
 
 
-def places(draft: RowDraft, children: Mapping[tuple[int, int], int]) -> list[int]:
-    """The places of the first nodes of `draft` in a merged tree; it ends before the first that was cut away."""
-    found: list[int] = []
+def merged_nodes(draft: RowDraft, children: Mapping[tuple[int, int], int]) -> list[int]:
+    """The nodes of a merged tree that the first nodes of `draft` became, up to the first that was cut away."""
+    nodes: list[int] = []
     for token, parent in zip(draft.token_ids, draft.parents, strict=True):
-        place = children.get((found[parent] if parent >= 0 else -1, token))
-        if place is None:
+        node = children.get((nodes[parent] if parent >= 0 else -1, token))
+        if node is None:
             break
-        found.append(place)
-    return found
+        nodes.append(node)
+    return nodes
 
 
-def accepted_nodes(parents: Parents, found: Seq[int], accepted: Collection[int]) -> list[int]:
-    """The longest path of a draft's first nodes, which are at the places `found`, of those `accepted` in the tree."""
+def accepted_nodes(parents: Parents, nodes: Seq[int], accepted: Collection[int]) -> list[int]:
+    """The longest path of a draft's first nodes, which became `nodes` of the merged tree, through `accepted` ones."""
     paths: dict[int, list[int]] = {-1: []}
-    for node, (place, parent) in enumerate(zip(found, parents, strict=False)):
-        if parent in paths and place in accepted:
+    for node, (merged, parent) in enumerate(zip(nodes, parents, strict=False)):
+        if parent in paths and merged in accepted:
             paths[node] = [*paths[parent], node]
     return max(paths.values(), key=len)

@@ -31,10 +31,10 @@ def test_a_merged_tree_holds_each_path_of_each_draft_once_as_far_as_the_budget_g
     several: list[RowDraft], num_nodes: int
 ) -> None:
     tree = merge(several, num_nodes)
-    found = paths(tree.token_ids, tree.parents)
+    merged = paths(tree.token_ids, tree.parents)
     wanted = {path for draft in several for path in paths(draft.token_ids, draft.parents)}
-    assert len(set(found)) == len(found) == min(num_nodes, len(wanted))
-    assert set(found) <= wanted
+    assert len(set(merged)) == len(merged) == min(num_nodes, len(wanted))
+    assert set(merged) <= wanted
     assert all(-1 <= parent < node for node, parent in enumerate(tree.parents))
 
 
@@ -52,23 +52,23 @@ def test_without_confidence_drafts_take_turns(chains: list[int], num_nodes: int)
 @given(several=st.lists(drafts(sure=True), max_size=4))
 def test_a_node_is_as_likely_as_the_surest_draft_says(several: list[RowDraft]) -> None:
     tree = merge(several, 99)
-    said: dict[tuple[int, ...], list[float]] = {}
+    confidences: dict[tuple[int, ...], list[float]] = {}
     for draft in several:
-        for path, own in zip(paths(draft.token_ids, draft.parents), draft.confidence or (), strict=True):
-            said.setdefault(path, []).append(own)
-    found = paths(tree.token_ids, tree.parents)
-    assert tree.confidence == [max(said[path]) for path in found]
+        for path, confidence in zip(paths(draft.token_ids, draft.parents), draft.confidence or (), strict=True):
+            confidences.setdefault(path, []).append(confidence)
+    merged = paths(tree.token_ids, tree.parents)
+    assert tree.confidence == [max(confidences[path]) for path in merged]
 
 
 SURE = st.tuples(TOKENS, st.lists(st.sampled_from([0.25, 0.5, 1.0]), max_size=6))  # a token, and one chain of it
 
 
-@given(several=st.lists(SURE, max_size=3, unique_by=lambda each: each[0]))
+@given(several=st.lists(SURE, max_size=3, unique_by=lambda pair: pair[0]))
 def test_where_all_are_sure_the_likeliest_path_goes_on(several: list[tuple[int, list[float]]]) -> None:
     chains = [RowDraft([token] * len(sure), range(-1, len(sure) - 1), sure) for token, sure in several]
-    tree, known = merge(chains, 99), dict(several)
-    found = [prod(known[path[0]][: len(path)]) for path in paths(tree.token_ids, tree.parents)]
-    assert found == sorted(found, reverse=True)
+    tree, sure_of = merge(chains, 99), dict(several)
+    products = [prod(sure_of[path[0]][: len(path)]) for path in paths(tree.token_ids, tree.parents)]
+    assert products == sorted(products, reverse=True)
 
 
 @given(one=drafts(sure=False), other=drafts(sure=True))

@@ -1,7 +1,6 @@
-"""Every drafter hears what would have become of its own draft alone, and outputs are greedy.
+"""Every drafter hears what would have become of its own draft alone.
 
-Oracle of what a drafter hears: `verify` of its draft alone, for a target whose choice is a function of the path.
-Oracle of outputs: `greedy_reference`, float64. Oracle of a draft model's cache: a drafter that has just been made.
+Oracle: `verify` of its draft alone, for a target whose choice is a function of the path.
 """
 
 from __future__ import annotations
@@ -16,11 +15,6 @@ from zlib import crc32
 
 import pytest
 import torch
-from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_llma import LLMAConfig, LLMADrafter, Search
-from emssd_ragged.backend import ragged_backend
-from emssd_suffix import SuffixConfig
-from emssd_suffix.drafter import SuffixDrafter
 from emssd_testing.models import tiny_model
 from emssd_union import UnionConfig, emssd_drafters
 from emssd_union.drafter import UnionDrafter
@@ -37,9 +31,6 @@ from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
 from emssd.sequences import Batch
 from tests.support import paged_plugin
-from tests.support.backends import runner_of
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
 from tests.support.tiers import looped
 from tests.support.trees import paths_of, row_of, tree_of
 
@@ -74,7 +65,7 @@ class Told(Drafter):
 
 
 def union(*drafters: Drafter, on_error: str = "fail") -> UnionDrafter:
-    return UnionDrafter([CheckedDrafter(each, None, VOCAB_SIZE, on_error=on_error) for each in drafters])
+    return UnionDrafter([CheckedDrafter(drafter, None, VOCAB_SIZE, on_error=on_error) for drafter in drafters])
 
 
 def chains(*rows: list[int]) -> Draft:
@@ -100,8 +91,8 @@ def verified(batch: Batch, draft: Draft, seed: int) -> Outcome:
     for row, sequence in enumerate(batch):
         for path in [(), *paths_of(draft, row)]:
             chosen.append(3 + crc32(repr((seed, sequence.request_id, path)).encode()) % 2)
-    found = verify(torch.tensor(chosen), batch.rows, draft)
-    accepted, targets = ([getattr(each, name) for each in found] for name in ("accepted", "target_ids"))
+    rows = verify(torch.tensor(chosen), batch.rows, draft)
+    accepted, targets = ([getattr(row, name) for row in rows] for name in ("accepted", "target_ids"))
     return Outcome(batch, draft, tuple(accepted), tuple(targets))
 
 
@@ -122,19 +113,19 @@ def test_each_drafter_hears_what_verifying_its_own_draft_would_have_told(
     budget = [budgets[row] for row in names]
     draft = whole.propose(batch, budget)
     draft.check(batch, budget, VOCAB_SIZE, trees=True)
-    offered = [proposed.draft for proposed in whole._proposed]
+    offered = list(whole._proposed)
     if max_depth is not None:
         draft = draft.shallow([max_depth] * len(names))
     draft = draft.cut([min(length, kept[row]) for row, length in enumerate(draft.lengths)])
     whole.observe(verified(batch, draft, seed))
     left = [set(paths_of(draft, row)) for row in names]
-    for drafter, own in zip(drafters, offered, strict=True):
+    for drafter, proposed in zip(drafters, offered, strict=True):
         (heard,) = drafter.outcomes
         assert heard.batch is batch
         for row in names:
-            there = [path in left[row] for path in paths_of(own, row)]
+            there = [path in left[row] for path in paths_of(proposed, row)]
             assert heard.draft.lengths[row] == (there.index(False) if False in there else len(there))
-        expected = verified(batch, own.cut(heard.draft.lengths), seed)
+        expected = verified(batch, proposed.cut(heard.draft.lengths), seed)
         assert torch.equal(heard.draft.token_ids, expected.draft.token_ids)
         assert heard.draft.parents == expected.draft.parents
         assert [list(nodes) for nodes in heard.accepted] == [list(nodes) for nodes in expected.accepted]
@@ -148,7 +139,7 @@ def test_a_chain_drafter_gets_no_budget_beyond_the_end_of_a_row_and_none_beyond_
     assert one.budgets == [[3]]
     assert many.budgets == [[5]]
     assert paths_of(draft) == [(3,), (4,), (3, 3), (3, 3, 3)]
-    assert [row.draft.lengths for row in (whole._proposed)] == [[3], [5]]
+    assert [drafted.lengths for drafted in whole._proposed] == [[3], [5]]
 
 
 class Raising(Told):
@@ -242,55 +233,8 @@ def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_en
         drafter.propose(Batch((row_of([1]),)), [9])
 
 
-def make_draft_model(num_tokens: int = 3) -> DraftModelDrafter:
-    return DraftModelDrafter(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
-
-
-class AsFresh(DraftModelDrafter):
-    """A draft model that compares each of its drafts with that of a drafter without a past."""
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = super().propose(batch, budget)
-        if any(budget):
-            fresh = make_draft_model(self.num_speculative_tokens).propose(batch, budget)
-            assert torch.equal(draft.token_ids, fresh.token_ids), "its cache drifted"
-            assert draft.indptr == fresh.indptr
-        return draft
-
-    @classmethod
-    def make(cls, num_tokens: int) -> AsFresh:
-        return cls(runner_of(draft_model(), ragged_backend(4), 5), VOCAB_SIZE, num_tokens)
-
-
-def retrieval(branches: int = 2) -> list[Drafter]:
-    llma = LLMAConfig(1, 3, Search.prompt_and_output, require_full_copy=False, branches=branches)
-    return [LLMADrafter(llma), SuffixDrafter(SuffixConfig(4, max_spec_factor=3.0))]
-
-
-class UnionMachine(EngineMachine):
-    own: AsFresh | None = None
-
-    def drafters(self) -> st.SearchStrategy[Drafter | Seq[Drafter]]:
-        return st.builds(self.make_drafters, st.integers(1, 4), st.integers(1, 3))
-
-    def make_drafters(self, num_tokens: int, branches: int) -> Drafter:
-        self.own = AsFresh.make(num_tokens)
-        return union(*retrieval(branches), self.own)
-
-    def teardown(self) -> None:
-        super().teardown()
-        if self.own is not None:
-            assert self.own._runner.usage.held == 0, "the draft model holds KV of nobody"
-
-
-@pytest.mark.hypothesis
-@pytest.mark.costly("plays random histories")
-def test_after_any_arrivals_preemptions_and_trims_a_draft_model_in_it_drafts_what_a_fresh_one_drafts() -> None:
-    run_with_preemption(UnionMachine, share=4, num_steps=12)
-
-
 def test_all_are_told_to_forget_and_to_begin_anew() -> None:
-    told = [Told(chains([])), Told(chains([]))]
-    union(*told).release(iter(["a", "never seen"]))
-    union(*told).reset()
-    assert [(each.released, each.num_resets) for each in told] == [(["a", "never seen"], 1)] * 2
+    both = [Told(chains([])), Told(chains([]))]
+    union(*both).release(iter(["a", "never seen"]))
+    union(*both).reset()
+    assert [(drafter.released, drafter.num_resets) for drafter in both] == [(["a", "never seen"], 1)] * 2

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd_heads import Format, offered
 
 __all__ = ["DFlashConfig"]
 
@@ -36,7 +36,4 @@ def _build(config: DFlashConfig, context: DrafterContext) -> Drafter:
     return DFlashDrafter.load(config, context)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("dflash", DFlashConfig, _build, reads=("dflash",))]
+emssd_drafters = offered("dflash", DFlashConfig, _build, Format.dflash)

@@ -21,20 +21,18 @@ from emssd_heads import Format, HeadFiles, Loaded, StatesDrafter, TargetSizes, T
 from emssd_heads.dflash import DFlashConfig
 from emssd_heads.dflash.head import BlockHead
 from emssd_heads.dflash.runner import BlockRow, BlockRunner
-from emssd_heads.dflash.variant import Variant, variant_of
+from emssd_heads.dflash.variant import variant_of
 
 __all__ = ["DFlashDrafter"]
 
 
 class DFlashDrafter(SlotDrafter, StatesDrafter):
-    """Drafts with a head that has a KV cache of its own.
+    """Drafts with a head that has a KV cache of its own, with keys and values of features.
 
-    Its cache holds keys and values of features: what the target's hidden states of several layers give for each token
-    that the target has computed, at the token's own position. A block is a row's newest token and then masks. It is
-    always as long as the head was trained for, and its KV is dropped at once.
+    A feature is made of the target's hidden states of a token, at the token's own position. A block is a row's newest
+    token and then masks. It is as long as the head was trained for, and its KV is dropped at once.
 
-    Where the logits of a slot depend on the token before it, tokens are chosen one after the other. The confidence is
-    that of the head, where it has one.
+    Tokens are chosen one after the other if logits depend on the token before. A head may have a confidence of its own.
     """
 
     def __init__(self, runner: BlockRunner, target: BorrowedTarget, num_speculative_tokens: int) -> None:
@@ -48,11 +46,11 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         """Load the head of `config`."""
         lent = TargetWeights.by(context, "dflash")
         loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
-        most = loaded.head.variant.num_drafts
-        wanted = most if config.num_speculative_tokens is None else config.num_speculative_tokens
-        if wanted > most:
-            raise ConfigError(f"drafter.num_speculative_tokens is {wanted}; a block of this head drafts {most} at most")
-        return cls(BlockRunner(loaded.head, lent.make_cache(loaded.head.kv_cache_spec(lent.spec))), lent.target, wanted)
+        head, most = loaded.head, loaded.head.variant.num_drafts
+        count = config.num_speculative_tokens or most
+        if count > most:
+            raise ConfigError(f"drafter.num_speculative_tokens is {count}; a block of this head drafts {most} at most")
+        return cls(BlockRunner(head, lent.make_cache(head.kv_cache_spec(lent.spec))), lent.target, count)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)
@@ -67,9 +65,9 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         size, lead = self._variant.block_size, 0 if self._variant.from_anchor else 1
-        wanted = [at * size + lead + slot for at, row in enumerate(rows) for slot in range(row.tree.depth)]
+        indices = [row * size + lead + slot for row, one in enumerate(rows) for slot in range(one.tree.depth)]
         hidden = self._blocks(rows)
-        slots, self._memory = on_device(wanted, hidden.device), dict[str, torch.Tensor]()
+        slots, self._memory = on_device(indices, hidden.device), dict[str, torch.Tensor]()
         if self._head.refines is not None:
             hidden = self._head.norm(hidden)
             self._hidden = hidden[slots]
@@ -81,13 +79,12 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         """The logits ``[r * block_size, draft_vocab]`` of all slots, of ``hidden [r * block_size, hidden]``."""
         head, in_blocks = self._head, (len(rows), self._variant.block_size)
         assert head.refines is not None
-        logits = head.logits(hidden, self._target.project)
-        logits, hidden = (each.view(*in_blocks, each.shape[-1]) for each in (logits, hidden))
+        logits = head.logits(hidden, self._target.project).view(*in_blocks, -1)
         anchor, before = (
             on_device([row.tokens[max(-back, -len(row.tokens))] for row in rows], hidden.device) for back in (1, 2)
         )
-        known = (anchor, None) if self._variant.from_anchor else (before, anchor)
-        refined: torch.Tensor = head.refines(logits, hidden, *known, head.to_target)
+        first = (anchor, None) if self._variant.from_anchor else (before, anchor)
+        refined: torch.Tensor = head.refines(logits, hidden.view(*in_blocks, -1), *first, head.to_target)
         return refined.flatten(0, 1)
 
     def _blocks(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -104,19 +101,19 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         follows = self._head.follows
         if follows is None and not self._variant.has_confidence:
             return super().choices(level, logits)
-        nodes, slots = list(nodes_of(level)), on_device(self._indices_of(level), self._logits.device)
+        nodes, slots = nodes_of(level), on_device(self._indices_of(level), self._logits.device)
         last = [row.tree.token_ids[node] if node >= 0 else row.tokens[-1] for row, node in nodes]
         before, read, logits = on_device(last, self._logits.device), self._hidden[slots], self._logits[slots]
         if follows is not None:
             memory = torch.stack([self._memory.get(row.request_id, follows.start()) for row, _ in nodes])
             logits, memory = follows(logits, read, before, memory)
-            self._memory = {row.request_id: own for (row, _), own in zip(nodes, memory, strict=True)}
+            self._memory = {row.request_id: state for (row, _), state in zip(nodes, memory, strict=True)}
         tokens, log_probs = self._choices_from(level, logits)
         if self._variant.has_confidence:
             if self._variant.confidence_reads_markov:
                 read = torch.cat([read, self._head.markov_head.markov_w1(before)], dim=-1)
-            sure = self._head.confidence_head.proj(read).double().sigmoid().log().flatten().tolist()
-            log_probs = [[each] * len(own) for each, own in zip(sure, tokens, strict=True)]
+            sure = self._head.confidence_head["proj"](read).double().sigmoid().log().flatten().tolist()
+            log_probs = [[log_prob] * len(ranked) for log_prob, ranked in zip(sure, tokens, strict=True)]
         return tokens, log_probs
 
 
@@ -125,25 +122,16 @@ def load_dflash(path: str, target: TargetSizes, model: Any) -> Loaded[BlockHead]
     files = HeadFiles.read(path, target, Format.dflash, new_name=lambda name: name.removeprefix("model."))
     files.drop_copies(model)
     variant = variant_of(files)
-    placed = {name: old for name, old in files.names.items() if name not in ("d2t", "t2d")}
-    head = files.filled(lambda: BlockHead(variant, files.names, target), placed)
+    head = files.filled(lambda: BlockHead(variant, files.names, target))
     head.target_ids = files.drafted_ids(variant.draft_vocab_size)
-    return Loaded(head, variant.layers, _described(files, variant))
-
-
-def _sees(variant: Variant) -> str:
-    if all(variant.causal):
-        return "causal"
-    causal = [str(layer) for layer, each in enumerate(variant.causal) if each]
-    return "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
-
-
-def _described(files: HeadFiles, variant: Variant) -> tuple[str, ...]:
-    slots = "the token behind it" if variant.from_anchor else "its own token"
-    return (
+    causal = [str(layer) for layer, is_causal in enumerate(variant.causal) if is_causal]
+    sees = "which see each other" + (f" but in layers {', '.join(causal)}, which are causal" if causal else "")
+    described = (
         f"{variant.kind} drafter, read from {files.checkpoint.source.name}",
         f"reads residual streams before layers {', '.join(map(str, variant.layers))}",
         f"blocks of {variant.block_size} tokens with mask {variant.mask_token_id}, "
-        f"{_sees(variant)}; a slot is for {slots}",
+        f"{'causal' if all(variant.causal) else sees}; a slot is for "
+        f"{'the token behind it' if variant.from_anchor else 'its own token'}",
         variant.decoder.described,
     )
+    return Loaded(head, variant.layers, described)

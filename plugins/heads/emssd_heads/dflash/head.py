@@ -14,23 +14,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Rotary, TargetSizes, Vocabulary, rotated
+from emssd_heads import Angles, Embed, HeadLayer, HeadNorm, Rotary, TargetSizes
 from emssd_heads.dflash.refining import Markov, Refiner, Selector, Sizes
 from emssd_heads.dflash.variant import Variant
+from emssd_heads.head import Vocabulary
+from emssd_heads.layers import rotated
 
 __all__ = ["BlockAttend", "BlockHead"]
 
 BlockAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of a layer's index, queries ``[m, num_heads, head_dim]`` of blocks, and keys and values ``[c + m, num_kv_heads,
-head_dim]`` of features and blocks, what attention gives, ``[m, num_heads, head_dim]``."""
-
-
-_Around = Callable[[torch.Tensor], tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]
-"""Of what a part of a layer reads, what it reads instead, and a function for what it gives."""
-
-
-def _around_nothing(x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
-    return x, lambda out: out
+"""Attention ``[m, num_heads, head_dim]`` of a layer's index, queries of blocks, of that shape, and keys and values of
+features and blocks, ``[c + m, num_kv_heads, head_dim]``."""
 
 
 class _Convolution(nn.Module):
@@ -45,8 +39,8 @@ class _Convolution(nn.Module):
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         """``[m, size]`` mixed, and a function that mixes an output ``[m, size]``."""
-        given = self.kernel_projection(x).view(len(x), 2, self._taps, -1).repeat_interleave(self._group, dim=-1)
-        kernels = self.base_kernel + given
+        added = self.kernel_projection(x).view(len(x), 2, self._taps, -1).repeat_interleave(self._group, dim=-1)
+        kernels = self.base_kernel + added
         return self._mixed(x, kernels[:, 0]), lambda out: self._mixed(out, kernels[:, 1])
 
     def _mixed(self, x: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
@@ -62,32 +56,37 @@ class _BlockLayer(HeadLayer):
 
     def __init__(self, variant: Variant, index: int, names: Container[str]) -> None:
         super().__init__(variant.decoder, index, names)
-        self._index, made = index, list[_Around]()
-        for name in ("attention_conv", "mlp_conv"):
-            sizes = variant.sizes(f"layers.{index}.{name}.")
-            made.append(_Convolution(sizes, variant.block_size) if sizes else _around_nothing)
-            if sizes:
-                self.add_module(name, cast("nn.Module", made[-1]))
-        self._convolved = tuple(made)
+        self._index = index
+        self.attention_conv, self.mlp_conv = (
+            _Convolution(sizes, variant.block_size) if (sizes := variant.sizes(f"layers.{index}.{name}.")) else None
+            for name in ("attention_conv", "mlp_conv")
+        )
 
     def block(self, hidden: torch.Tensor, features: torch.Tensor, angles: Angles, attend: BlockAttend) -> torch.Tensor:
-        """Hidden states ``[m, hidden_size]`` of `hidden`, those of blocks.
+        """Hidden states ``[m, hidden_size]`` of blocks, from `hidden` of that shape.
 
-        The `features` ``[c, hidden_size]`` are not normed again. There are `angles` of features, and then of blocks.
+        The `features` ``[c, hidden_size]`` are not normed again; their `angles` come before the angles of blocks.
         """
-        own, (attended, through) = self.self_attn, self._convolved
-        normed, finish = attended(self.input_layernorm(hidden))
+        attention, normed, finish = self.self_attn, self.input_layernorm(hidden), _unchanged
+        if self.attention_conv is not None:
+            normed, finish = self.attention_conv(normed)
         read = torch.cat([features, normed])
-        by_head = (-1, own.spec.key_dim)
-        query = own.q_norm(own.q_proj(normed).unflatten(-1, by_head))
-        key = own.k_norm(own.k_proj(read).unflatten(-1, by_head))
-        value = own.v_proj(read).unflatten(-1, by_head)
+        by_head = (-1, attention.spec.key_dim)
+        query = attention.q_norm(attention.q_proj(normed).unflatten(-1, by_head))
+        key = attention.k_norm(attention.k_proj(read).unflatten(-1, by_head))
+        value = attention.v_proj(read).unflatten(-1, by_head)
         num_features, (cos, sin) = len(features), angles
         query = rotated(query, (cos[num_features:], sin[num_features:]))
         out = attend(self._index, query, rotated(key, angles), value)
-        hidden = hidden + finish(own.o_proj(out.flatten(1)))
-        normed, finish = through(self.post_attention_layernorm(hidden))
+        hidden = hidden + finish(attention.o_proj(out.flatten(1)))
+        normed, finish = self.post_attention_layernorm(hidden), _unchanged
+        if self.mlp_conv is not None:
+            normed, finish = self.mlp_conv(normed)
         return hidden + finish(self.mlp(normed))
+
+
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
+    return x
 
 
 class BlockHead(Vocabulary):
@@ -116,7 +115,7 @@ class BlockHead(Vocabulary):
             self.refiner_head = Refiner(sizes, variant.num_passes)
         if variant.has_confidence:
             (width,) = variant.sizes("confidence_head.proj.")["weight"][1:]
-            self.confidence_head = _Confidence(width)
+            self.confidence_head = nn.ModuleDict({"proj": nn.Linear(width, 1)})
 
     @property
     def follows(self) -> Markov | Selector | None:
@@ -128,8 +127,8 @@ class BlockHead(Vocabulary):
 
     def kv_cache_spec(self, target: KVCacheSpec) -> KVCacheSpec:
         """The KV cache that the head needs beside that of the target; see `emssd_heads.dflash.runner`."""
-        own = [cast("HeadLayer", layer).spec for layer in self.layers]
-        specs = tuple(self._spec(*pair) for pair in zip(own, self.variant.causal, strict=True))
+        layers = [cast("HeadLayer", layer).spec for layer in self.layers]
+        specs = tuple(self._spec(*pair) for pair in zip(layers, self.variant.causal, strict=True))
         longest = target.max_model_len + 2 * self.variant.block_size
         return replace(target, layers=specs, max_model_len=longest, trees=False, prefix_caching=False)
 
@@ -141,10 +140,7 @@ class BlockHead(Vocabulary):
         return replace(layer, key_dim=layer.key_dim + 1, sliding_window=wide)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_states * target_hidden_size]``.
-
-        Hidden states of one token stand beside each other, in the order of the variant's `layers`.
-        """
+        """Features ``[n, hidden_size]`` of the target's hidden states, ``[n, states * target_hidden_size]``."""
         return cast("torch.Tensor", self.hidden_norm(self.fc(hidden)))
 
     def embed(self, token_ids: torch.Tensor, embed: Embed) -> torch.Tensor:
@@ -163,9 +159,3 @@ class BlockHead(Vocabulary):
         for layer in self.layers:
             hidden = cast("_BlockLayer", layer).block(hidden, features, (cos[0], sin[0]), attend)
         return hidden
-
-
-class _Confidence(nn.Module):
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(size, 1)

@@ -1,4 +1,4 @@
-"""The logits that tokens of a block add to each other's: tables, selectors and networks after a head's layers.
+"""Corrections of logits by other tokens of a block: tables, selectors and networks after a head's layers.
 
 A `Markov` head is DSpark's (arXiv 2607.05147), a `Selector` DFlash2's (github.com/z-lab/dflash), a `Refiner` XPress's
 (the library ``speculators`` 0.9).
@@ -25,10 +25,9 @@ def _linear(size: Sequence[int], bias: bool = False) -> nn.Linear:
 
 
 class Markov(nn.Module):
-    """The logits that the token before adds to a slot's, by a table of low rank.
+    """Adds logits that depend on the token before, by a table of low rank.
 
-    The tensors that are there tell the kind: one with a gate reads the slot's hidden state, and a recurrent one the
-    slots before.
+    With `gate_proj`, it reads the slot's hidden state, and with `joint_proj`, which is recurrent, the slots before.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -48,9 +47,9 @@ class Markov(nn.Module):
     def forward(
         self, logits: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[n, draft_vocab]``, and the memory ``[n, rank]`` for the next slots.
+        """Logits ``[n, draft_vocab]`` of slots, and the memory ``[n, rank]`` for the next ones.
 
-        Of slots there are `logits`, `hidden` states after the final norm, the tokens `before` them and the memory.
+        Slots have `logits`, ``hidden [n, hidden_size]`` after the final norm, and ``before [n]`` the token before.
         """
         low = self.markov_w1(before)
         if self.gate_proj is not None:
@@ -63,7 +62,7 @@ class Markov(nn.Module):
 
 
 class Selector(nn.Module):
-    """Chooses among a slot's likeliest tokens by what they have to do with the token before and the hidden state."""
+    """Scores a slot's likeliest tokens anew, by the token before and the hidden state."""
 
     def __init__(self, sizes: Sizes, top_k: int) -> None:
         super().__init__()
@@ -81,10 +80,10 @@ class Selector(nn.Module):
         self, logits: torch.Tensor, hidden: torch.Tensor, before: torch.Tensor, memory: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Markov.forward`; tokens that are no candidates are impossible."""
-        found, ids = logits.topk(min(self._top_k, logits.shape[-1]))
-        known = (self.predecessor_codebook[before] * self.hidden_projection(hidden)).unsqueeze(-2)
-        more = (known * self.successor_codebook[ids]).sum(dim=-1)
-        return torch.full_like(logits, -math.inf).scatter(-1, ids, found + more), memory
+        best, ids = logits.topk(min(self._top_k, logits.shape[-1]))
+        code = (self.predecessor_codebook[before] * self.hidden_projection(hidden)).unsqueeze(-2)
+        scores = best + (code * self.successor_codebook[ids]).sum(dim=-1)
+        return torch.full_like(logits, -math.inf).scatter(-1, ids, scores), memory
 
 
 class Refiner(nn.Module):
@@ -108,12 +107,10 @@ class Refiner(nn.Module):
         anchor: torch.Tensor | None,
         to_target: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """Logits ``[r, block, draft_vocab]``.
+        """Logits ``[r, block, draft_vocab]``, with ``hidden [r, block, hidden_size]`` after the final norm.
 
-        Args:
-            hidden: ``[r, block, hidden_size]`` there, after the final norm.
-            first: ``[r]`` the token before the first slot's own.
-            anchor: ``[r]`` the token of the first slot, where that is known; ``None`` where it is drafted.
+        The token before the first slot is ``first [r]``; the one of the first slot is ``anchor [r]``, unless it is
+        drafted.
         """
         mean = hidden.mean(dim=1, keepdim=True).expand_as(hidden)
         read, refined = torch.cat([self.down_h(hidden), self.down_g(mean)], dim=-1), logits

@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import PairedDrafter, TargetWeights, TreeOptions, shape_of
+from emssd_heads import Format, PairedDrafter, TargetWeights, TreeOptions, offered, shape_of
 
 __all__ = ["EagleConfig"]
 
@@ -31,7 +30,4 @@ def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("eagle", EagleConfig, _build, reads=("eagle",))]
+emssd_drafters = offered("eagle", EagleConfig, _build, Format.eagle)

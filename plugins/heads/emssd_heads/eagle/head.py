@@ -39,7 +39,7 @@ class EagleHead(PairedHead):
         self.layers = nn.ModuleList(HeadLayer(config, i, names, normed=i > 0) for i in range(config.num_layers))
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature after each token, which is also what is fed back.
+        """The feature after each token, which is fed back as well.
 
         `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """

@@ -10,8 +10,7 @@ from enum import Enum
 from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import PairedDrafter, TargetWeights, TreeOptions, shape_of
+from emssd_heads import Format, PairedDrafter, TargetWeights, TreeOptions, offered, shape_of
 
 __all__ = ["Eagle3Config", "LayerIds"]
 
@@ -47,8 +46,7 @@ class Eagle3Config(TreeOptions):
 
 
 def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
-    from emssd_heads.eagle3.drafters import ParallelDrafter
-    from emssd_heads.eagle3.loading import load_eagle3
+    from emssd_heads.eagle3.drafter import ParallelDrafter, load_eagle3
 
     shape, lent = shape_of(config, "emssd_heads", top_k=config.top_k), TargetWeights.by(context, "eagle3")
     layer_ids = LayerIds(config.layer_ids)
@@ -60,7 +58,4 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     return drafter
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("eagle3", Eagle3Config, _build, reads=("eagle3", "peagle"))]
+emssd_drafters = offered("eagle3", Eagle3Config, _build, Format.eagle3, Format.peagle)

@@ -7,15 +7,13 @@ arXiv 2503.01840; and the variants of other trainers.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from emssd_heads import (
-    Angles,
     Attend,
-    DecoderConfig,
     HeadLayer,
     HeadNorm,
     PairedHead,
@@ -26,21 +24,6 @@ from emssd_heads import (
 from emssd_heads.eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]
-
-
-class _FirstLayer(HeadLayer):
-    """The layer that reads embeddings beside features, and norms them apart."""
-
-    def __init__(self, config: DecoderConfig, names: Container[str], norm_before_residual: bool) -> None:
-        super().__init__(config, 0, names, input_size=2 * config.hidden_size)
-        self.hidden_norm = HeadNorm(config.hidden_size, config.rms_norm_eps)
-        self._norm_before_residual = norm_before_residual
-
-    def combine(self, embeds: torch.Tensor, features: torch.Tensor, angles: Angles, attend: Attend) -> torch.Tensor:
-        """Hidden states ``[b, n, hidden_size]`` of embeddings and features of that shape."""
-        normed = self.hidden_norm(features)
-        attended = torch.cat([self.input_layernorm(embeds), normed], dim=-1)
-        return self.forward(normed if self._norm_before_residual else features, angles, attend, attended)
 
 
 class Eagle3Head(PairedHead):
@@ -67,7 +50,8 @@ class Eagle3Head(PairedHead):
             if variant.mask_token_id is not None:
                 self.mask_hidden = nn.Parameter(torch.empty(1, 1, wide))
         self.mask_token_id = variant.mask_token_id
-        first = _FirstLayer(config, names, variant.norm_before_residual)
+        first = HeadLayer(config, 0, names, input_size=2 * size)  # reads embeddings beside features, normed apart
+        first.hidden_norm = HeadNorm(size, eps)
         self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
         self.norm = HeadNorm(size, eps)
 
@@ -77,10 +61,6 @@ class Eagle3Head(PairedHead):
             self.fc = keep_bytes(self.fc)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Features ``[n, hidden_size]`` of the target's hidden states ``[n, num_features * target_hidden_size]``.
-
-        Hidden states of one token stand beside each other, that of the lowest layer first.
-        """
         if not self._variant.num_features:
             return hidden
         if self._variant.norm_before_fc:
@@ -95,15 +75,17 @@ class Eagle3Head(PairedHead):
         return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature after each token, which is also what is fed back.
+        """The feature after each token, which is fed back as well.
 
         `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)
-        first, *later = self.layers
-        hidden = cast("_FirstLayer", first).combine(embeds, features, angles, attend)
-        for layer in later:
+        first: Any = self.layers[0]
+        normed = first.hidden_norm(features)
+        attended = torch.cat([first.input_layernorm(embeds), normed], dim=-1)
+        hidden = first(normed if self._variant.norm_before_residual else features, angles, attend, attended)
+        for layer in self.layers[1:]:
             hidden = layer(hidden, angles, attend)
         return cast("torch.Tensor", self.norm(hidden) if self._variant.norm_output else hidden)
 

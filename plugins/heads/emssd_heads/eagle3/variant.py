@@ -1,15 +1,21 @@
-"""The differences between EAGLE-3 heads: the flags of their configs, in one place."""
+"""The differences between EAGLE-3 heads: flags of their configs, and the target's hidden states that they read.
+
+Trainers number layers in two ways, and files do not say which.
+"""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
-from emssd_heads import DecoderConfig, HeadFiles
+from emssd.errors import ConfigError
+from emssd_heads import LAST_NORMED, DecoderConfig, HeadFiles
 from emssd_heads.eagle3 import LayerIds
-from emssd_heads.eagle3.layers import aux_layers
 
-__all__ = ["Variant", "variant_of"]
+__all__ = ["Variant", "aux_layers", "variant_of"]
+
+logger = logging.getLogger("emssd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,19 +75,10 @@ def variant_of(files: HeadFiles, meaning: LayerIds = LayerIds.auto) -> Variant:
         logit_scale=float(flag("logit_scale", 1.0)),
         layers=layers,
         why=why,
-        mask_token_id=_mask_token_id(files, flag("mask_token_id", flag("pard_token"))) if is_parallel else None,
+        mask_token_id=flag("mask_token_id", flag("pard_token")) if is_parallel else None,
     )
-    _check(files, variant, flag("num_aux_hidden_states"))
+    _check(files, variant, flag("num_aux_hidden_states"), is_parallel=is_parallel)
     return variant
-
-
-def _mask_token_id(files: HeadFiles, token: Any) -> int:
-    if type(token) is not int or not 0 <= token < files.target.vocab_size:
-        raise files.cannot(
-            f"it drafts in parallel, and its mask_token_id is {token}; that must be a token of the target's, below "
-            f"{files.target.vocab_size}"
-        )
-    return token
 
 
 def _num_features(files: HeadFiles) -> int:
@@ -96,7 +93,8 @@ def _num_features(files: HeadFiles) -> int:
     return width // size
 
 
-def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
+def _check(files: HeadFiles, variant: Variant, num_states: int | None, *, is_parallel: bool) -> None:
+    mask: object = variant.mask_token_id
     target, size, trained_for = files.target, variant.decoder.hidden_size, files.config.get("target_hidden_size")
     borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in files.names]
     files.check_sizes(None, files.config.get("vocab_size"))
@@ -105,6 +103,11 @@ def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
     elif size != target.hidden_size and (borrowed or not variant.num_features):
         what = "last hidden state" if not borrowed else " and ".join(borrowed)
         why = f"it has a hidden size of {size}, and would use the target's {what}, of size {target.hidden_size}"
+    elif is_parallel and (type(mask) is not int or not 0 <= mask < target.vocab_size):
+        why = (
+            f"it drafts in parallel, and its mask_token_id is {mask}; that must be a token of the target's, below "
+            f"{target.vocab_size}"
+        )
     elif variant.norm_before_fc and variant.fc_norm:
         why = "its config sets both norm_before_fc and fc_norm, and a head has one of them at most"
     elif variant.num_features and num_states is not None and num_states != variant.num_features:
@@ -112,3 +115,60 @@ def _check(files: HeadFiles, variant: Variant, num_states: int | None) -> None:
     else:
         return
     raise files.cannot(why)
+
+
+def aux_layers(
+    ids: tuple[int, ...] | None,
+    num_features: int,
+    num_layers: int,
+    *,
+    container: bool = False,
+    nested: bool = False,
+    meaning: LayerIds = LayerIds.auto,
+) -> tuple[tuple[int, ...], str]:
+    """The hidden states that a head reads, in its order, by the `ids` of its config; and the reason, in words.
+
+    Args:
+        num_features: hidden states that its weights take; 0 for the last one as it is.
+        num_layers: of the target.
+        container: whether the config is one of ``speculators``.
+        nested: whether the numbers stand in ``eagle_config``, as those of SGLang and SpecForge do.
+        meaning: of the numbers, as the user says it.
+    """
+    if not num_features:
+        return (LAST_NORMED,), "use_aux_hidden_state is false"
+    layers: tuple[int, ...]
+    if ids is None:
+        layers, why = (2, num_layers // 2, num_layers - 3), "the default, as the config names none"
+    elif meaning is not LayerIds.auto:
+        layers, why = _streams(ids, meaning), f"layer_ids={meaning.value}"
+    elif container:
+        layers, why = ids, "as speculators numbers them"
+    elif max(ids) == num_layers:
+        layers, why = ids, "as the last one is the number of the target's layers"
+    elif ids[0] == 1:
+        layers, why = _streams(ids, LayerIds.output), "outputs of layers, as the first is 1"
+    else:
+        likely, other = (LayerIds.output, LayerIds.hs) if nested else (LayerIds.hs, LayerIds.output)
+        layers, why = _streams(ids, likely), f"a guess from the config: layer_ids={likely.value}"
+        logger.warning(
+            "drafter=eagle3: the head's config leaves open which hidden states it reads; drafter.layer_ids=%s is "
+            "likelier. If hardly anything is accepted, set %s",
+            likely.value,
+            other.value,
+        )
+    if len(layers) != num_features:
+        raise ConfigError(
+            f"the head reads {num_features} hidden states of the target, and its config names {len(layers)}"
+            + ("" if ids else " by default")
+        )
+    reads = f"the head reads the target's hidden states {', '.join(map(str, layers))}, and"
+    if not all(0 <= layer <= num_layers for layer in layers):
+        raise ConfigError(f"{reads} a target of {num_layers} layers has 0 to {num_layers}")
+    if len(set(layers)) < len(layers):
+        raise ConfigError(f"{reads} needs different ones")
+    return layers, why
+
+
+def _streams(ids: tuple[int, ...], meaning: LayerIds) -> tuple[int, ...]:
+    return tuple(number + 1 for number in ids) if meaning is LayerIds.output else ids

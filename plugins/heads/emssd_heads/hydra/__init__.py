@@ -10,8 +10,7 @@ from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import TargetWeights, TreeOptions, keep_bytes, shape_of
+from emssd_heads import Format, TargetWeights, TreeOptions, keep_bytes, offered, shape_of
 
 __all__ = ["HydraConfig"]
 
@@ -33,8 +32,7 @@ class HydraConfig(TreeOptions):
 
 
 def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.hydra.drafter import HydraDrafter
-    from emssd_heads.hydra.heads import load_hydra
+    from emssd_heads.hydra.drafter import HydraDrafter, load_hydra
 
     lent = TargetWeights.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
@@ -43,7 +41,4 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     return HydraDrafter(loaded, shape_of(config, "emssd_heads.hydra", len(loaded.head), top_k=config.top_k), lent)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",))]
+emssd_drafters = offered("hydra", HydraConfig, _build, Format.hydra)

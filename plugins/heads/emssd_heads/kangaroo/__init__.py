@@ -11,8 +11,7 @@ from functools import partial
 from emssd.draft_models import DynamicShape, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Share
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import HeadRunner, TargetWeights
+from emssd_heads import Format, HeadRunner, TargetWeights, offered
 
 __all__ = ["KangarooConfig"]
 
@@ -49,7 +48,4 @@ def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     return ModelDrafter(runner, context.vocab_size, shape)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("kangaroo", KangarooConfig, _build, reads=("kangaroo",))]
+emssd_drafters = offered("kangaroo", KangarooConfig, _build, Format.kangaroo)

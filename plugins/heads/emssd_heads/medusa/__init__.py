@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
+from emssd_heads import Format, HeadTreeOptions, TargetWeights, keep_bytes, offered, shape_of
 
 __all__ = ["MedusaConfig"]
 
@@ -32,8 +31,7 @@ class MedusaConfig(HeadTreeOptions):
 
 
 def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.medusa.drafter import MedusaDrafter
-    from emssd_heads.medusa.heads import load_medusa
+    from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 
     lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
@@ -43,7 +41,4 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     return MedusaDrafter(heads, shape, lent.target)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("medusa", MedusaConfig, _build, reads=("medusa",))]
+emssd_drafters = offered("medusa", MedusaConfig, _build, Format.medusa)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads import PairedDrafter, TargetWeights, TreeKind, TreeOptions, shape_of
+from emssd_heads import Format, PairedDrafter, TargetWeights, TreeKind, TreeOptions, offered, shape_of
 
 __all__ = ["MtpConfig"]
 
@@ -52,7 +51,4 @@ def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("mtp", MtpConfig, _build, reads=("mtp",))]
+emssd_drafters = offered("mtp", MtpConfig, _build, Format.mtp)

@@ -16,8 +16,8 @@ from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
-from emssd.model.hf.interface import PassAttention, implementation
 from emssd_heads import Attend, PairedHead
+from emssd_heads.target import attending
 
 __all__ = ["MtpHead"]
 
@@ -25,9 +25,9 @@ __all__ = ["MtpHead"]
 class MtpHead(PairedHead):
     """A layer for multi-token prediction, between two norms of its inputs and one of its output.
 
-    A feature is the target's last hidden state after its final norm. What is fed back is the output after the last
-    norm, which logits are made of as well. vLLM takes zeros for the embedding at position 0; this does not, as
-    DeepSeek's equations and Transformers do not.
+    A feature is the target's last hidden state after its final norm. The output after the last norm is fed back, and
+    logits are made of it. Unlike vLLM, and like DeepSeek's equations and Transformers, the embedding at position 0 is
+    not replaced by zeros.
 
     Args:
         model: the target. Its code makes the layer, as one more after its own; its rotary angles are used.
@@ -64,7 +64,7 @@ class MtpHead(PairedHead):
         return (self._spec,)
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The normed output after each token, which is also what is fed back.
+        """The normed output after each token, which is fed back as well.
 
         `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
         """
@@ -83,7 +83,7 @@ class MtpHead(PairedHead):
         embeds, features = inputs.chunk(2, dim=-1)
         fused = self.eh_proj(torch.cat([self.enorm(embeds), self.hnorm(features)], dim=-1))
         (rotary,) = self._rotary
-        with implementation(PassAttention(attend)):
+        with attending(attend):
             hidden = self.block(
                 fused,
                 attention_mask=None,

@@ -11,10 +11,12 @@ import torch
 
 from emssd.errors import EmssdError
 from emssd_heads import LAST_NORMED, Format, HeadFiles, Loaded, TargetWeights
+from emssd_heads.files import in_short
 from emssd_heads.mtp.head import MtpHead
 
 __all__ = ["load_mtp"]
 
+_OF_A_LAYER = re.compile(r"mtp\.layers\.(\d+)\.|(?:model\.)?layers\.(\d+)\.(?:enorm|hnorm|eh_proj)\.weight$")
 _LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _OF_MODULE = {"shared_head.norm.weight": "norm.weight", "shared_head.head.weight": "lm_head.weight"} | {
     name: name for name in ("enorm.weight", "hnorm.weight", "eh_proj.weight", "embed_tokens.weight")
@@ -25,7 +27,6 @@ _OF_MTP = {
     "mtp.pre_fc_norm_hidden.weight": "hnorm.weight",
     "mtp.norm.weight": "norm.weight",
 }
-_EXPERT = re.compile(r"(block\..*experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 _WHOLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _EXACT = "e_score_correction_bias"  # which models keep in float32
 
@@ -37,7 +38,7 @@ def load_mtp(path: str, lent: TargetWeights) -> Loaded[MtpHead]:
         path: folder, file of weights or hub id of the target's checkpoint, or of one with the layer alone.
     """
     target, num_layers = lent.target, lent.sizes.num_layers
-    files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _place(name, num_layers))
+    files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _new_name(name, num_layers))
     with files.reading_config():
         _check(files, lent)
     tensors, names = files.checkpoint.tensors, files.names
@@ -45,8 +46,8 @@ def load_mtp(path: str, lent: TargetWeights) -> Loaded[MtpHead]:
         raise files.cannot(f"its weights are quantized ({odd}), which drafter=mtp does not read")
     files.drop_copies(target.model)
     with _running_code(files, lent), torch.device("meta"):
-        wanted = MtpHead(target.model, target.dtype, names, target.vocab_size).state_dict()
-    _fuse_experts(files, wanted)
+        state = MtpHead(target.model, target.dtype, names, target.vocab_size).state_dict()
+    _fuse_experts(files, state)
     head = files.filled(lambda: MtpHead(target.model, target.dtype, names, target.vocab_size))
     for name, buffer in head.named_buffers():
         if name.endswith(_EXACT):
@@ -70,16 +71,15 @@ def _running_code(files: HeadFiles, lent: TargetWeights) -> Iterator[None]:
     except EmssdError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:200].rstrip(" .")
         kind = type(lent.target.model.get_decoder().layers[-1]).__name__
-        raise files.cannot(f"a further layer of the target's kind, {kind}, cannot be run ({said})") from error
+        why = f"a further layer of the target's kind, {kind}, cannot be run ({in_short(error)})"
+        raise files.cannot(why) from error
 
 
 def _check(files: HeadFiles, lent: TargetWeights) -> None:
     sizes, decoder, tensors = files.target, lent.target.model.get_decoder(), files.checkpoint.tensors
     config = files.config.get("text_config") or files.config
-    layers = {int(found[1]) for name in tensors if (found := _LAYER.fullmatch(name)) and _is_mtp(found[2])}
-    layers |= {int(found[1]) for name in tensors if (found := re.match(r"mtp\.layers\.(\d+)\.", name))}
+    layers = {int(layer[1] or layer[2]) for name in tensors if (layer := _OF_A_LAYER.match(name))}
     kind = type(decoder.layers[-1]).__name__
     files.check_sizes(config.get("hidden_size"), config.get("vocab_size"))
     if len(layers) != 1:
@@ -97,46 +97,33 @@ def _check(files: HeadFiles, lent: TargetWeights) -> None:
     raise files.cannot(why)
 
 
-def _is_mtp(rest: str) -> bool:
-    return rest in ("enorm.weight", "hnorm.weight", "eh_proj.weight")
-
-
-def _place(name: str, num_layers: int) -> str | None:
-    """The head's name for a tensor; ``None`` for those of the target itself."""
+def _new_name(name: str, num_layers: int) -> str | None:
+    """The head's name for a tensor; ``None`` for a tensor of the target itself."""
     if name in _OF_MTP:
         return _OF_MTP[name]
     if name.startswith("mtp."):
         return "block." + name.removeprefix("mtp.layers.0.")
-    found = _LAYER.fullmatch(name)
-    if found is None or int(found[1]) != num_layers:
+    layer = _LAYER.fullmatch(name)
+    if layer is None or int(layer[1]) != num_layers:
         return None
-    return _OF_MODULE.get(found[2], "block." + found[2])
+    return _OF_MODULE.get(layer[2], "block." + layer[2])
 
 
-def _fuse_experts(files: HeadFiles, wanted: Mapping[str, torch.Tensor]) -> None:
-    """Put weights of all experts into one tensor, where the target's code wants them so and files have one for each."""
-    checkpoint, names = files.checkpoint, files.names
-    found: dict[str, dict[str, dict[int, str]]] = {}
-    for name in names:
-        if (part := _EXPERT.fullmatch(name)) and f"{part[1]}.gate_up_proj" in wanted:
-            found.setdefault(part[1], {}).setdefault(part[3], {})[int(part[2])] = name
-    tensors, left = dict(checkpoint.tensors), dict(names)
-    for place, parts in found.items():
-        each = range(len(wanted[f"{place}.gate_up_proj"]))
-        if any(sorted(parts.get(name, ())) != list(each) for name in ("gate_proj", "up_proj", "down_proj")):
-            missing = len(each) * 3 - sum(index in each for part in parts.values() for index in part)
-            raise files.cannot(f"it should have {len(each)} experts of three weights; {missing} lack")
-        old = {part: [tensors[names[parts[part][index]]] for index in each] for part in parts}
-        shapes = {part: sorted({tuple(tensor.shape) for tensor in group}) for part, group in old.items()}
-        size, wide = wanted[f"{place}.down_proj"].shape[1:]
-        right = {"gate_proj": [(wide, size)], "up_proj": [(wide, size)], "down_proj": [(size, wide)]}
-        if shapes != right:
-            raise files.cannot(f"its experts have weights of the shapes {shapes} in place of {right}")
-        for numbered in parts.values():
-            for name in numbered.values():
-                del left[name]
-        gate_up = [torch.cat(pair) for pair in zip(old["gate_proj"], old["up_proj"], strict=True)]
-        for name, group in (("gate_up_proj", gate_up), ("down_proj", old["down_proj"])):
-            left[f"{place}.{name}"] = f"{place}.{name}"
-            tensors[f"{place}.{name}"] = torch.stack(group)
-    files.checkpoint, files.names = replace(checkpoint, tensors=tensors), left
+def _fuse_experts(files: HeadFiles, state: Mapping[str, torch.Tensor]) -> None:
+    """Join the weights of all experts, where files have one for each and the `state` of the module has one for all."""
+    names, tensors = files.names, dict(files.checkpoint.tensors)
+    for fused in [name for name in state if name.endswith(".gate_up_proj") and name not in names]:
+        prefix = fused.removesuffix("gate_up_proj")
+        count, (size, wide) = len(state[fused]), state[f"{prefix}down_proj"].shape[1:]
+        shapes = {"gate_proj": [(wide, size)], "up_proj": [(wide, size)], "down_proj": [(size, wide)]}
+        parts = {part: [names.pop(f"{prefix}{i}.{part}.weight", "") for i in range(count)] for part in shapes}
+        if missing := sum(not name for group in parts.values() for name in group):
+            raise files.cannot(f"it should have {count} experts of three weights; {missing} lack")
+        weights = {part: [tensors[name] for name in group] for part, group in parts.items()}
+        stored = {part: sorted({tuple(weight.shape) for weight in group}) for part, group in weights.items()}
+        if stored != shapes:
+            raise files.cannot(f"its experts have weights of the shapes {stored} in place of {shapes}")
+        gate_up = [torch.cat(pair) for pair in zip(weights["gate_proj"], weights["up_proj"], strict=True)]
+        for name, group in ((fused, gate_up), (f"{prefix}down_proj", weights["down_proj"])):
+            names[name], tensors[name] = name, torch.stack(group)
+    files.checkpoint = replace(files.checkpoint, tensors=tensors)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, AtLeastZero
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd_heads import Format, offered
 
 __all__ = ["PardConfig"]
 
@@ -39,7 +39,4 @@ def _build(config: PardConfig, context: DrafterContext) -> Drafter:
     return PardDrafter.load(config, context)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("pard", PardConfig, _build, reads=("pard",))]
+emssd_drafters = offered("pard", PardConfig, _build, Format.pard)

@@ -5,10 +5,8 @@ An et al. 2025, PARD, arXiv 2504.18583, §3.1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,7 +41,7 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         if config.path is None:
             raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")
         runner = load_draft_model(config.path, context)
-        mask = _mask_token(config.path, _config_of(config.path), runner.vocab_size, config.mask_token_id)
+        mask = _mask_token(config.path, runner.vocab_size, config.mask_token_id)
         return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
@@ -56,17 +54,12 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         pass  # what is accepted changes no KV
 
 
-def _config_of(path: str) -> Mapping[str, Any]:
-    """The ``config.json`` of a model that was loaded from this folder or hub id."""
+def _mask_token(path: str, vocab_size: int, chosen: int | None) -> int:
+    """The token that the draft model at `path` was trained to fill in, by its config, unless it is `chosen`."""
     from transformers import PretrainedConfig
 
     local = Path(path).expanduser()
-    values: Mapping[str, Any] = PretrainedConfig.get_config_dict(str(local) if local.is_dir() else path)[0]
-    return values
-
-
-def _mask_token(path: str, config: Mapping[str, Any], vocab_size: int, chosen: int | None = None) -> int:
-    """The token that the draft model at `path` was trained to fill in."""
+    config = PretrainedConfig.get_config_dict(str(local) if local.is_dir() else path)[0]
     if config.get("spd_type") == "pard2" or any(name.startswith("pard2") for name in config):
         raise ConfigError(
             f"cannot draft with {path!r}: it is a PARD-2 model, which reads hidden states of its target, and "

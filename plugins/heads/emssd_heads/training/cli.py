@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence as Seq
 from typing import Any, Literal, get_args, get_origin
 
+from rich.table import Table
+
 from emssd.cli.option_texts import OptionText, introduction, option_texts
 from emssd.cli.terminal import plain_console, steady
 from emssd.errors import ConfigError
@@ -41,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _add(group: argparse._ActionsContainer, option: OptionText) -> None:
     flag = f"--{option.name.replace('_', '-')}"
     text = option.text.rstrip(".").replace("`", "").replace("%", "%%")
-    kind: Any = next((each for each in get_args(option.kind) if each is not type(None)), option.kind)
+    kind: Any = next((part for part in get_args(option.kind) if part is not type(None)), option.kind)
     if kind is bool:
         group.add_argument(flag, action="store_true", help=text)
         return
@@ -56,11 +58,11 @@ def _add(group: argparse._ActionsContainer, option: OptionText) -> None:
 
 
 class _Numbers(argparse.Action):
-    def __call__(self, parser: object, into: argparse.Namespace, said: object, flag: str | None = None) -> None:
+    def __call__(self, parser: object, into: argparse.Namespace, value: object, flag: str | None = None) -> None:
         try:
-            setattr(into, self.dest, tuple(int(number) for number in str(said).split(",")))
+            setattr(into, self.dest, tuple(int(number) for number in str(value).split(",")))
         except ValueError:
-            raise ConfigError(f"{flag} is {said!r}; give whole numbers, as in 2,6,9") from None
+            raise ConfigError(f"{flag} is {value!r}; give whole numbers, as in 2,6,9") from None
 
 
 @steady("emssd-train", if_interrupted="--resume goes on from the last checkpoint")
@@ -74,9 +76,11 @@ def main(arguments: Seq[str] | None = None) -> None:
 def _run(options: TrainOptions) -> None:
     from emssd_heads.training.job import run
 
-    acceptance = run(options, plain_console(stderr=True))
-    if acceptance is not None:
-        plain_console().print(acceptance.table())
+    if (acceptance := run(options, plain_console(stderr=True))) is not None:
+        table = Table("depth", "drafted", "accepted", "share", title=f"held-out prompts: τ {acceptance['tau']:.2f}")
+        for depth, counts in enumerate(zip(acceptance["drafted"], acceptance["accepted"], strict=True), start=1):
+            table.add_row(str(depth), *map(str, counts), f"{counts[1] / counts[0]:.1%}")
+        plain_console().print(table)
     print(f"{options.output}: use it with drafter={options.kind} drafter.path={options.output}")
 
 

@@ -24,11 +24,11 @@ from emssd.model import TargetModel
 from emssd_heads.eagle3 import Eagle3Config
 from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.variant import variant_of
-from emssd_heads.files import Checkpoint
+from emssd_heads.files import Checkpoint, in_short
 from emssd_heads.formats import unwrapped
 from emssd_heads.loading import HeadFiles
 from emssd_heads.options import TreeKind
-from emssd_heads.target import Project, TargetSizes
+from emssd_heads.target import TargetSizes
 from emssd_heads.training.options import Eagle3Options
 from emssd_heads.training.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
 from emssd_heads.training.texts import Text, frequent_tokens
@@ -50,14 +50,14 @@ def recipe(options: Eagle3Options, target: TargetModel, _: object, dtype: torch.
         drafted = frequent_tokens(texts, target.vocab_size, options.draft_vocab_size)
         head = new_head(config, target, drafted, options)
         save = partial(save_head, head=head, config=config, vocab_size=target.vocab_size, dtype=dtype)
-        return Trainee(UnrolledLoss(head, teacher, options.depth), save)
+        return UnrolledLoss(head, teacher, options.depth), save
 
     drafter = Eagle3Config(path=options.output, tree=TreeKind.chain, depth=options.depth)
     return Recipe(begin, drafter, target.max_model_len)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states that a head reads: those of EAGLE-3's authors; in a shallow target, others."""
+    """The hidden states that a head reads: those of EAGLE-3's authors, or of all depths of a shallow target."""
     authors = (2, num_layers // 2, num_layers - 3)
     if authors[0] < authors[1] < authors[2]:
         return authors
@@ -66,7 +66,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def _check_layers(layers: Seq[int], target: TargetModel) -> None:
-    """Hold the hidden states that a head is to read to those that `target` has."""
+    """Raises ConfigError: `target` has no such hidden states, or embeddings of another size."""
     num_layers, size = len(target.layers), target.model.config.get_text_config().hidden_size
     if len(set(layers)) < len(layers) or not all(0 <= layer <= num_layers for layer in layers):
         raise ConfigError(
@@ -103,8 +103,7 @@ def head_config(options: Eagle3Options, target: TargetModel, layers: Seq[int]) -
     try:
         values = LlamaConfig(**decoder).to_diff_dict()
     except Exception as error:  # Transformers checks values with errors of several libraries
-        said = " ".join(str(error).split())[:200].rstrip(" .")
-        raise ConfigError(f"a head of these sizes cannot be: {said}") from error
+        raise ConfigError(f"a head of these sizes cannot be: {in_short(error)}") from error
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -130,13 +129,10 @@ def new_head(
 
     It drafts the tokens with the target's ids `drafted`; ``None`` for all.
     """
-    size, num_layers = (
-        config["transformer_layer_config"]["hidden_size"],
-        len(config["eagle_aux_hidden_state_layer_ids"]),
-    )
+    size = config["transformer_layer_config"]["hidden_size"]
+    num_layers = len(config["eagle_aux_hidden_state_layer_ids"])
     sizes = TargetSizes(target.vocab_size, size, len(target.layers))
-    names = {name: name for name in ("fc.weight", *([] if options.share_lm_head else ["lm_head.weight"]))}
-    names |= {} if drafted is None else {"d2t": "d2t"}
+    names = {"fc.weight": "fc.weight"} | ({} if options.share_lm_head else {"lm_head.weight": "lm_head.weight"})
     shapes = {"fc.weight": torch.empty(size, num_layers * size, device="meta")}
     checkpoint = unwrapped(Checkpoint(options.output, Path(options.output), config, shapes))
     variant = variant_of(HeadFiles(checkpoint, sizes, names))
@@ -159,9 +155,9 @@ def new_head(
 class _ChainAttention:
     """Attention of all passes over `b` sequences of `m` pairs.
 
-    In pass `k`, pair ``j`` sees what it would while drafting: of pass 0 the pairs up to ``j - k``, which are committed
-    there; and the drafted ones, pair ``j - k + i`` of each pass ``i`` from 1 to `k`. For pairs below `k`, which stand
-    for no draft, this gives numbers without a meaning.
+    In pass `k`, pair ``j`` sees the pairs that it sees while drafting: in pass 0 the committed ones up to
+    ``j - k``, and in each pass ``i`` from 1 to `k` the drafted pair ``j - k + i``. Pairs below `k` stand for no draft,
+    and their outputs mean nothing.
     """
 
     def __init__(self, head: Eagle3Head, shape: tuple[int, int]) -> None:
@@ -171,13 +167,15 @@ class _ChainAttention:
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         spec, seen, num_pairs = self._specs[layer], self._seen[layer], self._shape[1]
         groups = spec.num_qo_heads // spec.num_kv_heads
-        by_head = [each.view(*self._shape, *each.shape[1:]).transpose(1, 2) for each in (query, key, value)]
-        query, (key, value) = by_head[0] * spec.scale, (each.repeat_interleave(groups, 1) for each in by_head[1:])
+        query, key, value = (
+            rows.view(*self._shape, *rows.shape[1:]).transpose(1, 2) for rows in (query * spec.scale, key, value)
+        )
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         seen.append((key, value))
         step = len(seen) - 1
-        place = torch.arange(num_pairs, device=query.device)
+        pair = torch.arange(num_pairs, device=query.device)
         committed = query @ seen[0][0].mT
-        scores = [committed.masked_fill(place > place[:, None] - step, -math.inf)]
+        scores = [committed.masked_fill(pair > pair[:, None] - step, -math.inf)]
         drafted = [(key.roll(step - i, 2), value.roll(step - i, 2)) for i, (key, value) in enumerate(seen) if i]
         scores += [(query * key).sum(-1, keepdim=True) for key, _ in drafted]
         weights = torch.cat(scores, dim=-1).softmax(-1)
@@ -206,8 +204,8 @@ class UnrolledLoss(nn.Module):
     """The distance of a head from the target, pass by pass, as a module for a training loop.
 
     The loss of a pass is the mean divergence of the head's distribution from the target's, over the tokens that the
-    head can draft. It is taken where a draft may be: after the first new token of a text, up to its end; and not where
-    the target's own choice is a token that the head cannot draft. Weights fall by a constant factor with each pass.
+    head can draft. It counts after the first new token of a text, up to its end, and only where the head can draft the
+    target's own choice. Weights fall by a constant factor with each pass.
     """
 
     def __init__(self, head: Eagle3Head, teacher: Teacher, num_passes: int) -> None:
@@ -229,32 +227,23 @@ class UnrolledLoss(nn.Module):
         dtype = head.norm.weight.dtype
         features = head.features(lesson.hidden[:, :-1].to(dtype))
         embeds, logits = lesson.embeds[:, 1:].to(dtype), lesson.logits[:, 1:]
-        place = torch.arange(embeds.shape[1], device=embeds.device)
-        ends, begins = place + 2 < num_tokens[:, None], num_prompt[:, None] - 1
-        known = choosable(logits, head.target_ids)
-        losses = []
+        pair = torch.arange(embeds.shape[1], device=embeds.device)
+        ends, begins = pair + 2 < num_tokens[:, None], num_prompt[:, None] - 1
+        can_choose, losses = choosable(logits, head.target_ids), list[torch.Tensor]()
         for step, outputs in enumerate(unroll(head, embeds, features, self._num_passes)):
-            counted = ends & (place - step >= begins) & known
-            losses.append(self._divergence(outputs[counted], logits[counted]))
+            counted = ends & (pair - step >= begins) & can_choose
+            drafted = head.logits(outputs[counted], self._project) if counted.any() else outputs[:0, 0]
+            losses.append(divergence(drafted, logits[counted], head.target_ids))
         return weighted(losses)
 
-    def _divergence(self, outputs: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        """The mean Kullback-Leibler divergence of ``outputs [t, hidden_size]`` from logits ``wanted [t, vocab]``."""
-        if not len(outputs):
-            return outputs.sum()
-        if self.head.target_ids is not None:
-            wanted = wanted[:, self.head.target_ids]
-        return divergence(self.head.logits(outputs, self._project), wanted)
-
-    @property
-    def _project(self) -> Project:
+    def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         borrowed = self._teacher.borrowed
-        return lambda hidden: borrowed.project(hidden.to(borrowed.dtype))
+        return borrowed.project(hidden.to(borrowed.dtype))
 
 
 def save_head(folder: Path, head: Eagle3Head, config: Mapping[str, Any], vocab_size: int, dtype: torch.dtype) -> None:
     """Write ``config.json`` and ``model.safetensors``, each whole or not at all."""
-    weights = {name: each.detach().to("cpu", dtype).contiguous() for name, each in head.state_dict().items()}
+    weights = {name: weight.detach().to("cpu", dtype).contiguous() for name, weight in head.state_dict().items()}
     if head.target_ids is not None:
         ids = head.target_ids.cpu()
         weights["d2t"] = ids - torch.arange(len(ids))

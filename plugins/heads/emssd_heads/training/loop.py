@@ -1,4 +1,4 @@
-"""The training loop, which is that of Transformers: batches, optimiser, schedule, checkpoints, and how it goes on."""
+"""The training loop of Transformers: batches, optimiser, schedule, checkpoints, and how an interrupted one goes on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from emssd_heads.training.texts import Text
 __all__ = ["check_can_train", "train"]
 
 Tell = Callable[[int, int, float | None], None]
-"""Is told of steps that are done, of all steps, and of the latest loss."""
+"""Gets the number of steps that are done, the number of all steps, and the latest loss."""
 
 
 def check_can_train() -> None:
@@ -39,13 +39,12 @@ def check_can_train() -> None:
 def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder: Path, tell: Tell) -> None:
     """Train what `loss` has to train. An interrupted training goes on from its last checkpoint exactly.
 
-    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait.
-
-    The optimiser is AdamW, with the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a
-    25th of the steps, and then falls as a cosine.
+    Ctrl-C waits for the end of the step, and writes one; a second Ctrl-C does not wait. The optimiser is AdamW, with
+    the betas and the clipped gradients of EAGLE's authors. The learning rate rises for a 25th of the steps, and then
+    falls as a cosine.
 
     Args:
-        loss: gives the loss of a batch, see `emssd_heads.training.shared.Trainee`.
+        loss: see `emssd_heads.training.shared.Trainee`.
         folder: of checkpoints; the last one in it is begun with.
     """
     from transformers import Trainer, TrainingArguments
@@ -53,7 +52,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     on_cpu = next(loss.parameters()).device.type == "cpu"
     arguments = TrainingArguments(
         output_dir=str(folder),
-        per_device_train_batch_size=1,  # of `_Batches`
+        per_device_train_batch_size=1,  # of batches
         num_train_epochs=options.epochs,
         learning_rate=options.lr,
         lr_scheduler_type="cosine",
@@ -74,13 +73,14 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
         dataloader_pin_memory=not on_cpu,
         use_cpu=on_cpu,
     )
-    batches, told = _Batches(texts, options.rows), _Told(tell)
-    collate = partial(_arguments, learn_prompts=options.learn_prompts)
-    trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[told])
+    by_length = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))  # so that little is padded
+    batches: Any = [by_length[first : first + options.rows] for first in range(0, len(texts), options.rows)]
+    steps, collate = _Steps(tell), partial(_arguments, learn_prompts=options.learn_prompts)
+    trainer = Trainer(loss, arguments, data_collator=collate, train_dataset=batches, callbacks=[steps])
     trainer.remove_callback(PrinterCallback)
     before: Any = signal.getsignal(signal.SIGINT)
     if ours := callable(before) and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, told.interrupt)
+        signal.signal(signal.SIGINT, steps.interrupt)
     try:
         trainer.train(resume_from_checkpoint=_last_checkpoint(folder))
     except torch.OutOfMemoryError as error:
@@ -91,22 +91,8 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     finally:
         if ours:
             signal.signal(signal.SIGINT, before)
-    if told.interrupted:
+    if steps.interrupted:
         raise KeyboardInterrupt
-
-
-class _Batches(torch.utils.data.Dataset[Seq[Text]]):
-    """Batches of texts that are about equally long, so that little is padded. Which go together never changes."""
-
-    def __init__(self, texts: Seq[Text], rows: int) -> None:
-        by_length = sorted(texts, key=lambda text: len(text.prompt) + len(text.output))
-        self._batches = [by_length[first : first + rows] for first in range(0, len(texts), rows)]
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __getitem__(self, place: int) -> Seq[Text]:
-        return self._batches[place]
 
 
 def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, torch.Tensor]:
@@ -120,8 +106,8 @@ def _arguments(batches: Seq[Seq[Text]], *, learn_prompts: bool) -> dict[str, tor
     }
 
 
-class _Told(TrainerCallback):
-    """Tells of steps. Once it is `interrupted`, the step becomes the last, and is kept as a checkpoint."""
+class _Steps(TrainerCallback):
+    """Reports steps. Once it is `interrupted`, the step becomes the last, and is kept as a checkpoint."""
 
     def __init__(self, tell: Tell) -> None:
         self._tell, self.interrupted = tell, False
@@ -141,5 +127,5 @@ class _Told(TrainerCallback):
 
 def _last_checkpoint(folder: Path) -> str | None:
     """The last one that is whole; ``trainer_state.json`` is written when all else is."""
-    found = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob("*/trainer_state.json")}
-    return str(found[max(found)]) if found else None
+    whole = {int(path.parent.name.rpartition("-")[2]): path.parent for path in folder.glob("*/trainer_state.json")}
+    return str(whole[max(whole)]) if whole else None

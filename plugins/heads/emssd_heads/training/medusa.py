@@ -35,7 +35,7 @@ def recipe(options: MedusaOptions, target: TargetModel, _: object, dtype: torch.
     def begin(texts: Seq[Text]) -> Trainee:
         heads = new_heads(options, target, frequent_tokens(texts, target.vocab_size, options.draft_vocab_size))
         save = partial(save_heads, heads=heads, options=options, target=target, dtype=dtype)
-        return Trainee(MedusaLoss(heads, teacher), save)
+        return MedusaLoss(heads, teacher), save
 
     return Recipe(begin, MedusaConfig(path=options.output, tree=TreeKind.chain), target.max_model_len)
 
@@ -67,8 +67,8 @@ class MedusaLoss(nn.Module):
 
     The loss of a head is the mean divergence of its distribution from the target's, over the tokens that it can draft.
     The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``. It
-    is asked where a draft may be: where token ``i + 1`` is a new one, up to the end of a text; and not where the
-    target's own choice is a token that it cannot draft. The teacher gives its last hidden state after the final norm.
+    counts where token ``i + 1`` is a new one, up to the end of a text, and only where the head can draft the target's
+    own choice.
     """
 
     def __init__(self, heads: ResidualHeads, teacher: Teacher) -> None:
@@ -82,15 +82,14 @@ class MedusaLoss(nn.Module):
         """The loss of a batch; see `emssd_heads.training.eagle3.UnrolledLoss.forward`, with a head for each pass."""
         lesson, drafted = self._teacher(input_ids), self.heads.target_ids
         hidden = lesson.hidden.to(next(self.heads.parameters()).dtype)
-        known = choosable(lesson.logits, drafted)
-        place = torch.arange(input_ids.shape[1], device=input_ids.device)
-        begins, losses = place >= num_prompt[:, None] - 1, list[torch.Tensor]()
+        can_choose = choosable(lesson.logits, drafted)
+        position = torch.arange(input_ids.shape[1], device=input_ids.device)
+        begins, losses = position >= num_prompt[:, None] - 1, list[torch.Tensor]()
         for head in range(len(self.heads)):
-            ahead = head + 1  # the target's own logits for a guess stand at so many places after its state
-            counted = begins & (place + ahead + 1 < num_tokens[:, None]) & known.roll(-ahead, 1)
+            ahead = head + 1  # the target's own logits for a guess stand so many positions after its state
+            counted = begins & (position + ahead + 1 < num_tokens[:, None]) & can_choose.roll(-ahead, 1)
             logits, wanted = self.heads(head, hidden[counted]), lesson.logits.roll(-ahead, 1)[counted]
-            wanted = wanted if drafted is None else wanted[:, drafted]
-            losses.append(divergence(logits, wanted) if len(logits) else logits.sum())
+            losses.append(divergence(logits, wanted, drafted))
         return weighted(losses)
 
 

@@ -1,4 +1,4 @@
-"""`TrainOptions`, and those of each kind of drafter: what a training is asked for, and what cannot be."""
+"""`TrainOptions`: the options of a training, for each kind of drafter."""
 
 from __future__ import annotations
 

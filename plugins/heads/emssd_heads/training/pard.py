@@ -1,8 +1,8 @@
 """A PARD model: an ordinary draft model with a mask, the loss that it learns to fill in masks with, and its files.
 
 An et al. 2025, PARD, arXiv 2504.18583, §3.2. The token that is drafted `k`-th is a subtask of its own: ``k - 1`` masks
-follow the text. Here all subtasks of all places of a text go through the model at once. None is left out (the paper's
-conditional drop of tokens).
+follow the text. Here all subtasks of all positions of a text go through the model at once, and none is left out by the
+paper's conditional drop of tokens.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ __all__ = ["recipe"]
 def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: torch.dtype) -> Recipe:
     """The recipe of a model. Raises ConfigError: there is none to begin with, or it is none for this target."""
     teacher = Teacher(target, ())
-    draft, own = _load_draft(options, target, tokenizer)
+    draft, draft_tokenizer = _load_draft(options, target, tokenizer)
 
     def begin(_: Seq[Text]) -> Trainee:
         masked, mask = with_mask(draft)
-        save = partial(_save_model, draft=masked, tokenizer=own, dtype=dtype)
-        return Trainee(PardLoss(masked, teacher, mask, options.depth), save)
+        save = partial(_save_model, draft=masked, tokenizer=draft_tokenizer, dtype=dtype)
+        return PardLoss(masked, teacher, mask, options.depth), save
 
     drafter = PardConfig(path=options.output, num_speculative_tokens=options.depth)
     return Recipe(begin, drafter, min(draft.max_model_len, target.max_model_len))
@@ -45,22 +45,22 @@ def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: tor
 def _load_draft(options: PardOptions, target: TargetModel, tokenizer: Any) -> tuple[TargetModel, Any]:
     """The model to begin with, in float32 or wider, and its tokenizer."""
     dtype = torch.promote_types(target.dtype, torch.float32)
-    draft, own = load_model(
+    draft, draft_tokenizer = load_model(
         ModelOptions(options.draft, dtype=str(dtype).removeprefix("torch."), device=str(target.device), compile=False)
     )
-    if own is None or tokenizer is None or own.get_vocab() != tokenizer.get_vocab():
+    if draft_tokenizer is None or tokenizer is None or draft_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"--draft {options.draft} has not the target's tokenizer; give a model that has it")
-    return draft, own
+    return draft, draft_tokenizer
 
 
 def with_mask(draft: TargetModel) -> tuple[TargetModel, int]:
-    """`draft` with a mask, and the mask's id: that of a PARD model, or else a new one, which begins as the mean of all.
+    """`draft` with a mask, and the mask's id. A model without one gets a new token, which begins as the mean of all.
 
     The model itself is changed.
     """
     model = draft.model
-    if (known := getattr(model.config, "pard_token", None)) is not None:
-        return draft, int(known)
+    if (pard_token := getattr(model.config, "pard_token", None)) is not None:
+        return draft, int(pard_token)
     mask = draft.vocab_size
     model.resize_token_embeddings(mask + 1, mean_resizing=False)
     with torch.no_grad():
@@ -71,21 +71,20 @@ def with_mask(draft: TargetModel) -> tuple[TargetModel, int]:
 
 
 class Masked:
-    """Texts, and after them, for each of their places, a chain of masks, as one pass of a model reads them.
+    """Texts, and after them a chain of masks for each position, as one pass of a model reads them.
 
-    A mask stands where the token would that comes in its place. It sees the text up to the place where its chain
+    A mask has the position of the token that it stands for. It sees the text up to the position after which its chain
     begins, the masks before it in its chain, and itself.
 
     Args:
         input_ids: ``[b, n]``.
-        first: the first place that a chain begins after.
-        num_masks: of a chain; those after the last place but one are left out.
-        mask: its id.
+        first: the first position that a chain begins after.
+        num_masks: of a chain; masks after the last position but one are left out.
 
     Attributes:
-        begin, depth: ``[m]`` of each token the place that it is after, and which of its chain's masks it is. A token
-            of a text is after itself, and 0.
-        place: ``[m]`` positions.
+        begin, depth: ``[m]`` of each mask the position that its chain begins after, and its number in the chain, from
+            1 on. A token of a text has its own position, and 0.
+        position: ``[m]`` of all tokens.
     """
 
     def __init__(self, input_ids: torch.Tensor, first: int, num_masks: int, mask: int) -> None:
@@ -97,15 +96,15 @@ class Masked:
         text = torch.arange(num_tokens, device=device)
         self.begin = torch.cat([text, begins[inside]])
         self.depth = torch.cat([torch.zeros_like(text), depths[inside]])
-        self.place = self.begin + self.depth
+        self.position = self.begin + self.depth
         masks = input_ids.new_full((num_rows, int(inside.sum())), mask)
         self._ids = torch.cat([input_ids, masks], dim=1)
 
     @property
     def visible(self) -> torch.Tensor:
         """``[m, m]`` bool: which tokens each token sees."""
-        in_text, own = self.begin <= self.begin[:, None], self.begin == self.begin[:, None]
-        return torch.where(self.depth == 0, in_text, own & (self.depth <= self.depth[:, None]))
+        in_text, in_chain = self.begin <= self.begin[:, None], self.begin == self.begin[:, None]
+        return torch.where(self.depth == 0, in_text, in_chain & (self.depth <= self.depth[:, None]))
 
     def states(self, model: TargetModel) -> torch.Tensor:
         """``[b, m, width]`` the last hidden states, after the final norm."""
@@ -116,13 +115,13 @@ class Masked:
         ) -> torch.Tensor:
             seen = visible
             if spec.sliding_window is not None:
-                seen = visible & (self.place > self.place[:, None] - spec.sliding_window)
+                seen = visible & (self.position > self.position[:, None] - spec.sliding_window)
             mask = additive_mask(seen, query.dtype).expand(num_rows, -1, -1)
-            query, key, value = (each.view(num_rows, -1, *each.shape[1:]) for each in (query, key, value))
+            query, key, value = (flat.view(num_rows, -1, *flat.shape[1:]) for flat in (query, key, value))
             return masked_attention(query, key, value, mask, spec, checked=False).flatten(0, 1)
 
         hidden = {LAST_NORMED: torch.empty(0)}
-        positions = self.place.expand(num_rows, -1)
+        positions = self.position.expand(num_rows, -1)
         model.run(self._ids, positions, attend, logits_to_keep=1, hidden=hidden)
         return hidden[LAST_NORMED]
 
@@ -146,24 +145,23 @@ class PardLoss(nn.Module):
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
     ) -> dict[str, torch.Tensor]:
         """The loss of a batch; see `emssd_heads.training.eagle3.UnrolledLoss.forward`, with a depth for each pass."""
-        wanted = self._teacher(input_ids).logits
+        target_logits = self._teacher(input_ids).logits
         masked = Masked(input_ids, int(num_prompt.min()), self._depth - 1, self._mask)
         states = masked.states(self._draft)
-        size = min(wanted.shape[-1], self._draft.vocab_size)
-        known = choosable(wanted, torch.arange(size, device=wanted.device))
-        ends = masked.place + 1 < num_tokens[:, None]
-        counted = ends & (masked.begin >= num_prompt[:, None]) & known[:, masked.place]
+        size = min(target_logits.shape[-1], self._draft.vocab_size)
+        can_choose = choosable(target_logits, torch.arange(size, device=input_ids.device))
+        ends = masked.position + 1 < num_tokens[:, None]
+        counted = ends & (masked.begin >= num_prompt[:, None]) & can_choose[:, masked.position]
         losses = []
         for depth in range(self._depth):
             rows, slots = (counted & (masked.depth == depth)).nonzero(as_tuple=True)
             logits = self._borrowed.project(states[rows, slots])[:, :size] if len(rows) else states[:0, 0]
-            should = wanted[rows, masked.place[slots], :size]
-            losses.append(divergence(logits, should) if len(rows) else logits.sum())
+            losses.append(divergence(logits, target_logits[rows, masked.position[slots], :size]))
         return weighted(losses)
 
 
 def _save_model(folder: Path, draft: TargetModel, tokenizer: Any, dtype: torch.dtype) -> None:
-    """Write the model, in `dtype` from now on, and its tokenizer, as Transformers does."""
+    """Write the model, which is converted to `dtype`, and its tokenizer, as Transformers does."""
     with whole_files(folder) as unfinished:
         tokenizer.save_pretrained(unfinished)
         draft.model.to(dtype).save_pretrained(unfinished)

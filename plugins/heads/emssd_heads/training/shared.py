@@ -15,34 +15,25 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from emssd.errors import OutputError
 from emssd.model import BorrowedTarget, TargetModel
-from emssd_heads.training.texts import Text
+from emssd_heads.training.texts import Text, writing
 
 __all__ = ["Recipe", "Teacher", "Trainee", "choosable", "divergence", "save_files", "weighted", "whole_files"]
 
 _DECAY = 0.8  # of the weight of each further depth, as in the code of EAGLE's and of Medusa's authors
 
 
-class Trainee(NamedTuple):
-    """A drafter to be trained.
-
-    Attributes:
-        loss: called with a batch of texts as `emssd_heads.training.eagle3.UnrolledLoss` is. It has the drafter.
-        save: writes the drafter, as it is then, to a folder.
-    """
-
-    loss: nn.Module
-    save: Callable[[Path], None]
+Trainee = tuple[nn.Module, Callable[[Path], None]]
+"""The loss of a drafter, a module like `emssd_heads.training.eagle3.UnrolledLoss`; and a function that saves it."""
 
 
 class Recipe(NamedTuple):
     """One kind of drafter, for one target.
 
     Attributes:
-        begin: makes a new drafter, given the texts that it will be trained on.
-        drafter: the options of a plugin that drafts chains with what is saved, as long as it was trained for.
-        max_len: tokens of the longest text that it can be trained on.
+        begin: makes a new drafter for the texts of a training.
+        drafter: options of the plugin that drafts with it, chains of the trained length.
+        max_len: tokens of the longest text of a training.
     """
 
     begin: Callable[[Seq[Text]], Trainee]
@@ -55,7 +46,7 @@ class Lesson(NamedTuple):
 
     Attributes:
         embeds: ``[b, n, hidden_size]`` of its tokens.
-        hidden: ``[b, n, num_layers * hidden_size]`` hidden states, side by side; of no layers, ``[b, n, 0]``.
+        hidden: ``[b, n, num_layers * hidden_size]`` hidden states, side by side.
         logits: ``[b, n, vocab]``.
     """
 
@@ -65,10 +56,10 @@ class Lesson(NamedTuple):
 
 
 class Teacher:
-    """The target's outputs that a drafter learns from. Nothing of it is trained, and nothing that it computes is kept.
+    """The target, which is not trained: a drafter learns from its outputs.
 
     Args:
-        layers: the hidden states that are wanted, see `emssd.model.hf.streams.Streams`.
+        layers: numbers of hidden states, see `emssd.model.hf.streams.Streams`.
 
     Raises:
         UnsupportedModelError: the model gives none.
@@ -94,27 +85,31 @@ class Teacher:
 
 
 def choosable(logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
-    """``[...]`` bool: whether the target's own choice, by its ``logits [..., vocab]``, is a token that can be drafted.
+    """``[...]`` bool: whether the target's own choice, by its ``logits [..., vocab]``, is one of `target_ids`.
 
-    Those are `target_ids`; ``None`` for all.
+    These are the tokens that can be drafted; ``None`` for all.
     """
-    known = logits.new_ones(logits.shape[-1], dtype=torch.bool)
+    drafted = logits.new_ones(logits.shape[-1], dtype=torch.bool)
     if target_ids is not None:
-        known = torch.zeros_like(known).index_fill_(0, target_ids, True)
-    return known[logits.argmax(-1)]
+        drafted = torch.zeros_like(drafted).index_fill_(0, target_ids, True)
+    return drafted[logits.argmax(-1)]
 
 
-def divergence(logits: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The mean Kullback-Leibler divergence of what ``logits [t, vocab]`` say from what ``wanted [t, vocab]`` say."""
+def divergence(logits: torch.Tensor, wanted: torch.Tensor, target_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The mean Kullback-Leibler divergence of ``logits [t, draft_vocab]`` from the target's, ``wanted [t, vocab]``.
+
+    The logits are for `target_ids`; ``None`` for all. Without rows, it is 0.
+    """
+    if not len(logits):
+        return logits.sum()
+    wanted = wanted if target_ids is None else wanted[:, target_ids]
     wide = torch.promote_types(logits.dtype, torch.float32)
     is_, should = logits.to(wide).log_softmax(-1), wanted.to(wide).log_softmax(-1)
     return F.kl_div(is_, should, reduction="batchmean", log_target=True)
 
 
 def weighted(losses: Seq[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The result of a loss module, whose `losses` are of one drafted depth each: ``loss``, their weighted sum, and
-    ``losses [depth]`` without weights.
-    """
+    """The result of a loss module, from the loss of each depth: ``loss``, the weighted sum, and ``losses [depth]``."""
     stacked = torch.stack(list(losses))
     weights = _DECAY ** torch.arange(len(losses), device=stacked.device)
     return {"loss": (stacked * weights).sum(), "losses": stacked.detach()}
@@ -132,10 +127,7 @@ def save_files(folder: Path, config: Mapping[str, Any], weights: Mapping[str, to
 @contextmanager
 def whole_files(folder: Path) -> Iterator[Path]:
     """A folder to write files to, which are moved to `folder` when all are written, ``config.json`` last."""
-    try:
-        with TemporaryDirectory(dir=folder) as unfinished:
-            yield Path(unfinished)
-            for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
-                os.replace(file, folder / file.name)
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written: {error.strerror or error}") from error
+    with writing(folder), TemporaryDirectory(dir=folder) as unfinished:
+        yield Path(unfinished)
+        for file in sorted(Path(unfinished).iterdir(), key=lambda file: file.name == "config.json"):
+            os.replace(file, folder / file.name)

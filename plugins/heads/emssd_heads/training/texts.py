@@ -1,12 +1,13 @@
-"""The texts to train on: prompts of a file, and what the target itself says to them, decoded by emssd."""
+"""The texts to train on: prompts of a file, and the target's continuations, decoded by emssd."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,22 +23,26 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Request
 from emssd_heads.training.options import TrainOptions
 
-__all__ = ["Decoder", "Text", "frequent_tokens", "generate_texts", "kept_texts", "read_prompts"]
+__all__ = ["Decoder", "Text", "frequent_tokens", "generate_texts", "kept_texts", "read_prompts", "writing"]
 
 _TOGETHER = 64  # texts that are written at once; an interrupted run begins anew with the first of them
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For a body that writes to `path`. Raises OutputError: that is not possible."""
+    try:
+        yield
+    except OSError as error:
+        raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Token ids of a prompt, and of what the target says to it."""
+    """Token ids of a prompt, and of the target's continuation."""
 
     prompt: tuple[int, ...]
     output: tuple[int, ...]
-
-    @property
-    def can_teach(self) -> bool:
-        """Whether a draft has a place in it: after the first new token."""
-        return len(self.output) > 1
 
 
 def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -> list[int] | None:
@@ -47,21 +52,21 @@ def frequent_tokens(texts: Iterable[Text], vocab_size: int, count: int | None) -
     """
     if count is None or count >= vocab_size:
         return None
-    found = Counter(token for text in texts for token in text.output)
-    return sorted(sorted(range(vocab_size), key=lambda token: (-found[token], token))[:count])
+    counts = Counter(token for text in texts for token in text.output)
+    return sorted(sorted(range(vocab_size), key=lambda token: (-counts[token], token))[:count])
 
 
 def read_prompts(options: TrainOptions, max_len: int, tokenizer: Any) -> list[tuple[int, ...]]:
     """Token ids of the prompts of a file. Those that leave no room for new tokens in `max_len` are left out."""
     name, content = content_of(options.data, "--data ")
     config = RecordsConfig(field=options.field, template=options.template, limit=options.limit)
-    found = []
+    prompts = []
     for prompt in to_prompts(records_in(name, content, "--data reads nothing else"), config, name):
         if isinstance(prompt, FailedPrompt):
             raise PromptError(re.sub(r"\bdata\.(field|template)\b", r"--\1", prompt.error))
-        found.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
+        prompts.append(tuple(encode_text(prompt.text, tokenizer, prompt.prompt_id)))
     room = max_len - options.max_new_tokens
-    if fitting := [ids for ids in found if len(ids) <= room]:
+    if fitting := [ids for ids in prompts if len(ids) <= room]:
         return fitting
     raise PromptError(
         f"no prompt of {name} leaves room for --max-new-tokens {options.max_new_tokens} in the model's {max_len}"
@@ -96,29 +101,25 @@ def generate_texts(
 ) -> list[Text]:
     """The texts of all prompts, in their order; those that are not `kept` are made, and added to `file`.
 
-    `tell` is told how many are done.
+    `tell` gets the number of texts that are done.
     """
     texts = [*kept]
     engine = decoder.engine("none", prefix_caching=False)  # what one text leaves to the next is lost to a resumed run
-    try:
-        with file.open("a", encoding="utf-8") as out:
-            while len(texts) < len(prompts):
-                tell(len(texts))
-                first, some = len(texts), prompts[len(texts) : len(texts) + _TOGETHER]
-                done = {}
-                for generation in engine.run(decoder.requests(enumerate(some, start=first))):
-                    done[int(generation.request_id)] = Text(generation.prompt_ids, generation.token_ids)
-                    tell(first + len(done))
-                texts += (new := [done[number] for number in sorted(done)])
-                out.writelines(json.dumps({"prompt": each.prompt, "output": each.output}) + "\n" for each in new)
-                out.flush()
-    except OSError as error:
-        raise OutputError(f"{file} cannot be written: {error.strerror or error}") from error
+    with writing(file), file.open("a", encoding="utf-8") as out:
+        while len(texts) < len(prompts):
+            tell(len(texts))
+            first, some, done = len(texts), prompts[len(texts) : len(texts) + _TOGETHER], dict[int, Text]()
+            for generation in engine.run(decoder.requests(enumerate(some, start=first))):
+                done[int(generation.request_id)] = Text(generation.prompt_ids, generation.token_ids)
+                tell(first + len(done))
+            texts += (new := [done[number] for number in sorted(done)])
+            out.writelines(json.dumps({"prompt": text.prompt, "output": text.output}) + "\n" for text in new)
+            out.flush()
     return texts
 
 
 def kept_texts(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
-    """The texts in `file` that were written whole and together with others; what is after them is cut off."""
+    """The texts in `file` of batches that were written whole; the rest is cut off."""
     if not file.exists():
         return []
     lines = file.read_bytes().split(b"\n")[:-1]
@@ -130,7 +131,7 @@ def kept_texts(file: Path, prompts: Seq[tuple[int, ...]]) -> list[Text]:
             texts.append(Text(tuple(record["prompt"]), tuple(record["output"])))
     except (ValueError, LookupError, TypeError) as error:
         raise OutputError(f"{file} is damaged in line {len(texts) + 1}; remove it to generate texts anew") from error
-    if [each.prompt for each in texts] != list(prompts[: len(texts)]) or len(texts) > len(prompts):
+    if [text.prompt for text in texts] != list(prompts[: len(texts)]) or len(texts) > len(prompts):
         raise OutputError(f"{file} has texts of other prompts; give the file that it was begun with, or remove it")
     with file.open("rb+") as out:
         out.truncate(sum(len(line) + 1 for line in lines[:whole]))

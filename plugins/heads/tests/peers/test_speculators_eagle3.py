@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads.eagle3 import Eagle3Config, emssd_drafters
-from emssd_heads.eagle3.drafters import ParallelDrafter
+from emssd_heads.eagle3.drafter import ParallelDrafter
 from emssd_heads.options import TreeKind
 from emssd_heads.training.eagle3 import head_config, new_head, save_head, unroll
 from emssd_heads.training.options import Eagle3Options

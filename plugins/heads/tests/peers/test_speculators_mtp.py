@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction drafts what `speculators` computes that takes it from the same checkpoint.
+"""A layer for multi-token prediction drafts as `speculators` computes, from the same checkpoint.
 
 Run by `nox -s speculators`. float64. Its classes know the layout of Qwen3-Next, and take targets of Qwen3's kind.
 """
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from emssd.drafting import DrafterContext
 from emssd.model import TargetModel
-from tests.support.heads import layer_weights, random_weights
+from tests.support.heads import causal, layer_weights, random_weights
 from tests.support.peers import all_double, decode
 
 speculators = pytest.importorskip("speculators", reason="nox -s speculators installs it")
@@ -55,13 +55,6 @@ def opened(folder: Path) -> Any:
     finally:
         torch.set_default_dtype(torch.float32)
     return head.eval()
-
-
-def attend(index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Causal attention of one row."""
-    by_head = [each.transpose(0, 1)[None] for each in (query, key, value)]
-    out = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 @pytest.mark.parametrize("in_container", [False, True], ids=["the target's checkpoint", "their container"])
@@ -105,7 +98,7 @@ def test_it_drafts_what_their_model_computes(
             places, fed = torch.arange(num_pairs)[None], states[:, :num_pairs]
             for step, logits in enumerate(passes):
                 embeds = model.get_input_embeddings()(tokens[:, step + 1 : step + 1 + num_pairs])
-                fed = own(torch.cat([embeds, fed], -1), places, attend)
+                fed = own(torch.cat([embeds, fed], -1), places, causal)
                 torch.testing.assert_close(own.logits(fed[0], model.lm_head), logits[0], rtol=1e-9, atol=1e-9)
     assert len(ours) > 20
     for known, logits in ours:

@@ -1,6 +1,7 @@
 """Drafters are trained on what they read while they draft: training gives the logits of each depth that drafting gives.
 
-Oracle: the drafter, in float64, in an engine. And what always agrees with its target has nothing to learn.
+Oracle: the drafter, in float64, in an engine. A drafter that always agrees with its target has nothing to learn. New
+drafters begin with certain weights, layers and tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ import pytest
 import torch
 from emssd_heads import HeadRunner, PairedDrafter
 from emssd_heads.eagle3 import Eagle3Config
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.eagle3.loading import load_eagle3
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.drafter import MedusaDrafter
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_heads.residual import ResidualHeads
 from emssd_heads.target import LAST_NORMED, TargetSizes
-from emssd_heads.training.eagle3 import UnrolledLoss, head_config, new_head, save_head
+from emssd_heads.training.eagle3 import UnrolledLoss, default_layers, head_config, new_head, save_head
 from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
 from emssd_heads.training.options import Eagle3Options, MedusaOptions
-from emssd_heads.training.pard import Masked, PardLoss, with_mask
+from emssd_heads.training.pard import PardLoss, with_mask
 from emssd_heads.training.shared import Teacher, choosable, divergence
+from emssd_heads.training.texts import Text, frequent_tokens
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from torch import nn
@@ -42,10 +43,12 @@ from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.looking_back import DISTANCE, looking_back_model
 from tests.support.looking_back import VOCAB as WORDS
+from tests.support.peers import randomize
 from tests.support.perfect_head import SIZE as HEAD_SIZE
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle3
-from tests.support.perfect_medusa import NUM_HEADS, SIZE, lagging_target, write_perfect_medusa
+from tests.support.perfect_medusa import SIZE, lagging_target, write_perfect_medusa
 from tests.support.right_drafters import LONG_PROMPTS
+from tests.support.tiers import looped
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -65,11 +68,10 @@ def watch(patch: pytest.MonkeyPatch, drafter: type, levels: Callable[[list[int]]
 
     def noted(self: Any, batch: Any, budget: Any) -> Any:
         draft = propose(self, batch, budget)
-        rows = [(list(row.tokens), place) for place, row in enumerate(batch) if draft.lengths[place]]
-        found = levels([draft.lengths[place] for _, place in rows])
-        for (tokens, place), logits in zip(rows, found, strict=True):
-            own = draft.token_ids[draft.indptr[place] : draft.indptr[place + 1]].tolist()
-            drafts.append((tokens + own, len(own), logits))
+        chains = zip(batch, draft.token_ids.split(draft.lengths), strict=True)
+        rows = [(list(row.tokens), chain.tolist()) for row, chain in chains if len(chain)]
+        for (tokens, chain), logits in zip(rows, levels([len(chain) for _, chain in rows]), strict=True):
+            drafts.append((tokens + chain, len(chain), logits))
         return draft
 
     patch.setattr(drafter, "propose", noted)
@@ -89,42 +91,25 @@ def watch_slots(patch: pytest.MonkeyPatch, drafter: Any) -> Drafted:
     return watch(patch, drafter, lambda lengths: [[*logits] for logits in levels[: len(lengths)]])
 
 
-def returned(patch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
-    """Collect what a method returns."""
-    found, method = list[Any](), getattr(owner, name)
+def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, drafted: torch.Tensor | None = None) -> None:
+    """Assert that a loss, with its code in `module`, compares the logits of drafts if nothing before them counts.
 
-    def noted(*arguments: Any) -> Any:
-        found.append(method(*arguments))
-        return found[-1]
-
-    patch.setattr(owner, name, noted)
-    return found
-
-
-def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known: torch.Tensor | None = None) -> None:
-    """Assert that the loss compares a draft's own logits first if nothing counts before the draft.
-
-    Args:
-        drafts: see `watch`.
-        loss: of what drafted.
-        module: that has its code.
-        teacher: of the loss.
-        known: ids that can be drafted.
+    Only the tokens `drafted` can be drafted.
     """
     assert {length for _, length, _ in drafts} >= {1, DEPTH}
     held = 0
     for tokens, length, found in drafts:
         compared = list[torch.Tensor]()
 
-        def noted(is_: torch.Tensor, should: torch.Tensor, to: list[torch.Tensor] = compared) -> torch.Tensor:
-            to.append(is_)
-            return divergence(is_, should)
+        def noted(logits: torch.Tensor, *wanted: Any, to: list[torch.Tensor] = compared) -> torch.Tensor:
+            to += [logits] if len(logits) else []
+            return divergence(logits, *wanted)
 
         newest, ids = len(tokens) - length - 1, torch.tensor([tokens])
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
             patch.setattr(module, "divergence", noted)
             loss(ids, torch.tensor([newest]), torch.tensor([len(tokens)]))
-            counts = choosable(teacher(ids).logits, known)[0]
+            counts = choosable(teacher(ids).logits, drafted)[0]
         if counts[newest : newest + length].all():
             held += 1
             assert len(compared) == length
@@ -133,33 +118,22 @@ def hold(drafts: Drafted, loss: nn.Module, module: Any, teacher: Teacher, known:
     assert held > 12
 
 
-def random_weights(module: nn.Module) -> None:
-    """Every part of it matters; norms stay near 1."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for name, weight in module.named_parameters():
-            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.3 + ("norm" in name))
-
-
-def medusa_heads(model: TargetModel, folder: Path, **options: Any) -> ResidualHeads:
+def medusa_heads(model: TargetModel, folder: Path, drafted: list[int] | None = None, **options: Any) -> ResidualHeads:
     """Random heads, saved as trained ones are."""
     chosen = MedusaOptions("m", "d", str(folder), depth=DEPTH, **options)
-    size = chosen.draft_vocab_size
-    heads = new_heads(chosen, model, None if size is None else list(range(61 - size, 61)))
-    random_weights(heads)
-    folder.mkdir()
+    heads = new_heads(chosen, model, drafted)
+    randomize(heads, seed=3)
     save_heads(folder, heads, chosen, model, torch.float64)
     return heads
 
 
-def eagle3_head(model: TargetModel, folder: Path, **options: Any) -> Eagle3Head:
+def eagle3_head(model: TargetModel, folder: Path, drafted: list[int] | None = None, **options: Any) -> Eagle3Head:
     """A random head, saved as a trained one is."""
-    chosen = Eagle3Options("m", "d", str(folder), depth=DEPTH, **options)
-    size = chosen.draft_vocab_size
+    size = None if drafted is None else len(drafted)
+    chosen = Eagle3Options("m", "d", str(folder), depth=DEPTH, draft_vocab_size=size, **options)
     config = head_config(chosen, model, LAYERS)
-    head = new_head(config, model, None if size is None else list(range(5, 5 + size)), chosen)
-    random_weights(head)
-    folder.mkdir()
+    head = new_head(config, model, drafted, chosen)
+    randomize(head, seed=3)
     save_head(folder, head, config, model.vocab_size, torch.float64)
     return head
 
@@ -172,8 +146,8 @@ def deep_model(architecture: str = "llama") -> TargetModel:
     ("architecture", "options"),
     [
         ("llama", {}),
-        ("llama", {"num_layers": 2, "num_kv_heads": 2, "draft_vocab_size": 54}),
-        ("opt", {"share_lm_head": True, "draft_vocab_size": 56}),
+        ("llama", {"num_layers": 2, "num_kv_heads": 2, "drafted": [*range(5, 59)]}),
+        ("opt", {"share_lm_head": True, "drafted": [*range(5, 61)]}),
     ],
     ids=str,
 )
@@ -181,7 +155,7 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
     architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = deep_model(architecture)
-    head = eagle3_head(model, tmp_path / "head", **options)
+    head, given = eagle3_head(model, tmp_path, **options), list[Any]()
 
     def levels(lengths: list[int]) -> list[list[torch.Tensor]]:
         left = [iter(logits) for _, logits in given]  # of each pass the rows whose drafts are that long
@@ -189,24 +163,25 @@ def test_eagle3_heads_are_trained_on_what_they_draft_with(
         return [[next(left[depth]) for depth in range(length)] for length in lengths]
 
     with monkeypatch.context() as patch:
-        given = returned(patch, HeadRunner, "run_to_logits")
+        run = HeadRunner.run_to_logits
+        patch.setattr(HeadRunner, "run_to_logits", lambda *step: given.append(run(*step)) or given[-1])
         drafts = watch(patch, PairedDrafter, levels)
-        decode(model, Eagle3Config(path=str(tmp_path / "head"), tree=TreeKind.chain, depth=DEPTH))
+        decode(model, Eagle3Config(path=str(tmp_path), tree=TreeKind.chain, depth=DEPTH))
     teacher = Teacher(model, LAYERS)
     hold(drafts, UnrolledLoss(head, teacher, DEPTH), emssd_heads.training.eagle3, teacher, head.target_ids)
 
 
 @pytest.mark.parametrize(
-    ("architecture", "options"), [("llama", {}), ("opt", {"num_layers": 2, "draft_vocab_size": 58})], ids=str
+    ("architecture", "options"), [("llama", {}), ("opt", {"num_layers": 2, "drafted": [*range(3, 61)]})], ids=str
 )
 def test_medusa_heads_are_trained_on_what_they_draft_with(
     architecture: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = TargetModel(tiny_model(architecture))
-    heads = medusa_heads(model, tmp_path / "heads", **options)
+    heads = medusa_heads(model, tmp_path, **options)
     with monkeypatch.context() as patch:
         drafts = watch_slots(patch, MedusaDrafter)
-        decode(model, MedusaConfig(path=str(tmp_path / "heads"), tree=TreeKind.chain))
+        decode(model, MedusaConfig(path=str(tmp_path), tree=TreeKind.chain))
     teacher = Teacher(model, (LAST_NORMED,))
     hold(drafts, MedusaLoss(heads, teacher), emssd_heads.training.medusa, teacher, heads.target_ids)
 
@@ -233,21 +208,12 @@ def batch(model: TargetModel, prompts: list[list[int]]) -> dict[str, torch.Tenso
     }
 
 
-def losses_of_perfect_heads(folder: Path, shift: int = 0, layer: int = LAST_NORMED) -> torch.Tensor:
-    model = TargetModel(lagging_target())
-    loaded = load_medusa(write_perfect_medusa(folder), TargetSizes(VOCAB, SIZE, 1, torch.float64))
-    for name in ("layers", "projections"):
-        parts = [*getattr(loaded.head, name)]
-        setattr(loaded.head, name, nn.ModuleList([*parts[shift:], *parts[:shift]]))
-    assert len(loaded.head) == NUM_HEADS
-    given = MedusaLoss(loaded.head, Teacher(model, (layer,)))(**batch(model, LONG_PROMPTS))
-    return given["losses"]
-
-
 def test_only_medusa_heads_that_are_always_right_have_no_loss(tmp_path: Path) -> None:
-    assert losses_of_perfect_heads(tmp_path / "right").max() < 1e-6
-    assert losses_of_perfect_heads(tmp_path / "place", shift=1).min() > 0.01
-    assert losses_of_perfect_heads(tmp_path / "state", layer=1).min() > 0.01
+    model = TargetModel(lagging_target())
+    heads = load_medusa(write_perfect_medusa(tmp_path), TargetSizes(VOCAB, SIZE, 1, torch.float64)).head
+    texts = batch(model, LONG_PROMPTS)
+    assert MedusaLoss(heads, Teacher(model, (LAST_NORMED,)))(**texts)["losses"].max() < 1e-6
+    assert MedusaLoss(heads, Teacher(model, (1,)))(**texts)["losses"].min() > 0.01  # other hidden states
 
 
 def test_only_an_eagle3_head_that_is_always_right_has_no_loss(tmp_path: Path) -> None:
@@ -259,29 +225,17 @@ def test_only_an_eagle3_head_that_is_always_right_has_no_loss(tmp_path: Path) ->
     assert UnrolledLoss(head, others, DEPTH)(**texts)["losses"].min() > 0.01
 
 
-def losses_of_a_perfect_model(depth: int = DISTANCE + 1, mask: int = WORDS + 2) -> torch.Tensor:
-    model = TargetModel(looking_back_model())
-    draft = TargetModel(looking_back_model(WORDS + 4, WORDS + 2))
-    given = PardLoss(draft, Teacher(model, ()), mask, depth)(
-        **batch(model, [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2]])
-    )
-    return given["losses"]
+def test_only_a_pard_model_that_is_always_right_has_no_loss() -> None:
+    model, draft = TargetModel(looking_back_model()), TargetModel(looking_back_model(WORDS + 4, WORDS + 2))
 
+    def losses(depth: int = DISTANCE + 1, mask: int = WORDS + 2) -> torch.Tensor:
+        texts = batch(model, [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2]])
+        compared: torch.Tensor = PardLoss(draft, Teacher(model, ()), mask, depth)(**texts)["losses"]
+        return compared
 
-def test_only_a_pard_model_that_is_always_right_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert losses_of_a_perfect_model().max() < 1e-6
-    assert losses_of_a_perfect_model(DISTANCE + 2)[-1] > 0.01, "it cannot see what comes"
-    assert losses_of_a_perfect_model(mask=WORDS + 3)[1:].min() > 0.01
-    states = Masked.states
-
-    def shifted(self: Masked, model: TargetModel) -> torch.Tensor:
-        place, self.place = self.place, self.place + (self.depth > 0)
-        given = states(self, model)
-        self.place = place
-        return given
-
-    monkeypatch.setattr(Masked, "states", shifted)
-    assert losses_of_a_perfect_model()[1:].min() > 0.01, "masks stand one further"
+    assert losses().max() < 1e-6
+    assert losses(DISTANCE + 2)[-1] > 0.01, "it cannot see what comes"
+    assert losses(mask=WORDS + 3)[1:].min() > 0.01
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "medusa", "pard"])
@@ -289,9 +243,9 @@ def test_only_what_may_be_drafted_counts(kind: str, tmp_path: Path) -> None:
     """Neither what is after the end of a text, nor its prompt and its first new token."""
     model = deep_model()
     if kind == "eagle3":
-        loss: nn.Module = UnrolledLoss(eagle3_head(model, tmp_path / "head"), Teacher(model, LAYERS), DEPTH)
+        loss: nn.Module = UnrolledLoss(eagle3_head(model, tmp_path), Teacher(model, LAYERS), DEPTH)
     elif kind == "medusa":
-        loss = MedusaLoss(medusa_heads(model, tmp_path / "heads"), Teacher(model, (LAST_NORMED,)))
+        loss = MedusaLoss(medusa_heads(model, tmp_path), Teacher(model, (LAST_NORMED,)))
     else:
         draft, mask = with_mask(TargetModel(tiny_model("llama", seed=1)))
         loss = PardLoss(draft, Teacher(model, ()), mask, DEPTH)
@@ -315,6 +269,45 @@ def test_only_what_may_be_drafted_counts(kind: str, tmp_path: Path) -> None:
 
 def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> None:
     model, text = deep_model(), torch.tensor([[3, 9, 4, 17, 30, 8, 5]])
-    head, teacher = eagle3_head(model, tmp_path / "head", draft_vocab_size=1), Teacher(model, LAYERS)
+    head, teacher = eagle3_head(model, tmp_path, drafted=[5]), Teacher(model, LAYERS)
     assert 5 not in teacher(text).logits.argmax(-1)
     assert UnrolledLoss(head, teacher, 1)(text, torch.tensor([1]), torch.tensor([7]))["losses"].tolist() == [0]
+
+
+def test_new_heads_begin_as_the_targets_own_projection() -> None:
+    model = TargetModel(tiny_model("llama"))
+    heads = new_heads(MedusaOptions("m", "d", "o", depth=2, num_layers=2), model, [4, 7])
+    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    wanted = hidden @ model.model.get_output_embeddings().weight[[4, 7]].T
+    for head in range(2):
+        torch.testing.assert_close(heads(head, hidden), wanted, rtol=0, atol=0)
+
+
+@looped("tied", [True, False])
+def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
+    model: Any = tiny_model("llama", tie_word_embeddings=tied)
+    before = model.get_input_embeddings().weight.detach().clone()
+    draft, mask = with_mask(TargetModel(model))
+    assert (mask, draft.vocab_size, draft.model.config.pard_token) == (61, 62, 61)
+    after = draft.model.get_input_embeddings().weight
+    torch.testing.assert_close(after[:61], before, rtol=0, atol=0)
+    torch.testing.assert_close(after[61], before.mean(0))
+    assert (after is draft.model.get_output_embeddings().weight) == tied
+    again, same = with_mask(draft)
+    assert (again, same) == (draft, 61)
+
+
+@looped(
+    "num_layers, chosen",
+    [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (1, 3, 6)), (3, (1, 2, 3)), (2, (0, 1, 2)), (1, (0, 1))],
+)
+def test_hidden_layers_by_default(num_layers: int, chosen: tuple[int, ...]) -> None:
+    assert default_layers(num_layers) == chosen
+
+
+def test_the_most_frequent_new_tokens_are_drafted() -> None:
+    texts = [Text((7, 7, 7), (4, 1, 4)), Text((7,), (1, 6, 4))]
+    assert frequent_tokens(texts, 9, 3) == [1, 4, 6]
+    assert frequent_tokens(texts, 9, 5) == [0, 1, 2, 4, 6]
+    assert frequent_tokens(texts, 9, 9) is None
+    assert frequent_tokens(texts, 9, None) is None

@@ -14,9 +14,9 @@ from typing import Any
 import emssd_heads.training.texts
 import pytest
 import torch
-from emssd_heads.eagle3.loading import load_eagle3
+from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.medusa import MedusaConfig
-from emssd_heads.medusa.heads import load_medusa
+from emssd_heads.medusa.drafter import load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard import PardConfig
 from emssd_heads.target import TargetSizes
@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from emssd import demo
 from emssd.cli.progress import Bar
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.decoding.options import OnDrafterError
 from emssd.model import ModelOptions, load_model
 from tests.support.tiers import few, looped
 
@@ -82,14 +82,16 @@ def content(folder: Path) -> list[bytes]:
     return [(folder / name).read_bytes() for name in FILES]
 
 
+def read(file: Path) -> Any:
+    return json.loads(file.read_text())
+
+
 def test_the_head_loads_without_a_warning(trained: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         loaded = load_eagle3(str(trained), TargetSizes(2048, 192, 6))
-    assert loaded.layers == (1, 3, 6)
-    assert loaded.head.target_ids is not None
-    assert len(loaded.head.target_ids) == 50
-    config = json.loads((trained / "config.json").read_text())
+    assert (loaded.layers, len(loaded.head.target_ids)) == ((1, 3, 6), 50)
+    config = read(trained / "config.json")
     assert config["speculators_config"]["verifier"]["name_or_path"] == "demo"
     assert (config["draft_vocab_size"], config["norm_before_residual"]) == (50, True)
 
@@ -99,33 +101,26 @@ def test_other_kinds_are_opened_and_draft(kind: str, trained_by: Callable[[str],
     folder = trained_by(kind)
     medusa = MedusaConfig(path=str(folder), tree=TreeKind.dynamic)
     drafter: Any = medusa if kind == "medusa" else PardConfig(path=str(folder), num_speculative_tokens=2)
-    options = EngineOptions(on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(
-        *load_model(ModelOptions("demo", compile=False)),
-        drafter=drafter,
-        backend="ragged",
-        budget="fixed",
-        options=options,
+    engine = Engine.from_pretrained(
+        "demo", drafter=drafter, budget="fixed", compile=False, on_drafter_error=OnDrafterError.fail
     )
     engine.generate([prompt.text for prompt in demo.prompts(4)], 16)
     assert engine.report.num_accepted > 0
-    assert json.loads((folder / "training.json").read_text())["options"]["kind"] == kind
+    assert read(folder / "training.json")["options"]["kind"] == kind
 
 
 def test_files_of_other_kinds(trained_by: Callable[[str], Path]) -> None:
-    config = json.loads((trained_by("medusa") / "config.json").read_text())
+    config = read(trained_by("medusa") / "config.json")
     assert (config["num_heads"], config["num_hidden_layers"], config["truncated_vocab_size"]) == (2, 1, 50)
-    loaded = load_medusa(str(trained_by("medusa")), TargetSizes(2048, 192, 6))
-    assert loaded.head.target_ids is not None
-    assert len(loaded.head.target_ids) == 50
+    assert len(load_medusa(str(trained_by("medusa")), TargetSizes(2048, 192, 6)).head.target_ids) == 50
     model, tokenizer = load_model(ModelOptions(str(trained_by("pard")), compile=False))
     assert (model.vocab_size, model.model.config.pard_token, len(tokenizer)) == (2049, 2048, 2048)
 
 
 def test_what_it_is_worth_is_kept(trained: Path) -> None:
-    record = json.loads((trained / "training.json").read_text())
+    record = read(trained / "training.json")
     drafted, accepted = record["held_out"]["drafted"], record["held_out"]["accepted"]
-    assert len(drafted) == len(accepted) == 2
+    assert len(accepted) == 2
     assert 0 < drafted[1] <= drafted[0]
     assert record["held_out"]["tau"] >= 1
     assert record["options"]["draft_vocab_size"] == 50
@@ -200,7 +195,7 @@ def test_a_large_vocabulary_is_drafted_in_part_and_that_is_said(
     monkeypatch.setattr(job, "_MOST_DRAFTED", 50)
     monkeypatch.setitem(OWN, "medusa", ["--epochs", "1"])
     train(tmp_path / "head", kind="medusa")
-    assert json.loads((tmp_path / "head" / "config.json").read_text())["truncated_vocab_size"] == 50
+    assert read(tmp_path / "head" / "config.json")["truncated_vocab_size"] == 50
     assert "drafts the 50 most frequent of the target's 2048 tokens; --draft-vocab-size" in capsys.readouterr().err
 
 

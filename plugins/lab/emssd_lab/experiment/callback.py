@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from emssd.cli.config import RunConfig
@@ -22,7 +24,7 @@ from emssd_lab.extra import check_extra
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from emssd_lab.experiment.rows_file import RowsFile
+    from emssd_lab.experiment.rows import RowsFile
 
 __all__ = ["Experiment"]
 
@@ -43,7 +45,7 @@ class Experiment(SweepCallback):
         _check_overrides(config, run)
         if self._rows is None:
             check_extra(f"experiment={config.experiment.name}", "pandas")
-            from emssd_lab.experiment.rows_file import RowsFile
+            from emssd_lab.experiment.rows import RowsFile
 
             self._rows = RowsFile(run.folder.parent, resume=config.resume, overwrite=config.overwrite)
             self._rows.check()
@@ -52,20 +54,20 @@ class Experiment(SweepCallback):
         if self._rows.has(run.number, run.overrides):
             return True
         if config.experiment.simulated:
-            from emssd_lab.experiment.row import simulated_row
+            from emssd_lab.experiment.rows import simulated_row
 
             self._rows.append(simulated_row(run, config))
         return config.experiment.simulated
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        run: SweptRun | None = job_return.return_value
-        if run is None:  # it is composed, and has not begun
+        run: SweptRun | None = job_return.return_value if job_return.status is JobStatus.COMPLETED else None
+        if run is None:  # Hydra's own call: it is composed, and has not begun
             return
         if self._rows is None or run.result is None:
             kept = run.result and dataclasses.replace(run.result, generations=(), engine=None)
             self._runs.append(dataclasses.replace(run, result=kept))
             return
-        from emssd_lab.experiment.row import row_of, row_text
+        from emssd_lab.experiment.rows import row_of, row_text
 
         row = row_of(run)
         self._rows.append(row)
@@ -75,37 +77,34 @@ class Experiment(SweepCallback):
         plain_console(stderr=True).print(line, soft_wrap=True)
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
+        if self._rows is None and not self._runs:  # a run alone
+            return
         failed = [run for run in self._runs if run.error]
-        if self._rows is None:
-            num_done = len(self._runs) - len(failed)
-            folders = {run.folder.parent for run in self._runs}
-        else:
-            num_done, folders = len(self._rows.rows), {self._rows.path.parent}
-        for folder in filter(lambda folder: folder.is_dir(), folders):
+        rows = None if self._rows is None else self._rows.rows
+        folder = self._rows.path.parent if self._rows is not None else self._runs[0].folder.parent
+        if folder.is_dir():
             path = folder / "failed.jsonl"  # for the report
             path.unlink(missing_ok=True)
+            lines = [json.dumps({"overrides": [*run.overrides], "error": run.error}) + "\n" for run in failed]
             if failed:
                 with whole_file(path) as file:
-                    for run in failed:
-                        line = json.dumps({"overrides": [*run.overrides], "error": run.error})
-                        file.write(f"{line}\n".encode())
+                    file.write("".join(lines).encode())
+        num_done = len(self._runs) - len(failed) if rows is None else len(rows)
         if not num_done and len({run.error for run in failed}) == 1:
-            return
-        console = plain_console()
-        if self._rows is not None:
-            self._print_rows(console, self._rows)
+            return  # the command ends with that error
+        if rows is not None:
+            self._print_rows(plain_console(), rows, folder)
         elif len(self._runs) > 1:
             from emssd_lab.experiment.sweep import print_sweep
 
-            print_sweep(console, self._runs)
+            print_sweep(plain_console(), self._runs)
 
-    def _print_rows(self, console: Console, rows: RowsFile) -> None:
+    def _print_rows(self, console: Console, rows: Seq[dict[str, Any]], folder: Path) -> None:
         from emssd_lab.report.summary import summary
 
-        folder = rows.path.parent
-        for part in summary(rows.rows):
+        for part in summary(rows):
             console.print(part)
-        checks = {row["job"]: row["metrics"]["check"] for row in rows.rows if "check" in row.get("metrics", {})}
+        checks = {row["job"]: row["metrics"]["check"] for row in rows if "check" in row.get("metrics", {})}
         if checks:
             exact, ties, wrong = (sum(c[name] for c in checks.values()) for name in ("exact", "ties", "differences"))
             laws = sum("law" in check for check in checks.values())
@@ -119,7 +118,9 @@ class Experiment(SweepCallback):
             )
         for run in self._runs:
             console.print(f"{' '.join(run.overrides)} failed: {run.error}", style="bold red", soft_wrap=True)
-        console.print(f"\nrows: {rows.path}. A page of them: python -m emssd_lab.report {folder}", soft_wrap=True)
+        console.print(
+            f"\nrows: {folder}/rows.jsonl. A page of them: python -m emssd_lab.report {folder}", soft_wrap=True
+        )
 
     def close(self) -> None:
         if self._rows is not None:

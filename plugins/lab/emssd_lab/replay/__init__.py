@@ -48,10 +48,9 @@ class ReplayConfig:
 
 
 def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
-    from emssd_lab.replay.drafter import UNKNOWN, ReplayDrafter, ReplayTrees
+    from emssd_lab.replay.drafter import UNKNOWN, ReplayDrafter
 
-    make = ReplayTrees if config.branches else ReplayDrafter
-    drafter = make(config, context.vocab_size)
+    drafter = ReplayDrafter(config, context.vocab_size)
     if drafter.must_count and context.tokenizer is not None:  # models of model.architecture have none
         raise ConfigError(UNKNOWN)
     return drafter

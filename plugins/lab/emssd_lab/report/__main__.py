@@ -9,10 +9,7 @@ from pathlib import Path
 
 from emssd.cli.terminal import steady
 from emssd.errors import ConfigError
-from emssd_lab.report.page import report
-from emssd_lab.report.rows import read
-from emssd_lab.report.sections import sections
-from emssd_lab.report.sections.failures import failed_runs
+from emssd_lab.extra import check_extra
 
 __all__ = ["make_parser"]
 
@@ -24,8 +21,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Makes a page of experiments and runs: Markdown with its plots, and one HTML file that needs "
         "nothing else. See docs/reports.md.",
     )
-    what = "folder of an experiment or of runs (searched through), or rows.jsonl"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=what)
+    runs = "folder of an experiment or of runs (searched through), or rows.jsonl"
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=runs)
     parser.add_argument(
         "--out", type=Path, default=Path("report"), metavar="DIR", help="where to write (default: report)"
     )
@@ -42,8 +39,14 @@ def main(arguments: Seq[str] | None = None) -> None:
     options = make_parser().parse_args(arguments)
     if not re.fullmatch(r"[\w.-]+", options.name):
         raise ConfigError(f"--name is {options.name!r}; it names files, so give letters, digits, '.', '_' and '-' only")
-    found = [*sections(read(options.runs)), *failed_runs(options.runs)]
-    markdown, page, *plots = report(found, options.out, title=options.title, name=options.name)
+    check_extra("a report", "jinja2", "matplotlib", "pandas")
+    from emssd_lab.report.page import report
+    from emssd_lab.report.rows import read
+    from emssd_lab.report.sections import sections
+    from emssd_lab.report.sections.origins import failed_runs
+
+    shown = [*sections(read(options.runs)), *failed_runs(options.runs)]
+    markdown, page, *plots = report(shown, options.out, title=options.title, name=options.name)
     beside = f", with {len(plots)} {'plot' if len(plots) == 1 else 'plots'} beside it" if plots else ""
     print(f"{page}\n{markdown}{beside}")
 

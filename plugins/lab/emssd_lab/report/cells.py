@@ -1,44 +1,29 @@
-"""Settings, their cells, medians over repeats, and speed-ups."""
+"""Rows as a data frame: the settings that may be compared, the cells in them, and their speed-ups."""
 
 from __future__ import annotations
 
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import NamedTuple
+import tomllib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pandas as pd
 
 from emssd_lab.report.rows import Row
-from emssd_lab.report.tables import grouped
+from emssd_lab.report.tables import Table
 
 __all__ = [
-    "WITHOUT_BASELINE",
-    "Cell",
-    "Grid",
-    "Line",
-    "Setting",
-    "Spread",
-    "grids",
-    "marks",
-    "setting_names",
-]
+    "Grid", "Setting", "Spread", "frame", "grids", "line_name", "marks", "over", "setting_names", "speedup_text",
+    "speedups", "spread_text", "table_of",
+]  # fmt: skip
 
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
 """Experiments that count, or time single steps, and so run no plain greedy decoding."""
 
-_BASELINES = dict.fromkeys(("vanilla", "unpad_kv", "unpad_inputs", "unpad_both"), "greedy")
-_LABELS = {  # in the paper's order
-    "greedy": "greedy",
-    "vanilla": "vanilla",
-    "unpad_kv": "unpad KV",
-    "unpad_inputs": "unpad inputs",
-    "unpad_both": "EMS-SD (both unpadded)",
-    "ragged_greedy": "greedy on ragged",
-    "ragged": "ragged",
-    "flashinfer_greedy": "greedy on flashinfer",
-    "flashinfer": "flashinfer",
-}
+_REPEAT = ["source", "repeat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +36,10 @@ class Spread:
     count: int
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread:
-        """The spread of at least one value."""
-        found = list(values)
-        return cls(statistics.median(found), min(found), max(found), len(found))
-
-    @classmethod
-    def within_repeats(
-        cls, above: Iterable[Row], below: Iterable[Row], figure: Callable[[Row], float]
-    ) -> Spread | None:
-        """The spread of a figure's ratios within each repeat of a file; ``None`` without a common repeat."""
-        values = {(row.source, row.repeat): figure(row) for row in below}
-        ratios = [figure(row) / value for row in above if (value := values.get((row.source, row.repeat)))]
-        return cls.of(ratios) if ratios else None
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """The spread of all numbers; ``None`` where there are none."""
+        numbers = pd.Series(values, dtype=float).dropna()
+        return cls(numbers.median(), numbers.min(), numbers.max(), len(numbers)) if len(numbers) else None
 
     def covers(self, value: float) -> bool:
         """Whether repeats are on both sides of `value`, or at it; a single repeat covers nothing but itself."""
@@ -106,102 +82,77 @@ class Setting(NamedTuple):
 
 
 def setting_names(settings: Iterable[Setting]) -> dict[Setting, str]:
-    """Model, drafter, data and type of each setting; where these are the same, whatever differs is added."""
-    found = {}
-    for said, alike in grouped(dict.fromkeys(settings), lambda each: each[:4]).items():
-        common = set.intersection(*(set(each.options) for each in alike))
-        differing = [place for place in range(4, 8) if len({each[place] for each in alike}) > 1]
-        for each in alike:
-            parts = [*said, *(str(each[place]) for place in differing), *each.options]
-            found[each] = " · ".join(part for part in parts if part and part not in common)
-    return found
+    """Model, drafter, data and type of each setting; where these are the same, every other property that differs."""
+    names = {}
+    distinct = list(dict.fromkeys(settings))
+    for setting in distinct:
+        alike = [other for other in distinct if other[:4] == setting[:4]]
+        common = set.intersection(*(set(other.options) for other in alike))
+        differing = [setting[i] for i in range(4, 8) if len({other[i] for other in alike}) > 1]
+        parts = [*setting[:4], *differing, *setting.options]
+        names[setting] = " · ".join(str(part) for part in parts if part and part not in common)
+    return names
 
 
-class Line(NamedTuple):
-    """One of the things that a comparison compares at every batch size. Plain greedy decoding has no budget."""
-
-    method: str | None  # none where the experiment names no methods
-    speculate: bool = True
-    backend: str = ""
-    budget: str = ""
-
-    @classmethod
-    def of(cls, row: Row) -> Line:
-        """The line that `row` belongs to."""
-        return cls(row.method, row.speculate, row.backend_options, row.budget_options if row.speculate else "")
-
-    @property
-    def label(self) -> str:
-        """Its name in tables and legends."""
-        return _LABELS.get(self.method or "", self.method or f"{self.budget or 'greedy'} on {self.backend}")
-
-    @property
-    def rank(self) -> tuple[int, str, bool, str]:
-        """Sorts lines as the paper lists them."""
-        known = list(_LABELS).index(self.method) if self.method in _LABELS else len(_LABELS)
-        return (known, self.backend, self.speculate, self.budget or self.method or "")
-
-    @property
-    def baseline(self) -> str | None:
-        """The method whose rows are its baseline; ``None`` where the experiment names no methods."""
-        return None if self.method is None else _BASELINES.get(self.method, f"{self.method}_greedy")
+@cache
+def methods() -> dict[str, dict[str, str]]:
+    """The table of methods, in the paper's order."""
+    return tomllib.loads(Path(__file__).with_name("methods.toml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """The repeats of one line at one batch size.
+def line_name(method: str | None, backend: str = "", budget: str = "") -> str:
+    """The name of a method in tables and legends; without one, its budget and backend. Plain decoding has no budget."""
+    return methods().get(method or "", {}).get("name") or method or f"{budget or 'greedy'} on {backend}"
 
-    Attributes:
-        speedup: ratio to the row's own baseline within each repeat; ``None`` for a baseline, and where none was run.
+
+def frame(rows: Iterable[Row]) -> pd.DataFrame:
+    """A line for each row: the row itself, its metrics, costs and rates by their names, and these columns.
+
+    ``setting``; ``line``, the name of what is compared at every batch size, and ``rank``, by which the paper would sort
+    it; ``speedup`` over plain greedy decoding with the same kernels, of the same file and repeat, if that was run.
     """
-
-    line: Line
-    batch_size: int
-    rows: tuple[Row, ...]
-    speedup: Spread | None
-
-    def spread(self, figure: str | Callable[[Row], float]) -> Spread:
-        """The spread of a metric, given by name, or of a function of rows."""
-        return Spread.of(figure(row) if callable(figure) else float(getattr(row.metrics, figure)) for row in self.rows)
-
-    def median(self, figure: str | Callable[[Row], float], form: str = ".2f") -> str:
-        """The median of a `spread`, as text."""
-        return format(self.spread(figure).median, form)
-
-    def total(self, histogram: str) -> Counter[int]:
-        """A histogram among the metrics, summed over the repeats; without what was counted 0 times."""
-        counts = Counter[int]()
-        for row in self.rows:
-            counts.update({int(number): count for number, count in getattr(row.metrics, histogram).items() if count})
-        return counts
-
-    @property
-    def place(self) -> dict[str, str | None]:
-        """The first two columns of a table of cells."""
-        return {"batch": str(self.batch_size), "method": self.line.label}
-
-    @property
-    def speedup_text(self) -> str | None:
-        """The speed-up, and in how many repeats there is a baseline if not in all."""
-        spread, number = self.speedup, len(self.rows)
-        if spread is None:
-            wanted = self.line.speculate and self.rows[0].experiment not in WITHOUT_BASELINE
-            return "no baseline" if wanted else None
-        return spread.text() + (f", baseline in {spread.count} of {number} repeats" if spread.count < number else "")
+    return _with_speedups(pd.DataFrame([_line(row) for row in rows]))
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
-    """All cells of one setting, by batch size and line, with its name among those of `setting_names`."""
+def _line(row: Row) -> dict[str, Any]:
+    budget = row.budget_options if row.speculate else ""
+    order = [*methods(), row.method].index(row.method)
+    base = None if row.method is None else methods().get(row.method, {}).get("baseline", f"{row.method}_greedy")
+    origin = msgspec.structs.asdict(row.provenance.hardware)
+    return {**msgspec.structs.asdict(row.metrics), **asdict(row.costs), **origin} | {
+        "row": row, "setting": Setting.of(row), "line": line_name(row.method, row.backend_options, budget),
+        "rank": (order, row.backend_options, row.speculate, budget or row.method or ""),
+        "base": base or f"on {row.backend_options}", "rate": row.metrics.decode_tokens_per_second,
+        **{name: getattr(row, name) for name in (*_REPEAT, "experiment", "method", "speculate", "batch_size")},
+    }  # fmt: skip
+
+
+def _with_speedups(rows: pd.DataFrame) -> pd.DataFrame:
+    ranks = sorted(set(rows["rank"]))
+    rows["rank"] = rows["rank"].map(ranks.index)
+    rows["drafter"] = [setting.drafter for setting in rows.setting]
+    rows["rest"] = [setting._replace(drafter="") for setting in rows.setting]
+    plain = rows[~rows.speculate]
+    kernels = [f"on {row.backend_options}" for row in plain.row]
+    bases = pd.concat([plain.assign(base=plain.method), plain.assign(base=kernels)])
+    key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
+    for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
+        rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
+    return rows.assign(speedup=(rows.rate / rate).where(rows.speculate))
+
+
+def over(above: pd.DataFrame, below: pd.DataFrame, column: str = "rate") -> pd.Series:
+    """For the rows `above`, their ratio of a column to the row `below` of the same repeat, file and batch size."""
+    key = [*_REPEAT, "batch_size"]
+    return above[column] / above.join(below.groupby(key)[column].last().rename("below"), on=key).below
+
+
+class Grid(NamedTuple):
+    """The rows of one setting, with its name among those of `setting_names`."""
 
     setting: Setting
     name: str
-    cells: tuple[Cell, ...]
-
-    @property
-    def rows(self) -> list[Row]:
-        """The rows of all cells."""
-        return [row for cell in self.cells for row in cell.rows]
+    rows: pd.DataFrame
 
     @property
     def mark(self) -> str:
@@ -210,59 +161,61 @@ class Grid:
 
     @property
     def title(self) -> str:
-        """Its name, with what has to be said of it."""
+        """Its name with its marks."""
         return f"{self.name} ({self.mark})" if self.mark else self.name
 
-    def by_line(self) -> dict[Line, list[Cell]]:
-        """The cells of each line from the smallest batch size on, in the order of the paper."""
-        return dict(sorted(grouped(self.cells, lambda cell: cell.line).items(), key=lambda item: item[0].rank))
+    def cells(self, **columns: pd.Series) -> Any:
+        """The repeats of each line at each batch size, grouped in the order of tables, with more columns."""
+        return self.rows.assign(**columns).groupby(["batch_size", "rank"])
 
-    def get(self, method: str | None, batch_size: int) -> Cell | None:
-        """The cell of a method."""
-        found = (cell for cell in self.cells if (cell.line.method, cell.batch_size) == (method, batch_size))
-        return next(found, None)
+    def lines(self) -> dict[str, pd.DataFrame]:
+        """By the name of each line its rows, in the paper's order."""
+        return {rows.line.iloc[0]: rows for _, rows in self.rows.groupby("rank")}
 
-    def ratio(self, above: str | None, below: str, batch_size: int) -> str | None:
-        """Tokens/s of one method ÷ those of another within each repeat; ``None`` if either was not run."""
-        top, bottom = self.get(above, batch_size), self.get(below, batch_size)
-        ratio = Spread.within_repeats(top.rows, bottom.rows, lambda row: row.rate) if top and bottom else None
-        return ratio.text() if ratio else None
+    def of(self, method: str) -> pd.DataFrame:
+        """The rows of a method; none where it was not run."""
+        return self.rows[self.rows.method == method]
 
 
-def marks(rows: Iterable[Row]) -> str:
+def spread_text(form: str = ".2f") -> Callable[[pd.Series], str | None]:
+    """A function from numbers to the text of their spread."""
+
+    def text(values: pd.Series) -> str | None:
+        spread = Spread.of(values)
+        return spread.text(form) if spread else None
+
+    return text
+
+
+def table_of(cells: Any, columns: Mapping[str, Any]) -> Table:
+    """A table of all cells: batch size, method, and these columns."""
+    lines = cells.line.first()
+    sizes = [str(size) for size, _ in lines.index]
+    return Table.of(pd.DataFrame({"batch": sizes, "method": lines, **columns}), left=2)
+
+
+def speedup_text(cell: pd.DataFrame) -> str | None:
+    """The speed-up, and in how many repeats there is a baseline if not in all; ``None`` of what is one itself."""
+    spread, first = Spread.of(cell.speedup), cell.iloc[0]
+    if spread is None:
+        return "no baseline" if first.speculate and first.experiment not in WITHOUT_BASELINE else None
+    missing = f", baseline in {spread.count} of {len(cell)} repeats" if spread.count < len(cell) else ""
+    return spread.text() + missing
+
+
+def speedups(rows: pd.DataFrame) -> dict[int, Spread]:
+    """The speed-ups of a line by batch size, where it has any."""
+    by_size = {size: Spread.of(cell.speedup) for size, cell in rows.groupby("batch_size")}
+    return {size: spread for size, spread in by_size.items() if spread}
+
+
+def marks(rows: pd.DataFrame) -> str:
     """``""``, or what every title and legend has to say of weights or drafts that are made up."""
-    found = list(rows)
-    made_up = any(row.random_weights for row in found)
-    return ", ".join(["random weights"] * made_up + ["replay"] * any(row.replay for row in found))
+    made_up = any(row.random_weights for row in rows.row)
+    return ", ".join(["random weights"] * made_up + ["replay"] * any(row.replay for row in rows.row))
 
 
-def grids(rows: Iterable[Row], setting: Callable[[Row], Setting] = Setting.of) -> list[Grid]:
-    """Rows by what may be compared: those of a `setting`."""
-    by_setting = grouped(rows, setting)
-    baselines = grouped((row for mine in by_setting.values() for row in mine if not row.speculate), _key)
-    names, found = setting_names(by_setting), []
-    for each, mine in by_setting.items():
-        cells = []
-        for (size, line), repeats in grouped(mine, lambda row: (row.batch_size, Line.of(row))).items():
-            bases = [_baseline(row, line, baselines.get(_key(row), ())) for row in repeats]
-            ratios = [row.rate / base for row, base in zip(repeats, bases, strict=True) if base]
-            cells.append(Cell(line, size, tuple(repeats), Spread.of(ratios) if ratios else None))
-        found.append(Grid(each, names[each], tuple(sorted(cells, key=lambda cell: (cell.batch_size, cell.line.rank)))))
-    return found
-
-
-def _key(row: Row) -> tuple[object, ...]:
-    """A key that a row shares with its baseline: all but the drafter."""
-    return (row.source, row.repeat, row.batch_size, Setting.of(row)._replace(drafter=""))
-
-
-def _baseline(row: Row, line: Line, others: Seq[Row]) -> float | None:
-    """Tokens/s of plain greedy decoding with the same kernels; that of the same drafter's sweep is preferred."""
-    if not row.speculate:
-        return None
-    if line.method is None:
-        found = [other for other in others if other.backend_options == row.backend_options]
-    else:
-        found = [other for other in others if other.method == line.baseline]
-    nearest = [other for other in found if other.drafter_options == row.drafter_options] or found
-    return statistics.median(other.rate for other in nearest) if nearest else None
+def grids(rows: pd.DataFrame) -> list[Grid]:
+    """The rows of a `frame` by their setting: only rows of one may be compared."""
+    names = setting_names(rows.setting)
+    return [Grid(key, names[key], mine) for key, mine in rows.groupby("setting", sort=False)]

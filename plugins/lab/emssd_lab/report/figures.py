@@ -1,32 +1,21 @@
-"""Plots of a report, as SVG. They need matplotlib: ``pip install "emssd[plots]"``."""
+"""Plots of a report, as SVG."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from emssd.errors import ConfigError
-from emssd_lab.report.cells import Spread
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from emssd_lab.report.cells import Spread, methods
 
 __all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
 
-_COLOURS = {  # told apart by the colour-blind, too
-    "vanilla": "#d55e00",
-    "unpad_kv": "#e69f00",
-    "unpad_inputs": "#cc79a7",
-    "unpad_both": "#0072b2",
-    "ragged": "#009e73",
-    "flashinfer": "#009e73",
-    "greedy": "#555555",
-    "ragged_greedy": "#8a8a8a",
-    "flashinfer_greedy": "#8a8a8a",
-}
 _CYCLE = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555", "#882255", "#999933",
     "#44aa99",
@@ -44,7 +33,7 @@ _SIZE = (5.2, 3.7)  # inches; narrow enough to be read on a phone
 _SETTINGS: Any = {"svg.hashsalt": "emssd", "svg.fonttype": "none", "font.size": 9.5, "axes.titlesize": 10.5}
 
 Points = Mapping[Any, float | Spread]
-"""y by x; of a `Spread` the median, with a bar from the least to the greatest."""
+"""y by x; a `Spread` is drawn as its median, with a bar from the least to the greatest."""
 
 
 class Curve(NamedTuple):
@@ -57,8 +46,8 @@ class Curve(NamedTuple):
 
 
 def colour(method: str | None, index: int = 0) -> str:
-    """The colour of a method wherever it is shown; of anything else the `index`-th of a cycle."""
-    return _COLOURS.get(method or "", _CYCLE[index % len(_CYCLE)])
+    """The colour of a method wherever it is shown; for anything else the `index`-th of a cycle."""
+    return methods().get(method or "", {}).get("colour", _CYCLE[index % len(_CYCLE)])
 
 
 def coloured(lines: Mapping[str, Points], style: str = "measured") -> list[Curve]:
@@ -70,18 +59,25 @@ def curves(
     title: str, xlabel: str, ylabel: str, lines: Iterable[Curve], *, mark: str = "", log: bool = True,
     level: float | None = None,
 ) -> str:  # fmt: skip
-    """Lines over batch sizes or the like; of all of them the legend says `mark`: random weights, replay."""
+    """Lines over batch sizes or the like, under a legend that begins with `mark`: random weights, replay."""
     figure, axes = _figure(title)
     drawn = [line for line in lines if line.points]
     for index, line in enumerate(drawn):
-        _draw(axes, line, _MARKERS[index % len(_MARKERS)])
+        xs, points = zip(*sorted(line.points.items()), strict=True)
+        ys = [y.median if isinstance(y, Spread) else y for y in points]
+        style = {"marker": _MARKERS[index % len(_MARKERS)], **_STYLES[line.style]}
+        axes.plot(xs, ys, color=line.colour, label=line.label, **style)
+        if bars := {x: y for x, y in zip(xs, points, strict=True) if isinstance(y, Spread)}:
+            middles = [(y.low + y.high) / 2 for y in bars.values()]
+            halves = [(y.high - y.low) / 2 for y in bars.values()]
+            axes.errorbar([*bars], middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
     if level is not None:
         axes.axhline(level, color="black", linewidth=0.8)
-    xs = sorted({x for line in drawn for x in line.points})
+    ticks = sorted({x for line in drawn for x in line.points})
     if log:
         axes.set_xscale("log", base=2)
-    if len(xs) <= 10:
-        axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    if len(ticks) <= 10:
+        axes.set_xticks(ticks, [f"{x:g}" for x in ticks])
         axes.minorticks_off()
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.set_ylim(bottom=0)
@@ -93,26 +89,14 @@ def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
     return curves(title, "batch size / rows", "speed-up over plain greedy", lines, mark=mark, level=1.0)
 
 
-def _draw(axes: Axes, line: Curve, marker: str) -> None:
-    points = sorted(line.points.items())
-    ys = [y.median if isinstance(y, Spread) else y for _, y in points]
-    axes.plot(
-        [x for x, _ in points], ys, color=line.colour, label=line.label, **{"marker": marker, **_STYLES[line.style]}
-    )
-    if bars := [(x, (y.low + y.high) / 2, (y.high - y.low) / 2) for x, y in points if isinstance(y, Spread)]:
-        xs, middles, halves = zip(*bars, strict=True)
-        axes.errorbar(xs, middles, halves, fmt="none", ecolor=line.colour, capsize=2, linewidth=0.9)
-
-
-def stacked(title: str, xlabel: str, parts: Mapping[str, Seq[float]], labels: Seq[str], *, mark: str = "") -> str:
-    """Horizontal bars, each stacked of parts; `parts` has a value for each of `labels`."""
-    figure, axes = _figure(title, height=1.3 + 0.21 * len(labels))
-    left = [0.0] * len(labels)
-    for index, (name, widths) in enumerate(parts.items()):
-        axes.barh(range(len(labels)), list(widths), left=left, label=name, color=colour(None, index), height=0.75)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.set_yticks(range(len(labels)), labels, fontsize=8)
-    axes.set_ylim(len(labels) - 0.5, -0.5)
+def stacked(title: str, xlabel: str, parts: pd.DataFrame, *, mark: str = "") -> str:
+    """Horizontal bars, one for each line of `parts`, stacked of its columns."""
+    figure, axes = _figure(title, height=1.3 + 0.21 * len(parts))
+    left = parts.cumsum(axis=1) - parts
+    for index, name in enumerate(parts):
+        axes.barh(range(len(parts)), parts[name], left=left[name], label=name, color=colour(None, index), height=0.75)
+    axes.set_yticks(range(len(parts)), parts.index, fontsize=8)
+    axes.set_ylim(len(parts) - 0.5, -0.5)
     axes.set(xlabel=xlabel)
     return _svg(figure, axes, mark, columns=6)
 
@@ -131,11 +115,6 @@ def histograms(title: str, xlabel: str, samples: Mapping[str, Seq[float]], *, ma
 
 
 def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
-    try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f'a report needs matplotlib ({error}); install it: pip install "emssd[plots]"') from error
     with mpl.rc_context(_SETTINGS):
         figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
         axes: Axes = figure.subplots()
@@ -148,8 +127,6 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
 
 def _svg(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> str:
     """The picture, with its legend below the plot, so that it hides nothing."""
-    import matplotlib as mpl
-
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         figure.legend(

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import html
 import itertools
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from string import Template
 from typing import Any
 
+from jinja2 import Template
 from markdown_it import MarkdownIt
 from markdown_it.renderer import RendererHTML
 from markdown_it.token import Token
@@ -28,11 +27,11 @@ _INTRODUCTION = (
 _WIDE = 32  # characters from which on a table's cell is wrapped
 
 
-def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:
+def report(sections: Seq[Section], out: Path, *, title: str, name: str) -> list[Path]:
     """Write a page of these sections in the folder `out`: Markdown with its plots as files, and one HTML file."""
-    plots = [block for section in found for block in section.blocks if isinstance(block, Plot)]
+    plots = [block for section in sections for block in section.blocks if isinstance(block, Plot)]
     images = {f"{name}_{plot.name}.svg": plot.svg for plot in plots}
-    parts = [f"# {escape(title)}", _INTRODUCTION, *(section.markdown(name) for section in found)]
+    parts = [f"# {escape(title)}", _INTRODUCTION, *(section.markdown(name) for section in sections)]
     markdown = "\n\n".join(parts) + "\n"
     files = {f"{name}.md": markdown, f"{name}.html": _html(title, markdown, images), **images}
     try:
@@ -44,7 +43,7 @@ def report(found: Seq[Section], out: Path, *, title: str, name: str) -> list[Pat
     return [out / file for file in files]
 
 
-def _html(title: str, markdown: str, images: Mapping[str, str]) -> str:
+def _html(title: str, markdown: str, images: dict[str, str]) -> str:
     """The page with its styles and images inside. Raw HTML in the text is shown, not interpreted."""
 
     def image(self: RendererHTML, tokens: Seq[Token], index: int, options: Any, env: Any) -> str:
@@ -56,21 +55,14 @@ def _html(title: str, markdown: str, images: Mapping[str, str]) -> str:
     parser.add_render_rule("image", image)
     parser.add_render_rule("table_open", lambda *_: '<div class="scroll"><table>\n')
     parser.add_render_rule("table_close", lambda *_: "</table></div>\n")
-    tokens = parser.parse(markdown)
-    links = "".join(f'<li><a href="#{name}">{html.escape(text)}</a></li>' for name, text in _name_parts(tokens))
-    first, end, rest = parser.renderer.render(tokens, parser.options, {}).partition("</h1>\n")
-    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
-    return page.substitute(title=html.escape(title), heading=first + end, links=links, body=rest)
-
-
-def _name_parts(tokens: Seq[Token]) -> list[tuple[str, str]]:
-    """Give sections ids, and return them with their titles; mark the long cells of tables."""
-    found: list[tuple[str, str]] = []
+    tokens, links = parser.parse(markdown), dict[str, str]()
     for opening, content in itertools.pairwise(tokens):
         if opening.type == "heading_open" and opening.tag == "h2":
-            name = f"s{len(found) + 1}"
-            opening.attrSet("id", name)
-            found.append((name, "".join(each.content for each in content.children or ())))
+            opening.attrSet("id", name := f"s{len(links) + 1}")
+            links[name] = "".join(child.content for child in content.children or ())
         elif opening.type == "td_open" and len(content.content) > _WIDE:
             opening.attrSet("class", "wide")
-    return found
+    first, end, rest = parser.renderer.render(tokens, parser.options, {}).partition("</h1>\n")
+    page = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"), autoescape=True)
+    text: str = page.render(title=title, heading=first + end, links=links.items(), body=rest)
+    return text + "\n"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from emssd.data.typed import read_json, typed
 from emssd.errors import ConfigError
 from emssd_lab.costs import Costs
 
-__all__ = ["Hardware", "Material", "PlainRun", "Row", "Simulation", "parse", "per", "read"]
+__all__ = ["Hardware", "Material", "Row", "Simulation", "parse", "read", "read_rows"]
 
 _HOW = (
     "an experiment makes rows (python -m emssd -m experiment=fig1 output_dir=DIR), a run makes metrics.json "
@@ -26,8 +25,8 @@ class Metrics(msgspec.Struct, frozen=True):
 
     decode_tokens_per_second: float
     mean_acceptance_length: float
-    acceptance_histogram: dict[str, int]
-    draft_length_histogram: dict[str, int]
+    acceptance_histogram: dict[int, int]
+    draft_length_histogram: dict[int, int]
     padding_per_new_token: float
     padding_ratio: float
     input_padding_tokens: int
@@ -40,7 +39,7 @@ class Metrics(msgspec.Struct, frozen=True):
     decode_kv_tokens: int
     decode_seconds: dict[str, float]
     median_decode_step_seconds: float
-    draft_depth_histogram: dict[str, int] | None = None
+    draft_depth_histogram: dict[int, int] | None = None
     other_cpu_share: float | None = None
 
 
@@ -63,7 +62,7 @@ class Hardware(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The processor, or the GPU with the processor behind it."""
+        """The processor, or the GPU with its host's processor."""
         processor = f"{self.processor}, {self.threads} threads"
         return processor if self.device == "cpu" else f"{self.device} ({processor})"
 
@@ -79,8 +78,7 @@ class Provenance(msgspec.Struct, frozen=True):
     seed: dict[str, Any] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     """One run of an experiment: one cell, one repeat. Names are those of ``rows.jsonl``, see ``docs/reports.md``.
 
     Attributes:
@@ -118,11 +116,6 @@ class Row:
         if not (self.provenance.hardware.bytes_per_second and self.provenance.hardware.flops_per_second):
             raise ValueError("it has no provenance.hardware.bytes_per_second and flops_per_second")
 
-    @property
-    def rate(self) -> float:
-        """Tokens/s of decode steps."""
-        return self.metrics.decode_tokens_per_second
-
 
 class Point(msgspec.Struct, frozen=True):
     """Expected and simulated values at one p and batch size, see `appendix_points`."""
@@ -133,8 +126,7 @@ class Point(msgspec.Struct, frozen=True):
     simulated: dict[str, dict[str, float]]
 
 
-@dataclass(frozen=True, slots=True)
-class Simulation:
+class Simulation(msgspec.Struct, frozen=True):
     """The paper's numerical simulation (Appendix B)."""
 
     source: str
@@ -142,13 +134,6 @@ class Simulation:
     points: list[Point]
     max_acceptance: int
     provenance: Provenance
-
-
-class PlainRun(NamedTuple):
-    """A run of the command line that is no part of an experiment: its folder, and its ``metrics.json``."""
-
-    name: str
-    metrics: Mapping[str, Any]
 
 
 class _Needed(msgspec.Struct):
@@ -162,41 +147,36 @@ class _Needed(msgspec.Struct):
 
 
 class Material(NamedTuple):
-    """All that a report shows."""
+    """All that a report shows; `runs` are no part of an experiment: the ``metrics.json`` by their folders."""
 
     rows: list[Row]
     simulations: list[Simulation]
-    runs: list[PlainRun]
-
-
-def per(total: str, number: str) -> Callable[[Row], float]:
-    """A metric that adds up ÷ one that counts, as a function of a row; 0 where nothing was counted."""
-    return lambda row: float(getattr(row.metrics, total)) / max(getattr(row.metrics, number), 1)
+    runs: dict[str, Mapping[str, Any]]
 
 
 def read(paths: Iterable[Path]) -> Material:
     """Read files and folders, which are searched; each file is read once."""
-    material = Material([], [], [])
+    material = Material([], [], {})
     for file in {file.resolve(): file for path in paths for file in _files(path)}.values():
         if file.suffix == ".jsonl":
             rows = read_rows(file)
             material.rows.extend(row for row in rows if isinstance(row, Row))
             material.simulations.extend(row for row in rows if isinstance(row, Simulation))
-        elif (run := _read_run(file)) is not None:
-            material.runs.append(run)
+        elif (metrics := _read_run(file)) is not None:
+            material.runs[str(file.parent)] = metrics
     return material
 
 
 def _files(path: Path) -> list[Path]:
     if not path.exists():
         raise ConfigError(f"there is no {path}; give folders of experiments or runs, rows.jsonl files")
-    found = [path] if path.is_file() else list(_found(path))
-    if not found:
+    files = [path] if path.is_file() else list(_files_in(path))
+    if not files:
         raise ConfigError(f"there are neither rows in a rows.jsonl nor a metrics.json anywhere in {path}; {_HOW}")
-    return found
+    return files
 
 
-def _found(folder: Path) -> Iterator[Path]:
+def _files_in(folder: Path) -> Iterator[Path]:
     """An experiment's rows stand for the runs in its own numbered folders."""
     for file in (folder / "rows.jsonl", folder / "metrics.json"):
         if file.is_file() and file.stat().st_size:  # an experiment that has just begun has no rows
@@ -205,24 +185,24 @@ def _found(folder: Path) -> Iterator[Path]:
     folders = (below for below in folder.iterdir() if below.is_dir())
     for below in sorted(folders, key=lambda path: (int(path.name) if path.name.isdecimal() else -1, path.name)):
         if not (of_experiment and below.name.isdecimal()):
-            yield from _found(below)
+            yield from _files_in(below)
 
 
-def _read_run(file: Path) -> PlainRun | None:
-    """The run, or ``None``: a resumed job had nothing left to do, and its figures were lost before."""
+def _read_run(file: Path) -> dict[str, Any] | None:
+    """The metrics of a run, or ``None``: a resumed job had nothing left to do, and its figures were lost before."""
     try:
         value = read_json(file.read_bytes())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file} cannot be read as JSON: {error}") from None
-    if isinstance(value, dict) and "decode_tokens_per_second" not in value and "num_resumed_prompts" in value:
-        return None
     if not isinstance(value, dict) or "decode_tokens_per_second" not in value:
+        if isinstance(value, dict) and "num_resumed_prompts" in value:
+            return None
         raise ConfigError(f"{file} is no metrics.json; {_HOW}")
     try:
         typed(value, _Needed)
     except ValueError as error:
         raise ConfigError(f"{file}: {error}; it was written by another version of emssd, run again") from None
-    return PlainRun(str(file.parent), value)
+    return value
 
 
 def read_rows(path: Path) -> list[Row | Simulation]:
@@ -231,7 +211,7 @@ def read_rows(path: Path) -> list[Row | Simulation]:
         lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    found = []
+    rows = []
     for where, line in ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()):
         try:
             value = read_json(line)
@@ -239,21 +219,19 @@ def read_rows(path: Path) -> list[Row | Simulation]:
             raise ConfigError(
                 f"{where} is no JSON; if the experiment was interrupted there, resume=true goes on with it and mends it"
             ) from None
-        found.append(parse(value, str(path), where))
-    if not found:
+        rows.append(parse(value, str(path), where))
+    if not rows:
         raise ConfigError(f"{path} holds no rows yet; its experiment writes one at the end of each of its runs")
-    return found
+    return rows
 
 
 def parse(row: Any, source: str = "", where: str = "row") -> Row | Simulation:
-    """One row from its JSON value. Raises ConfigError, which says what it lacks, or has in another form."""
+    """One row from its JSON value. Raises ConfigError, which names the field that is missing or has another form."""
     if not isinstance(row, dict) or "experiment" not in row:
         raise ConfigError(f"{where} is no row of an experiment; python -m emssd -m experiment=NAME writes such rows")
-    row = row | {"source": source}
     try:
-        if "points" in row:
-            return typed(row, Simulation)
-        return typed(row, Row)
+        row = row | {"source": source}
+        return typed(row, Simulation) if "points" in row else typed(row, Row)
     except ValueError as error:
         raise ConfigError(
             f"{where} is of another format: {error}; run the experiment again with this version of emssd"

@@ -1,21 +1,18 @@
-"""A table as text, shown alike on the console and in Markdown."""
+"""Tables of texts, shown alike on the console and in Markdown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import chain
-from typing import TypeVar
+from typing import Any
 
+import pandas as pd
 import rich.table
 from rich.text import Text
 
-__all__ = ["Code", "Table", "code", "escape", "grouped", "listed", "pairs", "pivot"]
-
-_Item = TypeVar("_Item")
-_Key = TypeVar("_Key")
+__all__ = ["Code", "Table", "code", "escape", "listed", "pairs", "pivot"]
 
 
 class Code(str):
@@ -33,12 +30,11 @@ class Table:
     left: int = 1
 
     @classmethod
-    def of(cls, lines: Iterable[Mapping[str, str | None]], left: int = 1) -> Table:
-        """Each line gives its texts by their columns. A column that is ``None`` in all of them is left out."""
-        lines = list(lines)
-        columns = dict.fromkeys(chain.from_iterable(lines))
-        kept = [name for name in columns if any(line.get(name) is not None for line in lines)]
-        return cls(kept, [[line.get(name) or "" for name in kept] for line in lines], left)
+    def of(cls, lines: pd.DataFrame | Iterable[Mapping[str, str | None]], left: int = 1) -> Table:
+        """A data frame, or the texts of each line by their columns. A column without any text is left out."""
+        frame = pd.DataFrame(lines if isinstance(lines, pd.DataFrame) else list(lines)).astype(object)
+        texts = frame.dropna(axis=1, how="all").fillna("")
+        return cls([*texts], texts.to_numpy().tolist(), left)
 
     def markdown(self) -> str:
         """As Markdown that shows each cell as it is."""
@@ -61,20 +57,10 @@ class Table:
 
 def pivot(corner: str, cells: Mapping[tuple[str, str], str | None]) -> Table:
     """Texts by the names of their line and column, each in the order in which they first come."""
-    names, columns = (list(dict.fromkeys(key[axis] for key in cells)) for axis in (0, 1))
-    lines = [[name, *(cells.get((name, column)) or "" for column in columns)] for name in names]
-    return Table([corner, *columns], lines)
+    return Table.of(pd.Series(cells, dtype=object).unstack(sort=False).reset_index(names=corner))
 
 
-def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
-    """Items by their key, in their order."""
-    found: dict[_Key, list[_Item]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
-def listed(items: Iterable[object]) -> str:
+def listed(items: Iterable[Any]) -> str:
     """As in ``1, 2 and 4``."""
     *words, last = [str(item) for item in items] or ["none"]
     return f"{', '.join(words)} and {last}" if words else last

@@ -8,16 +8,32 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 from emssd.cli.terminal import plain_console, steady
 from emssd.decoding.options import DEFAULT_DRAFTER, EngineOptions
 from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy
 from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
-from emssd_lab.simulate.curves import PRESETS, Roofline
-from emssd_lab.simulate.simulator import Simulator, summarize, summary_table, warm_up
-from emssd_lab.simulate.trace_drafter import TreeDrafter, TreeLaw
-from emssd_lab.simulate.traces import Trace, geometric_trace, load_trace, save_trace
+from emssd_lab.simulate.curves import PRESETS
+from emssd_lab.simulate.simulator import Simulator, warm_up
+from emssd_lab.simulate.trace_drafter import TraceDrafter, TreeLaw
+from emssd_lab.simulate.traces import geometric_trace, load_trace, save_trace
+
+_FIGURES = {  # under the names of docs/metrics.md, and if the table shows it: its name there and its format
+    "tokens_per_second": ("tokens/s", ",.1f"),
+    "tokens_per_step": ("tokens/step", ",.2f"),
+    "num_steps": ("steps", ",d"),
+    "num_new_tokens": ("new tokens", ",d"),
+    "num_computed_tokens": ("", ""),
+    "mean_acceptance_length": ("τ̄", ".2f"),
+    "mean_draft_length": ("drafted", ".2f"),
+    "padding_ratio": ("δ̄/τmax", ".1%"),
+    "batch_fill": ("fill", ".1%"),
+    "num_preempted": ("preempted", ",d"),
+    "seconds": ("seconds", ".2f"),
+}
 
 
 @steady("emssd_lab.simulate")
@@ -36,10 +52,10 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="COMMAND --help tells the options of a command.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    said = "simulate a run of a recorded or a made-up trace"
-    _add_run(commands.add_parser("run", help=said, description=said))
-    said = "record a trace of a model and drafter, prompts one a line"
-    _add_record(commands.add_parser("record", help=said, description=said))
+    run = "simulate a run of a recorded or a made-up trace"
+    _add_run(commands.add_parser("run", help=run, description=run))
+    record = "record a trace of a model and drafter, prompts one a line"
+    _add_record(commands.add_parser("record", help=record, description=record))
     return parser
 
 
@@ -78,27 +94,50 @@ def _add_run(run: argparse.ArgumentParser) -> None:
 
 def _run(options: argparse.Namespace) -> None:
     EngineOptions(options.batch_size, max_step_tokens=options.max_step_tokens)  # which checks them
-    budget, curve, trace = make_budget(options.budget, options.option), _curve(options.curve), _trace(options)
-    drafters = None
+    budget = make_budget(options.budget, options.option)
+    if options.curve not in PRESETS:
+        raise ConfigError(f"--curve is {options.curve}; choose one of {', '.join(PRESETS)}")
+    curve, drafters = PRESETS[options.curve], None
+    trace = load_trace(options.trace) if options.trace is not None else geometric_trace(
+        options.p, options.requests, num_speculative_tokens=options.depth, num_prompt=options.prompt,
+        max_new_tokens=options.new, concentration=options.concentration, seed=options.seed,
+    )  # fmt: skip
     if options.branches is not None:
         law = TreeLaw(options.branches, options.chances or [[options.p]], options.seed)
-        drafters = [TreeDrafter(trace, law, tells=options.tells)]
-    warm_up(budget, trace, lambda: _scheduler(options), curve, drafters)
-    simulator = Simulator(
-        trace, _scheduler(options), budget, curve, max_kv_tokens=options.max_kv_tokens, drafters=drafters
-    )
-    summary = summarize(simulator.run(options.max_steps), f"{options.budget}, batch size {options.batch_size}")
-    plain_console().print(summary_table(summary))
+        drafters = [TraceDrafter(trace, law=law, tells=options.tells)]
+
+    def scheduler() -> Scheduler:
+        if options.batching == "static":
+            return StaticScheduler(options.batch_size)
+        return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=options.worst_case)
+
+    warm_up(budget, trace, scheduler, curve, drafters)
+    simulator = Simulator(trace, scheduler(), budget, curve, max_kv_tokens=options.max_kv_tokens, drafters=drafters)
+    report = simulator.run(options.max_steps).report
+    figures = report.metrics() | {  # of all steps, prompts included, as no other figure of seconds is
+        "tokens_per_step": report.num_new_tokens / max(report.num_steps, 1), "seconds": report.total_seconds,
+    }  # fmt: skip
+    label = f"{options.budget}, batch size {options.batch_size}"
+    table = Table("simulated, not measured", title=label, title_justify="left", title_style="bold")
+    table.add_column(justify="right")
+    for name, (column, form) in _FIGURES.items():
+        if column:
+            table.add_row(column, format(figures[name], form))
+    plain_console().print(table)
     if options.json is not None:
-        _write(options.json, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+        shown = {"label": label} | {name: figures[name] for name in _FIGURES}
+        try:
+            options.json.write_text(json.dumps(shown, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{options.json} cannot be written: {error.strerror}") from error
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(each) for each in text.split(",")]
+    return [int(number) for number in text.split(",")]
 
 
 def _chances(text: str) -> list[list[float]]:
-    return [[float(each) for each in level.split(",")] for level in text.split(";")]
+    return [[float(chance) for chance in level.split(",")] for level in text.split(";")]
 
 
 def _add_record(parser: argparse.ArgumentParser) -> None:
@@ -118,11 +157,19 @@ def _record(options: argparse.Namespace) -> None:
     from emssd.decoding.engine import Engine
     from emssd_lab.simulate.recording import record_trace
 
-    prompts = _prompts(options.prompts, options.limit)
+    if options.prompts is None:
+        from emssd.data.demo import prompts
+
+        texts = [prompt.text for prompt in prompts(options.limit)]
+    else:
+        from emssd.data.records import content_of, text_in
+
+        lines = text_in(*content_of(str(options.prompts), "--prompts ")).split("\n")
+        texts = [line for line in lines if line.strip()][: options.limit]
     engine = Engine.from_pretrained(
         options.model, drafter=options.drafter, dtype=options.dtype, batch_size=options.batch_size
     )
-    trace = record_trace(engine, prompts, max_new_tokens=options.new)
+    trace = record_trace(engine, texts, max_new_tokens=options.new)
     save_trace(trace, options.out)
     plain_console().print(f"{len(trace)} requests, {sum(row.output_length for row in trace)} positions: {options.out}")
 
@@ -140,50 +187,6 @@ def make_budget(name: str, options: list[str]) -> BudgetPolicy:
     config = registry.configured("budget", name, values)
     policy: BudgetPolicy = registry.build("budget", registry.find("budget", name), config)
     return policy
-
-
-def _trace(options: argparse.Namespace) -> Trace:
-    if options.trace is not None:
-        return load_trace(options.trace)
-    return geometric_trace(
-        options.p,
-        options.requests,
-        num_speculative_tokens=options.depth,
-        num_prompt=options.prompt,
-        max_new_tokens=options.new,
-        concentration=options.concentration,
-        seed=options.seed,
-    )
-
-
-def _scheduler(options: argparse.Namespace) -> Scheduler:
-    if options.batching == "static":
-        return StaticScheduler(options.batch_size)
-    return ContinuousScheduler(options.batch_size, options.max_step_tokens, worst_case=options.worst_case)
-
-
-def _curve(name: str) -> Roofline:
-    if name not in PRESETS:
-        raise ConfigError(f"--curve is {name}; choose one of {', '.join(PRESETS)}")
-    return PRESETS[name]
-
-
-def _prompts(path: Path | None, limit: int | None) -> list[str]:
-    if path is None:
-        from emssd.data.demo import prompts
-
-        return [prompt.text for prompt in prompts(limit)]
-    from emssd.data.records import content_of, text_in
-
-    lines = text_in(*content_of(str(path), "--prompts ")).split("\n")
-    return [line for line in lines if line.strip()][:limit]
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
 if __name__ == "__main__":

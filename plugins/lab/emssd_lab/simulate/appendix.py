@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +22,7 @@ __all__ = ["appendix_points"]
 _Array = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """Expected values of one step of a batch.
 
     Attributes:
@@ -80,9 +77,9 @@ def expected(pmf: _Array, batch_size: int) -> Expected:
 
 
 QUANTITIES = ("tau_max", "padding_length", "padding_ratio")
-"""Of `Expected`, what the three panels of the paper's figure show."""
+"""The fields of `Expected` in the three panels of the paper's figure."""
 
-_NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)  # a curve on which every step takes no time
+_NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)
 
 
 def appendix_points(
@@ -90,21 +87,21 @@ def appendix_points(
 ) -> list[dict[str, Any]]:
     """All pairs of p and batch size, each with a seed of its own, counted up from `seed`.
 
-    Of each, ``p``, ``batch_size``, the values that are expected (``exact``), and for each of `QUANTITIES` the ``mean``
-    over simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
+    A point has ``p``, ``batch_size``, the expected values (``exact``), and for each of `QUANTITIES` the ``mean`` over
+    simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
 
     Args:
         max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
         num_steps: at least 2, of a static batch whose rows are long enough to be there in all of them.
     """
     points = []
-    for place, (batch_size, p) in enumerate(product(batch_sizes, list(chances))):
+    for number, (batch_size, p) in enumerate(product(batch_sizes, list(chances))):
         trace = geometric_trace(
             p,
             batch_size,
             num_speculative_tokens=max_acceptance - 1,
             max_new_tokens=max_acceptance * (num_steps + 1),
-            seed=seed + place,
+            seed=seed + number,
         )
         run = Simulator(trace, StaticScheduler(batch_size), FixedBudget(), _NO_TIME).run(num_steps)
         taus = np.asarray([step.acceptance for step in run.steps], dtype=np.float64)
@@ -114,6 +111,6 @@ def appendix_points(
             name: {"mean": float(values.mean()), "error": float(values.std(ddof=1)) / num_steps**0.5}
             for name, values in zip(QUANTITIES, (longest, padding, padding / longest), strict=True)
         }
-        exact = dataclasses.asdict(expected(acceptance_pmf(p, max_acceptance), batch_size))
+        exact = expected(acceptance_pmf(p, max_acceptance), batch_size)._asdict()
         points.append({"p": p, "batch_size": batch_size, "exact": exact, "simulated": simulated})
     return points

@@ -1,28 +1,14 @@
-"""The time of a simulated step: `StepCurve`, from first principles (`Roofline`)."""
+"""The time of a simulated step, from first principles."""
 
 from __future__ import annotations
 
-import dataclasses
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-__all__ = ["Roofline", "StepCurve"]
-
-
-class StepCurve(ABC):
-    """Seconds of one step."""
-
-    @abstractmethod
-    def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
-        """Seconds of a step without drafting; its rows have `num_kv_tokens` tokens of KV after it."""
-
-    @abstractmethod
-    def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
-        """Seconds of drafting with the drafter of that stage: at most `depth` tokens a row, `num_tokens` in all."""
+__all__ = ["PRESETS", "Roofline"]
 
 
 @dataclass(frozen=True, slots=True)
-class Roofline(StepCurve):
+class Roofline:
     """A bound, not a measurement: bytes over bandwidth and operations over peak, whichever takes longer.
 
     The weights are read once a step, or computed with for as long as that takes, whichever is longer; then the KV is
@@ -46,10 +32,12 @@ class Roofline(StepCurve):
     drafts: tuple[Roofline | None, ...] = ()
 
     def verify_seconds(self, num_tokens: int, num_kv_tokens: int) -> float:
+        """Seconds of a step without drafting; its rows have `num_kv_tokens` tokens of KV after it."""
         weights = max(self.weight_bytes / self.bandwidth, 2.0 * self.num_params * num_tokens / self.flops)
         return weights + self.kv_bytes_per_token * num_kv_tokens / self.bandwidth + self.overhead
 
     def draft_seconds(self, stage: int, depth: int, num_tokens: int, num_kv_tokens: int) -> float:
+        """Seconds of drafting with the drafter of that stage: at most `depth` tokens a row, `num_tokens` in all."""
         draft = self.drafts[stage] if stage < len(self.drafts) else None
         return depth * draft.verify_seconds(-(-num_tokens // depth), num_kv_tokens) if draft and depth else 0.0
 
@@ -73,16 +61,11 @@ _MODELS = {
 def roofline(model: str, device: str, num_devices: int = 1, *, draft_model: str | None = None) -> Roofline:
     """A model in bfloat16, divided evenly over devices, as is `draft_model`; without one, drafts cost nothing."""
     num_params, kv_bytes = _MODELS[model]
-    bandwidth, flops = _DEVICES[device]
-    curve = Roofline(
-        num_params=num_params,
-        weight_bytes=2.0 * num_params,
-        kv_bytes_per_token=kv_bytes,
-        bandwidth=num_devices * bandwidth * _BANDWIDTH_SHARE,
-        flops=num_devices * flops * _FLOPS_SHARE,
-        overhead=_OVERHEAD,
+    bandwidth, flops = (num_devices * rate for rate in _DEVICES[device])
+    drafts = (roofline(draft_model, device, num_devices),) if draft_model else ()
+    return Roofline(
+        num_params, 2.0 * num_params, kv_bytes, bandwidth * _BANDWIDTH_SHARE, flops * _FLOPS_SHARE, _OVERHEAD, drafts
     )
-    return dataclasses.replace(curve, drafts=(roofline(draft_model, device, num_devices),)) if draft_model else curve
 
 
 PRESETS = {

@@ -20,15 +20,15 @@ __all__ = ["StepLog", "logged_steps", "record_trace"]
 class TraceRecorder(Drafter):
     """Asks a drafter at every output position and keeps the answers to itself, so that the target decodes alone.
 
-    That every position is visited is what lets any budget be replayed. It holds for drafters whose draft depends on the
-    row's tokens only, and of which a smaller budget gets the beginning: retrieval, draft models.
+    As every position is visited, any budget can be replayed. This holds for drafters whose draft depends on the row's
+    tokens only, and for which a smaller budget gives the beginning: retrieval, draft models.
     """
 
     def __init__(self, drafter: Drafter) -> None:
         self.num_speculative_tokens = drafter.num_speculative_tokens
         self._drafter = drafter
-        self.rows: dict[str, Row] = {}  # that were seen, by request id
-        self._guesses: dict[str, dict[int, list[int]]] = {}  # what was drafted, by output position
+        self.rows: dict[str, Row] = {}  # by request id
+        self._drafts: dict[str, dict[int, list[int]]] = {}  # by output position
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = self._drafter.propose(batch, budget)
@@ -36,7 +36,7 @@ class TraceRecorder(Drafter):
         for row, start, stop in zip(batch, draft.indptr, draft.indptr[1:], strict=False):
             position = len(row.tokens) - len(row.request.prompt_ids)
             self.rows[row.request_id] = row
-            self._guesses.setdefault(row.request_id, {})[position] = token_ids[start:stop]
+            self._drafts.setdefault(row.request_id, {})[position] = token_ids[start:stop]
         return Draft.empty(len(batch))
 
     def observe(self, outcome: Outcome) -> None:
@@ -50,12 +50,12 @@ class TraceRecorder(Drafter):
 
         Drafted tokens after an EOS count as wrong: nobody knows what the target would have gone on with.
         """
-        output = self.rows[request_id].output_ids
-        made = [self._guesses[request_id][position] for position in range(len(output))]
-        right = []
-        for position, guess in enumerate(made):
-            pairs = zip(guess, output[position:], strict=False)
-            right.append(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        output, drafts = self.rows[request_id].output_ids, self._drafts[request_id]
+        made = [drafts[position] for position in range(len(output))]
+        right = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(draft, output[position:], strict=False)))
+            for position, draft in enumerate(made)
+        ]
         return StageTrace(tuple(map(len, made)), tuple(right))
 
 
@@ -110,9 +110,9 @@ class StepLog(BudgetPolicy):
 @contextmanager
 def logged_steps(engine: Engine, policy: BudgetPolicy | None = None) -> Iterator[list[StepStats]]:
     """The figures of the steps that `engine` takes meanwhile, with its own policy or with `policy`."""
-    own = engine.drafting.policy
-    engine.drafting.policy = log = StepLog(policy or own)
+    before = engine.drafting.policy
+    engine.drafting.policy = log = StepLog(policy or before)
     try:
         yield log.steps
     finally:
-        engine.drafting.policy = own
+        engine.drafting.policy = before

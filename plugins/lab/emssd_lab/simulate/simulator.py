@@ -1,4 +1,4 @@
-"""The decode loop without a model: `Engine.step` over a trace, in simulated time; its warm-up, and its figures."""
+"""The decode loop without a model: `Engine.step` over a trace, in simulated time; and its warm-up."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
 
 from emssd_testing.choice_runner import ChoiceRunner
-from rich.table import Table
 
 from emssd.attention.pages import PageTable
 from emssd.attention.trees import Parents, depths
@@ -22,12 +20,12 @@ from emssd.drafting import BudgetPolicy, Drafter
 from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
 from emssd.sequences import Row
-from emssd_lab.simulate.curves import StepCurve
+from emssd_lab.simulate.curves import Roofline
 from emssd_lab.simulate.recording import StepLog
 from emssd_lab.simulate.trace_drafter import TraceDrafter
 from emssd_lab.simulate.traces import VOCAB_SIZE, Trace
 
-__all__ = ["summarize", "summary_table", "warm_up"]
+__all__ = ["Simulation", "Simulator", "warm_up"]
 
 _PAGE_SIZE = 16  # tokens, as the paged backends have it by default
 
@@ -64,7 +62,7 @@ class Simulator:
         trace: Trace,
         scheduler: Scheduler,
         budget: BudgetPolicy,
-        curve: StepCurve,
+        curve: Roofline,
         *,
         max_kv_tokens: int | None = None,
         drafters: Seq[Drafter] | None = None,
@@ -122,22 +120,22 @@ class TraceRunner(ChoiceRunner):
 class SimulatedTimer(StepTimer):
     """Steps take the time that a curve says: that of drafting and that of the forward pass, others none."""
 
-    def __init__(self, curve: StepCurve) -> None:
+    def __init__(self, curve: Roofline) -> None:
         super().__init__()
         self._curve = curve
         self._timed: StepStats | None = None
 
     def timed(self, stats: StepStats) -> StepStats:
-        if self._timed is None:  # a curve is asked once for a step
-            stages = []
-            for index, stage in enumerate(stats.stages):
-                depth, num_tokens = max(stage.budget, default=0), sum(stage.budget)
-                taken = self._curve.draft_seconds(index, depth, num_tokens, stats.num_kv_tokens)
-                stages.append(dataclasses.replace(stage, seconds=taken))
+        if self._timed is None:  # a curve is read once for a step
+            stages = tuple(
+                dataclasses.replace(stage, seconds=self._curve.draft_seconds(
+                    index, max(stage.budget, default=0), sum(stage.budget), stats.num_kv_tokens))
+                for index, stage in enumerate(stats.stages)
+            )  # fmt: skip
             seconds = dict.fromkeys(PHASES, 0.0)
             seconds["draft"] = sum(stage.seconds for stage in stages)
             seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
-            self._timed = dataclasses.replace(stats, seconds=seconds, stages=tuple(stages))
+            self._timed = dataclasses.replace(stats, seconds=seconds, stages=stages)
         return self._timed
 
 
@@ -145,7 +143,7 @@ def warm_up(
     policy: BudgetPolicy,
     trace: Trace,
     make_scheduler: Callable[[], Scheduler],
-    curve: StepCurve,
+    curve: Roofline,
     drafters: Seq[Drafter] | None = None,
 ) -> None:
     """The warm-up of a real run, with the first requests of a trace and in simulated time."""
@@ -155,40 +153,5 @@ def warm_up(
         for request in trace.requests[: scheduler.batch_size]
     )
     simulator = Simulator(dataclasses.replace(trace, requests=few), scheduler, policy, curve, drafters=drafters)
-    requests = [dataclasses.replace(each.row().request, max_new_tokens=each.output_length) for each in few]
+    requests = [dataclasses.replace(request.row().request, max_new_tokens=request.output_length) for request in few]
     warm_up_engine(simulator.engine, requests)
-
-
-_FIGURES = {  # name, and if the table shows it: its name there and its format
-    "tokens_per_second": ("tokens/s", ",.1f"),
-    "tokens_per_step": ("tokens/step", ",.2f"),
-    "num_steps": ("steps", ",d"),
-    "num_new_tokens": ("new tokens", ",d"),
-    "num_computed_tokens": None,
-    "mean_acceptance_length": ("τ̄", ".2f"),
-    "mean_draft_length": ("drafted", ".2f"),
-    "padding_ratio": ("δ̄/τmax", ".1%"),
-    "batch_fill": ("fill", ".1%"),
-    "num_preempted": ("preempted", ",d"),
-    "seconds": ("seconds", ".2f"),
-}
-
-
-def summarize(simulation: Simulation, label: str) -> dict[str, Any]:
-    """The figures of `simulation`, under the names of ``docs/metrics.md``, and a ``label`` that says what ran. Seconds
-    and tokens/s are simulated, and count all steps, prompts included.
-    """
-    report = simulation.report
-    steps = {"tokens_per_step": report.num_new_tokens / max(report.num_steps, 1), "seconds": report.total_seconds}
-    metrics = report.metrics() | steps
-    return {"label": label} | {name: metrics[name] for name in _FIGURES}
-
-
-def summary_table(run: Mapping[str, Any]) -> Table:
-    """The figures of a run, as `summarize` gives them, a line each."""
-    table = Table("simulated, not measured", title=str(run["label"]), title_justify="left", title_style="bold")
-    table.add_column(justify="right")
-    for name, column in _FIGURES.items():
-        if column is not None:
-            table.add_row(column[0], format(run[name], column[1]))
-    return table

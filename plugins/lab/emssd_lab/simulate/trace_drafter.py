@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import accumulate, islice
 from math import isclose
@@ -14,9 +13,9 @@ from emssd.attention.trees import depths
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.sequences import Batch, Row
-from emssd_lab.simulate.traces import WRONG, Trace
+from emssd_lab.simulate.traces import WRONG, StageTrace, Trace
 
-__all__ = ["TraceDrafter", "TreeDrafter"]
+__all__ = ["TraceDrafter", "TreeLaw"]
 
 _POSITIONS = 1024  # of each request that have a coin of their own; after them the coins begin again
 _MOST_NODES = 4096
@@ -26,7 +25,7 @@ class TreeLaw:
     """Trees of one shape (SpecInfer's expansion, Miao et al. 2023, §3), right by chance.
 
     One coin per output position says which rank is right there, or none. So trees of all shapes, chains included, and
-    all budgets see the same text. The chances of a way's nodes are multiplied; nodes are sorted by that product.
+    all budgets see the same text. The chances along a path are multiplied; nodes are sorted by that product.
 
     Args:
         branches: children of each node of the first level's origin, of the first level, and so on.
@@ -35,8 +34,8 @@ class TreeLaw:
 
     Attributes:
         parents: of the nodes, as in `Draft.parents`.
-        worths, chances: of each node the probability that it is right, with all on the way to it; given its parent.
-        depths, ranks: of the nodes; a rank is a place among siblings, from 0.
+        worths, chances: the probability of each node to be right, with its whole path; given its parent.
+        depths, ranks: of the nodes; a rank counts siblings, from 0.
 
     Raises:
         ConfigError: no branches, or chances that are no probabilities of different events.
@@ -53,14 +52,18 @@ class TreeLaw:
                 f"chances are {[list(level) for level in chances]}; give for each depth a list of one chance per rank, "
                 f"which add up to 1 at most"
             )
-        self._chances = [list(level) for level in chances]
         self._bounds = [list(accumulate(level)) for level in chances]
         self._seed = seed
         self._coins: dict[str, list[float]] = {}
-        nodes = self._grown(branches)
-        order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])  # equal ones stay, parents before children
-        places = {node: place for place, node in enumerate(order)} | {-1: -1}
-        self.parents = tuple(places[nodes[node][0]] for node in order)
+        nodes, level = list[tuple[int, int, float]](), [(-1, 1.0)]  # parent, rank and probability; node and probability
+        for depth, width in enumerate(branches):
+            by_rank = [*chances[min(depth, len(chances) - 1)], *[0.0] * width]
+            grown = [(parent, rank, worth * by_rank[rank]) for parent, worth in level for rank in range(width)]
+            level = [(node, worth) for node, (_, _, worth) in enumerate(grown, len(nodes))]
+            nodes += grown
+        order = sorted(range(len(nodes)), key=lambda node: -nodes[node][2])  # stable: parents before children
+        ranked = {node: number for number, node in enumerate(order)} | {-1: -1}
+        self.parents = tuple(ranked[nodes[node][0]] for node in order)
         self.worths = tuple(nodes[node][2] for node in order)
         self.ranks = tuple(nodes[node][1] for node in order)
         self.depths = depths(self.parents)
@@ -70,92 +73,64 @@ class TreeLaw:
         )
 
     def right(self, request_id: str, position: int) -> list[bool]:
-        """For each node of a tree after `position` new tokens, whether it is right if all on the way to it are."""
+        """For each node of a tree after `position` new tokens, whether it is right if its path is."""
         if request_id not in self._coins:
             draw = np.random.default_rng([self._seed, crc32(request_id.encode())])
             self._coins[request_id] = draw.random(_POSITIONS).tolist()
-        coins, found = self._coins[request_id], list[bool]()
+        coins, right = self._coins[request_id], list[bool]()
         for depth, rank in zip(self.depths, self.ranks, strict=True):
-            bounds = self._bounds[min(depth, len(self._bounds)) - 1]
-            low, high = ([0.0, *bounds][rank], bounds[rank]) if rank < len(bounds) else (1.0, 1.0)
-            if isclose(high, 1.0):
-                high = 1.0
-            found.append(low <= coins[(position + depth - 1) % _POSITIONS] < high)
-        return found
-
-    def draft(
-        self,
-        batch: Batch,
-        budget: Seq[int],
-        upcoming: Callable[[Row, int, int], Seq[int]],
-        wrong: Callable[[int, int], int],
-        *,
-        tells: bool = False,
-    ) -> Draft:
-        """A tree for each row, cut to its budget, and no deeper than what the row has left to generate.
-
-        Args:
-            upcoming: the tokens of a row from a position of its output on; so many of them.
-            wrong: another token than this one, for a node of this rank.
-            tells: whether nodes come with their chances as confidence.
-        """
-        trees = []
-        for row, limit in zip(batch, budget, strict=True):
-            position = len(row.tokens) - len(row.request.prompt_ids)
-            tokens, right = upcoming(row, position, max(self.depths)), self.right(row.request_id, position)
-            nodes = zip(self.depths, self.ranks, right, self.parents, strict=True)
-            tree = [
-                (tokens[depth - 1] if is_right else wrong(tokens[depth - 1], rank), parent)
-                for depth, rank, is_right, parent in islice(nodes, limit)
-            ]
-            trees.append(tree)
-        draft = Draft.from_trees(trees, [self.chances[: len(tree)] for tree in trees] if tells else None)
-        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
-
-    def _grown(self, branches: Seq[int]) -> list[tuple[int, int, float]]:
-        """Level by level: parent, rank and probability of each node."""
-        nodes, level = list[tuple[int, int, float]](), [(-1, 1.0)]
-        for depth, width in enumerate(branches):
-            chances = self._chances[min(depth, len(self._chances) - 1)]
-            grown = []
-            for parent, worth in level:
-                for rank in range(width):
-                    chance = worth * (chances[rank] if rank < len(chances) else 0.0)
-                    grown.append((len(nodes), chance))
-                    nodes.append((parent, rank, chance))
-            level = grown
-        return nodes
+            bounds = [0.0, *self._bounds[min(depth, len(self._bounds)) - 1]]
+            low, high = bounds[rank : rank + 2] if rank + 1 < len(bounds) else (1.0, 1.0)
+            right.append(low <= coins[(position + depth - 1) % _POSITIONS] < (1.0 if isclose(high, 1.0) else high))
+        return right
 
 
 class TraceDrafter(Drafter):
-    """Drafts as many right tokens as the drafter of that `stage` did, and `WRONG` after them."""
+    """Drafts as many right tokens as the drafter of that `stage` did, then a wrong one; or the trees of a law.
 
-    def __init__(self, trace: Trace, stage: int = 0) -> None:
-        self.num_speculative_tokens = trace.num_speculative_tokens[stage]
+    Args:
+        tells: trees come with the chances of their nodes as confidence.
+    """
+
+    def __init__(self, trace: Trace, stage: int = 0, *, law: TreeLaw | None = None, tells: bool = False) -> None:
+        self.num_speculative_tokens = trace.num_speculative_tokens[stage] if law is None else len(law.parents)
+        self.drafts_trees = law is not None
         self._traces = {request.request_id: request for request in trace}
-        self._stage = stage
+        self._index, self._law, self._tells = stage, law, tells
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_chains(self._chain(row, limit) for row, limit in zip(batch, budget, strict=True))
+        rows, law = zip(batch, budget, strict=True), self._law
+        if law is None:
+            return Draft.from_chains(self._chain(row, limit) for row, limit in rows)
+        trees = [self._tree(law, row, limit) for row, limit in rows]
+        draft = Draft.from_trees(trees, [law.chances[: len(tree)] for tree in trees] if self._tells else None)
+        return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
     def _chain(self, row: Row, limit: int) -> list[int]:
-        request, position = self._traces[row.request_id], len(row.tokens) - len(row.request.prompt_ids)
-        length, num_right = request.stages[self._stage].within(limit, position)
-        return request.tokens(position, num_right) + [WRONG] * (length - num_right)
+        stage, position = self._stage(row.request_id), len(row.output_ids)
+        length, right = stage.within(limit, position % len(stage.drafted))
+        tokens = self._upcoming(row, position, length)
+        if length > right:  # the first wrong token; no later one can be accepted
+            tokens[right] = self._wrong(tokens[right], 0)
+        return tokens
 
+    def _tree(self, law: TreeLaw, row: Row, limit: int) -> list[tuple[int, int]]:
+        """Token and parent of the first nodes."""
+        position = len(row.output_ids)
+        tokens, right = self._upcoming(row, position, max(law.depths)), law.right(row.request_id, position)
+        nodes = zip(law.depths, law.ranks, right, law.parents, strict=True)
+        return [
+            (tokens[depth - 1] if is_right else self._wrong(tokens[depth - 1], rank), parent)
+            for depth, rank, is_right, parent in islice(nodes, limit)
+        ]
 
-class TreeDrafter(Drafter):
-    """Drafts the trees of a law for requests whose outputs a trace tells; see `TreeLaw.draft`."""
-
-    drafts_trees = True
-
-    def __init__(self, trace: Trace, law: TreeLaw, *, tells: bool = False) -> None:
-        self.num_speculative_tokens = len(law.parents)
-        self._traces = {request.request_id: request for request in trace}
-        self._law, self._tells = law, tells
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return self._law.draft(batch, budget, self._upcoming, lambda token, rank: WRONG, tells=self._tells)
+    def _stage(self, request_id: str) -> StageTrace:
+        return self._traces[request_id].stages[self._index]
 
     def _upcoming(self, row: Row, position: int, count: int) -> list[int]:
+        """The next `count` tokens of the target."""
         return self._traces[row.request_id].tokens(position, count)
+
+    def _wrong(self, token: int, rank: int) -> int:
+        """Another token than the right one, for a node of this rank."""
+        return WRONG

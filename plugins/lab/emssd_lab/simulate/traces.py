@@ -19,8 +19,7 @@ from emssd.sequences import Request, Row
 
 __all__ = ["VOCAB_SIZE", "WRONG", "save_trace"]
 
-# Tokens of simulated sequences. Nobody reads which they are, but for drafted ones that the target would not generate,
-# and for the one that ends a sequence.
+# Tokens of simulated sequences: one that the target generates, one that it does not, and the one that ends a row.
 RIGHT, WRONG, _EOS = 0, 1, 2
 VOCAB_SIZE = 3
 
@@ -29,7 +28,7 @@ VOCAB_SIZE = 3
 class StageTrace:
     """The drafts of one drafter for one request. Position ``i`` is the state after ``i`` new tokens.
 
-    What a smaller budget gives is then known too: of ``n ≤ drafted[i]`` tokens, ``min(n, right[i])`` are accepted.
+    It also tells the gain of a smaller budget: from ``n ≤ drafted[i]`` tokens, ``min(n, right[i])`` are accepted.
 
     Attributes:
         drafted: ``[output length]`` tokens that the drafter proposes at this position if it may.
@@ -46,11 +45,11 @@ class StageTrace:
         length = len(self.drafted)
         if len(self.right) != length:
             raise ConfigError("right has not as many entries as drafted, which cannot be; record it again")
-        for place, (drafted, right) in enumerate(zip(self.drafted, self.right, strict=True)):
-            if not 0 <= right <= min(drafted, length - place):
+        for position, (drafted, right) in enumerate(zip(self.drafted, self.right, strict=True)):
+            if not 0 <= right <= min(drafted, length - position):
                 raise ConfigError(
-                    f"{right} of {drafted} drafted tokens are right at position {place} of {length}, which cannot be; "
-                    f"record it again"
+                    f"{right} of {drafted} drafted tokens are right at position {position} of {length}, which cannot "
+                    f"be; record it again"
                 )
 
     def within(self, budget: int, position: int) -> tuple[int, int]:
@@ -64,7 +63,7 @@ class RequestTrace:
     """One request, as its drafters see it.
 
     Attributes:
-        stages: of each drafter, in the order in which they are asked; the target's output is as long as they say.
+        stages: one for each drafter, in their order; the target's output is as long as they say.
 
     Raises:
         ConfigError: values that contradict each other.
@@ -106,7 +105,7 @@ class Trace:
     """The requests of a run, in order of arrival.
 
     Attributes:
-        num_speculative_tokens: of each drafter the most tokens that it proposes for one row in one step.
+        num_speculative_tokens: for each drafter, the most tokens that it proposes for one row in one step.
 
     Raises:
         ConfigError: two requests of one id, not one stage for each drafter, or more drafted than a drafter can.
@@ -198,11 +197,11 @@ def geometric_trace(
             f"{num_speculative_tokens} drafted; all must be at least 1, the drafted ones at least 0"
         )
     random = np.random.default_rng(seed)
-    own = [p] * num_requests
+    chances = [p] * num_requests
     if concentration is not None:
-        own = random.beta(p * concentration, (1 - p) * concentration, num_requests).tolist()
+        chances = random.beta(p * concentration, (1 - p) * concentration, num_requests).tolist()
     requests = []
-    for i, chance in enumerate(own):
+    for i, chance in enumerate(chances):
         right = _runs(random.random(max_new_tokens) < chance, num_speculative_tokens)
         drafted = (num_speculative_tokens,) * max_new_tokens
         requests.append(RequestTrace(str(i), num_prompt, max_new_tokens, (StageTrace(drafted, right),)))
@@ -210,8 +209,8 @@ def geometric_trace(
 
 
 def _runs(coins: npt.NDArray[np.bool_], longest: int) -> tuple[int, ...]:
-    """For each place, how many coins in a row are right from there on, at most `longest`."""
-    places = np.arange(len(coins))
-    wrong = np.where(coins, len(coins), places)
+    """For each position, how many coins in a row are right from there on, at most `longest`."""
+    positions = np.arange(len(coins))
+    wrong = np.where(coins, len(coins), positions)
     next_wrong = np.minimum.accumulate(wrong[::-1])[::-1]
-    return tuple(np.minimum(next_wrong - places, longest).tolist())
+    return tuple(np.minimum(next_wrong - positions, longest).tolist())

@@ -30,33 +30,35 @@ def main(arguments: Seq[str] | None = None) -> None:
 
     notes, status = Notes.of_process(), 2
     try:
-        given = make_parser().parse_args(arguments)
-        if arguments is None and given.command != "new" and not notes.is_watched:
+        options = make_parser().parse_args(arguments)
+        if arguments is None and options.command != "new" and not notes.is_watched:
             status = run_watched(sys.argv[1:])
         else:
-            status = _run(given, notes)
+            status = _run(options, notes)
     finally:
         notes.done(status)
     if status:
         raise SystemExit(status)
 
 
-def _run(given: argparse.Namespace, notes: Notes) -> int:
-    match given.command:
+def _run(options: argparse.Namespace, notes: Notes) -> int:
+    match options.command:
         case "check":
             from emssd_testing.authoring.check import check
 
-            return check(given, notes)
+            return check(options, notes)
         case "new":
             from emssd_testing.authoring.new import new_plugin
 
-            folder = new_plugin(given.kind, given.name, given.folder)
-            print(f"{folder} is a complete plugin, {given.kind}={given.name}; its README.md says what to do with it")
+            folder = new_plugin(options.kind, options.name, options.folder)
+            print(
+                f"{folder} is a complete plugin, {options.kind}={options.name}; its README.md says what to do with it"
+            )
             return 0
         case "inspect":
             from emssd_testing.authoring.inspect import print_inspected
 
-            return print_inspected(given.path)
+            return print_inspected(options.path)
     from emssd_testing.authoring.inspect import print_plugins
 
     return print_plugins(notes)

@@ -45,7 +45,7 @@ class TestPlugin({suite}):
 """
 
 
-def check(given: Namespace, notes: Notes) -> int:
+def check(options: Namespace, notes: Notes) -> int:
     """Test a plugin against the rules of its interface, and print the result of each. Returns 1 if one was broken."""
     if missing := [module for module in ("pytest", "hypothesis") if find_spec(module) is None]:
         raise PluginError(
@@ -59,36 +59,36 @@ def check(given: Namespace, notes: Notes) -> int:
             f"loading the plugins left {' and '.join(changed)} changed for the whole process; the plugin that does so "
             f"must set that back, and EMSSD_SKIP_PLUGINS=NAME leaves one out"
         )
-    name, kind = given.name, given.kind or _kind(given.name, registry)
+    name, kind = options.name, options.kind or _kind(options.name, registry)
     spec = registry.find(kind, name)
     for flag, is_given, kinds, whose in (
-        ("--learns-across-requests", given.learns_across_requests, ("drafter",), "drafters"),
-        ("--decides-at-random", given.decides_at_random, ("drafter", "budget"), "drafters and policies"),
-        ("--model", given.model is not None, ("drafter",), "drafters"),
+        ("--learns-across-requests", options.learns_across_requests, ("drafter",), "drafters"),
+        ("--decides-at-random", options.decides_at_random, ("drafter", "budget"), "drafters and policies"),
+        ("--model", options.model is not None, ("drafter",), "drafters"),
     ):
         if is_given and kind not in kinds:
             raise ConfigError(f"{flag} is for {whose}, and {name!r} is a {kind}; leave it out")
     owner = registry.owner(kind, name)
     notes.note(owner, "before its tests")
     with guarded(owner, "making its options"):
-        values = _values(spec.config, given.options, f"{kind} {name!r}")
+        values = _values(spec.config, options.options, f"{kind} {name!r}")
     if isinstance(spec, DrafterSpec):
-        notes.note(owner, "in build", given.timeout)
-        _try_build(spec, values, given.model)
+        notes.note(owner, "in build", options.timeout)
+        _try_build(spec, values, options.model)
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
-    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", given.timeout))
+    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", options.timeout))
     source = _TEST_FILE.format(
         suite=_SUITES[kind],
         name=name,
         options=values,
-        learns=given.learns_across_requests,
-        draws=given.decides_at_random,
-        shrinks=given.thorough,
+        learns=options.learns_across_requests,
+        draws=options.decides_at_random,
+        shrinks=options.thorough,
     )
     with guarded(owner, "its tests"):
-        status = _run_pytest(source, None if given.thorough else given.examples or QUICK, given.model, results)
+        status = _run_pytest(source, None if options.thorough else options.examples or QUICK, options.model, results)
     status = results.print_and_judge(status, owner)
-    if not (status or given.thorough or given.examples):
+    if not (status or options.thorough or options.examples):
         print("before you publish it, let --thorough draw more examples")
     return status
 

@@ -1,5 +1,5 @@
-"""``emssd-plugins list``: every plugin, where it comes from, and its state. And ``emssd-plugins inspect PATH``: what a
-checkpoint is, which drafter reads it and what is missing, in five lines.
+"""``emssd-plugins list``: every plugin, where it comes from, and its state. And ``emssd-plugins inspect PATH``: five
+lines about a checkpoint, its drafter and its missing tensors.
 """
 
 from __future__ import annotations

@@ -71,13 +71,13 @@ class AttentionBackendConformance(Suite):
         def check(data: st.DataObject) -> None:
             spec = self._spec(data.draw(self.layers, label="layers"))
             trees = self._backend().takes_trees
-            for asked in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT, trees=trees)):
+            for limited in (spec, dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT, trees=trees)):
                 backend = self._backend()
-                reasons = backend.unsupported(asked)
-                if reasons != backend.unsupported(asked):
+                reasons = backend.unsupported(limited)
+                if reasons != backend.unsupported(limited):
                     broken("backend.unsupported", f"unsupported said {reasons}, and another thing when asked again")
                 if not reasons:
-                    backend.allocate(asked)
+                    backend.allocate(limited)
 
         self._examples(10, check)
 
@@ -190,8 +190,8 @@ class AttentionBackendConformance(Suite):
 
     def _limited_or_skip(self) -> None:
         spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
-        asked = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
-        if reasons := self._backend().unsupported(asked):
+        limited = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
+        if reasons := self._backend().unsupported(limited):
             pytest.skip(f"it keeps to no limit of memory: {'; '.join(reasons)}")
 
     def _backend(self) -> WatchedBackend:

@@ -15,7 +15,7 @@ from emssd.sequences import Request, Row
 from emssd_testing.conformance.rules import broken, renamed
 from emssd_testing.conformance.scripted import AGREEABLE, Decision, Life
 from emssd_testing.conformance.setting import decode, runs
-from emssd_testing.conformance.suite import ScriptedSuite
+from emssd_testing.conformance.suite import NEW_NAME, ScriptedSuite
 from emssd_testing.conformance.watch import Decided, WatchedPolicy
 from emssd_testing.conformance.worlds import DRAFTS, Drafts, PolicyWorld
 from emssd_testing.oracle import DenseBackend
@@ -154,26 +154,10 @@ class BudgetPolicyConformance(ScriptedSuite):
             second = self._world(1, drafts).live(drawn).watched.decisions
             _compare("budget.deterministic", first, second, "once", "told the same again")
 
-    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None, drafts: Drafts = "chains") -> None:
-        """The first of `drawn` is released, at its end or after some steps, and comes again, also with another name."""
-        decisions = []
-        for name in (drawn[0].request.request_id, "a new name"):
-            world, others = self._world(1, drafts), [life.row() for life in drawn[1:]]
-            by_id = {life.request.request_id: life for life in drawn}
-            first, running = drawn[0].row(), True
-            while running and (num_steps is None or first.num_steps < num_steps):
-                rows = world.step([first, *others], [by_id[r.request_id].decision(r) for r in (first, *others)])
-                running, others = first in rows, [row for row in rows if row is not first]
-            world.release([first.request_id])
-            tokens = list(first.request.prompt_ids) if num_steps is None or not running else list(first.tokens)
-            row = Row(dataclasses.replace(first.request, request_id=name, max_new_tokens=40), tokens)
-            begun = len(world.watched.decisions)
-            with renamed(rule, unless=self.test_limits):
-                for _ in range(3):
-                    world.step([row], [AGREEABLE])
-            decisions.append(world.watched.decisions[begun:])
-        again, new = decisions
-        _compare(rule, again, new, "after its release", "for one that has a new name and is else the same")
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None = None, drafts: Drafts = "chains") -> None:
+        """A request whose id was released before is decided about like one that has a new name and is else the same."""
+        decisions = self._come_again(rule, drawn, lambda: self._world(1, drafts), num_steps)
+        _compare(rule, *decisions, "after its release", NEW_NAME)
 
     def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
         if rule == "raises":
@@ -185,8 +169,8 @@ class BudgetPolicyConformance(ScriptedSuite):
             self._deterministic(_OTHERS)
             if rule == "preemption":
                 self._unknown_ids()
-                self._forgotten("budget.release", [_alike("a"), *_OTHERS], None)
-                self._forgotten("budget.release", drawn, None)
+                self._forgotten("budget.release", [_alike("a"), *_OTHERS])
+                self._forgotten("budget.release", drawn)
 
     def _skip_if_random(self) -> None:
         if self.decides_at_random:

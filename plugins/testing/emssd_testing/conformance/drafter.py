@@ -14,8 +14,8 @@ from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Row
 from emssd_testing.conformance.probes import LEARNS, Probes
 from emssd_testing.conformance.rules import broken, named
-from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Decision, Life
-from emssd_testing.conformance.setting import BATCH_SIZE, MODEL_LEN, decode, drafters_of, runs, setting
+from emssd_testing.conformance.scripted import VOCAB_SIZE, Decision, Life
+from emssd_testing.conformance.setting import BATCH_SIZE, decode, drafters_of, runs, setting
 from emssd_testing.conformance.watch import WatchedDrafter
 from emssd_testing.conformance.worlds import DrafterWorld
 from emssd_testing.oracle import DenseBackend
@@ -91,23 +91,7 @@ class DrafterConformance(Probes):
         """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
         with self._explained():
             self._release()
-
-        def check(drawn: list[Life], _: st.DataObject) -> None:
-            first, second, *others = drawn
-            named_alike = Request(first.request.request_id, second.request.prompt_ids, second.request.max_new_tokens)
-            again = Life(named_alike, second.script)
-
-            def after_the_first() -> DrafterWorld:
-                world = self._world()
-                rows = [life.row() for life in (first, *others)]
-                while rows := world.step(rows, [AGREEABLE] * len(rows)):
-                    pass
-                world.drafts.clear()
-                return world
-
-            self._as_if_new("drafter.release", again, after_the_first)
-
-        self._for_any(12, check, min_size=2)
+        self._for_any(12, lambda drawn, _: self._forgotten("drafter.release", drawn), min_size=2)
         self._skip_if_uncompared()
 
     @_rule("drafter.preemption")
@@ -117,29 +101,7 @@ class DrafterConformance(Probes):
         def check(drawn: list[Life], data: st.DataObject) -> None:
             num_steps, abandon = data.draw(st.integers(1, 4), label="steps"), data.draw(st.booleans(), label="abandon")
             fewer = data.draw(st.sampled_from([0, 1, 2, 5, 99]), label="tokens lost")
-            script = data.draw(st.sampled_from(drawn), label="script afterwards").script
-            tokens = list(drawn[0].request.prompt_ids)
-
-            def after_preemption() -> DrafterWorld:
-                world = self._world()
-                first, *others = [life.row() for life in drawn]
-                for _ in range(num_steps):
-                    running = [first, *others]
-                    running = world.step(running, [drawn[0].decision(row) for row in running])
-                    if first not in running:
-                        break
-                    others = [row for row in running if row is not first]
-                if abandon and first.finish_reason is None:
-                    world.propose([first, *others], [AGREEABLE] * (1 + len(others)))
-                    world.release(row.request_id for row in others)
-                world.release([first.request_id])
-                tokens[:] = first.tokens[: max(len(first.request.prompt_ids), len(first.tokens) - fewer)]
-                world.drafts.clear()
-                return world
-
-            request = drawn[0].request
-            again = Life(Request(request.request_id, request.prompt_ids, MODEL_LEN - len(request.prompt_ids)), script)
-            self._as_if_new("drafter.preemption", again, after_preemption, tokens)
+            self._forgotten("drafter.preemption", drawn, num_steps, fewer=fewer, abandon=abandon)
 
         self._for_any(15, check, min_new_tokens=6)
         self._skip_if_uncompared()

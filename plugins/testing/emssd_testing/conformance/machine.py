@@ -60,9 +60,9 @@ class TwiceMachine(BackendMachine):
         for packed, layers in usual:
             for layer, right in enumerate(layers):
                 results = right.clone()
-                for place, token in enumerate(packed.input_ids.tolist()):
+                for index, token in enumerate(packed.input_ids.tolist()):
                     if token in alone:
-                        results[place] = alone[token][layer]
+                        results[index] = alone[token][layer]
                 self._compare(packed, layer, results, right)
 
     def _alone(self, turns: Seq[Turn]) -> dict[int, list[torch.Tensor]]:

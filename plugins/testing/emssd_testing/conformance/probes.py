@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
 from emssd.sequences import Request, Row
 from emssd_testing.conformance.rules import broken, renamed
 from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Decision, Life
-from emssd_testing.conformance.suite import ScriptedSuite
-from emssd_testing.conformance.watch import WatchedDrafter, shown
+from emssd_testing.conformance.suite import NEW_NAME, ScriptedSuite
+from emssd_testing.conformance.watch import Nodes, WatchedDrafter, shown
 from emssd_testing.conformance.worlds import DrafterWorld
 
 __all__ = ["LEARNS", "Probes"]
@@ -28,7 +27,6 @@ _ALIKE = [
     Life(Request("c", (2, 1, 2, 1), 20), (AGREEABLE,), arrival=2),
 ]
 _RANDOM = "it drafts at random, and its drafts are not compared"
-_NEW = "from a new drafter"
 _LEARNING = (
     ". If it means to learn from other requests, say learns_across_requests = True in its test class, or "
     "--learns-across-requests to emssd-plugins check"
@@ -82,7 +80,9 @@ class Probes(ScriptedSuite):
         for _ in range(3 if self._comparable(has_past=False) else 0):  # chance may give the same once
             second = self._world().live(drawn)
             for life in drawn:
-                _compare("drafter.deterministic", life, first, second, "at first", "from another new drafter")
+                name = life.request.request_id
+                one, other = first.outputs(name), second.outputs(name)
+                _compare("drafter.deterministic", name, one, other, "at first", "from another new drafter")
 
     def _release(self) -> None:
         """Unknown ids, the id of a request that ended, the same once more, and that id with another prompt."""
@@ -96,15 +96,18 @@ class Probes(ScriptedSuite):
             world.drafts.clear()
             world.step([second], [AGREEABLE])
         if self._comparable():
-            again = Life(second.request, (AGREEABLE,))
-            _compare("drafter.release", again, world, self._world().live([again]), "after its release", _NEW)
+            new = self._world().live([Life(second.request, (AGREEABLE,))])
+            _compare(
+                "drafter.release", "a", world.outputs("a"), new.outputs("a"), "after its release", "from a new drafter"
+            )
 
     def _isolation(self, drawn: Seq[Life]) -> None:
         """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
         together = self._world().live(drawn)
         for life in drawn if self._comparable() else ():
-            alone = self._world().live([life])
-            _compare("drafter.isolation", life, together, alone, "beside others", "alone" + _LEARNING)
+            name, alone = life.request.request_id, self._world().live([life])
+            one, other = together.outputs(name), alone.outputs(name)
+            _compare("drafter.isolation", name, one, other, "beside others", "alone" + _LEARNING)
 
     def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
         if rule == "raises":
@@ -118,24 +121,11 @@ class Probes(ScriptedSuite):
             if rule == "preemption":
                 self._release()
 
-    def _as_if_new(
-        self, rule: str, again: Life, make_world: Callable[[], DrafterWorld], tokens: list[int] | None = None
-    ) -> None:
-        """A drafter with a past drafts for `again`, from `tokens` on, what a new one does."""
-
-        def steps(world: DrafterWorld) -> DrafterWorld:
-            rows = [Row(again.request, tokens or [])]
-            for _ in range(4):
-                rows = world.step(rows, [again.decision(row) for row in rows]) if rows else []
-            world.release([again.request.request_id])
-            return world
-
-        world = make_world()
-        new = steps(self._world())
-        with renamed(rule):  # the new one has just made these steps, so its past is the reason
-            past = steps(world)
+    def _forgotten(self, rule: str, drawn: Seq[Life], num_steps: int | None = None, **how: Any) -> None:
+        """A request whose id was released before gets the drafts of one that has a new name and is else the same."""
+        drafts = self._come_again(rule, drawn, self._world, num_steps, **how)
         if self._comparable():
-            _compare(rule, again, past, new, "after its release", _NEW)
+            _compare(rule, drawn[0].request.request_id, *drafts, "after its release", NEW_NAME)
 
     def _comparable(self, has_past: bool = True) -> bool:
         """Whether drafts must be those of a new drafter; notes why if not."""
@@ -149,10 +139,8 @@ class Probes(ScriptedSuite):
             pytest.skip(self._not_compared)
 
 
-def _compare(rule: str, life: Life, one: DrafterWorld, other: DrafterWorld, here: str, there: str) -> None:
-    name = life.request.request_id
-    pairs = zip(one.drafts.get(name, []), other.drafts.get(name, []), strict=False)
-    for number, (first, second) in enumerate(pairs, start=1):
+def _compare(rule: str, name: str, one: Seq[Nodes], other: Seq[Nodes], here: str, there: str) -> None:
+    for number, (first, second) in enumerate(zip(one, other, strict=False), start=1):
         if first != second:
             broken(
                 rule,

@@ -44,7 +44,7 @@ RULES: dict[str, Rule] = {
         Rule("drafter.draft", "propose returns a Draft: flat int64 ids, one chain or tree for each row of the batch"),
         Rule("drafter.budget", "it drafts at most budget[row] tokens for a row"),
         Rule("drafter.tree", "a parent is an earlier node of its row, or -1; a drafter of trees says drafts_trees"),
-        Rule("drafter.depth", "no way through a tree is longer than the row may go on, less one"),
+        Rule("drafter.depth", "no path through a tree is longer than the row may go on, less one"),
         Rule("drafter.confidence", "its confidence, if it has any, is a number from 0 to 1 for each token"),
         Rule("drafter.vocabulary", "drafted ids are in 0..vocab_size - 1"),
         Rule("drafter.batch", "it reads the batch and outcomes, and changes nothing of them"),
@@ -105,7 +105,7 @@ class BrokenRule(AssertionError):  # noqa: N818  # it says what happened
 
 
 def broken(rule: str, message: str) -> NoReturn:
-    """Raise `BrokenRule`; `message` says what the plugin did, and what it should have done."""
+    """Raise `BrokenRule`; `message` says what the plugin did, and how to mend it."""
     raise BrokenRule(rule, message)
 
 

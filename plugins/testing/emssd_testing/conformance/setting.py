@@ -1,4 +1,4 @@
-"""The surroundings of a plugin in the suites: float64 targets, what each generates, and runs that Hypothesis draws."""
+"""The surroundings of a plugin in the suites: float64 targets, their texts, and runs that Hypothesis draws."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ _STD = 0.12  # of a target's weights: its text repeats itself before long, so th
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A target, what it generates, and what a drafter for it may borrow.
+    """A target, its texts, and the context of a drafter for it.
 
     Attributes:
-        references: what the target generates alone, by prompt.
+        references: the target's greedy texts, by prompt.
     """
 
     name: str
@@ -122,12 +122,12 @@ def setting(architecture: str, vocab_size: int) -> Setting:
 def _texts(vocab_size: int) -> list[tuple[int, ...]]:
     """Prompts, few enough for their references to be remembered: of one token and of many, repetitive and random."""
     generator = torch.Generator().manual_seed(0)
-    found = list[tuple[int, ...]]()
+    prompts = list[tuple[int, ...]]()
     for length in (1, 2, 3, 7, 20, 31):
         random = torch.randint(0, vocab_size, (length,), generator=generator).tolist()
         pattern = torch.randint(0, vocab_size, (3,), generator=generator).tolist()
-        found += [tuple(random), tuple((pattern * length)[:length]), (vocab_size - 1,) * length]
-    return found
+        prompts += [tuple(random), tuple((pattern * length)[:length]), (vocab_size - 1,) * length]
+    return prompts
 
 
 def drafters_of(made: Drafter | Seq[Drafter]) -> list[Drafter]:
@@ -160,13 +160,13 @@ class Run:
         spec = dataclasses.replace(self.setting.target.kv_cache_spec(self.batch_size), trees=trees)
         for more in (1, 2, 4, 8, None):
             limit = None if more is None or self.max_tokens is None else more * self.max_tokens
-            backend, asked = make_backend(), dataclasses.replace(spec, continuous=True, max_tokens=limit)
-            if backend.unsupported(asked):
-                asked = spec
-            backend.allocate(asked)
-            if asked is spec or limit is None or backend.fits({"the longest": self.longest}):
+            backend, limited = make_backend(), dataclasses.replace(spec, continuous=True, max_tokens=limit)
+            if backend.unsupported(limited):
+                limited = spec
+            backend.allocate(limited)
+            if limited is spec or limit is None or backend.fits({"the longest": self.longest}):
                 break
-        return backend, asked
+        return backend, limited
 
     @property
     def longest(self) -> int:

@@ -1,4 +1,4 @@
-"""The tests and helpers that all suites have in common: which plugin, which options, how many examples."""
+"""The common base of all suites: the plugin under test, its options, and the number of examples."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import Spec
 from emssd.hooks.registry import Registry
 from emssd.hooks.structured import structured
-from emssd_testing.conformance.rules import BrokenRule, broken, named
-from emssd_testing.conformance.scripted import VOCAB_SIZE, Life, lives
+from emssd.sequences import Request, Row
+from emssd_testing.conformance.rules import BrokenRule, broken, named, renamed
+from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Life, lives
+from emssd_testing.conformance.setting import MODEL_LEN
+from emssd_testing.conformance.worlds import World
 
-__all__ = ["ScriptedSuite", "Suite", "from_text", "made"]
+__all__ = ["NEW_NAME", "ScriptedSuite", "Suite", "from_text", "made"]
 
 _T = TypeVar("_T")
+NEW_NAME = "for one that has a new name and is else the same"
 
 
 class Suite:
@@ -92,7 +96,7 @@ class Suite:
             broken(f"{self.kind}.options", f"the config is a {type(config).__name__}, and must be a dataclass")
         if "name" in {field.name for field in dataclasses.fields(config)}:
             broken(f"{self.kind}.options", "the config has a field 'name', which is taken by the plugin's own name")
-        self._survives(config, "the way through Hydra's YAML", round_trip, f"{self.kind}.options")
+        self._survives(config, "the round trip through Hydra's YAML", round_trip, f"{self.kind}.options")
 
     def _built(self, make: Callable[[], _T], interface: type[Any]) -> _T:
         """The object that `make` gives, which must be an `interface`, and another one each time."""
@@ -172,6 +176,50 @@ class ScriptedSuite(Suite):
 
     def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
         """Test the rules that may be the reason for a broken one."""
+        raise NotImplementedError
+
+    def _come_again(
+        self,
+        rule: str,
+        drawn: Seq[Life],
+        make_world: Callable[[], World],
+        num_steps: int | None = None,
+        *,
+        fewer: int = 0,
+        abandon: bool = False,
+    ) -> tuple[list[Any], list[Any]]:
+        """The outputs for a request whose id was released before, and for one that has a new name and is else the same.
+
+        The first of `drawn` runs beside the others, and is released: at its end, and then comes again with the last
+        one's prompt; or after `num_steps`, and comes again with its tokens less `fewer`. With `abandon`, a draft for it
+        was never verified. The last one's script decides its steps then.
+        """
+        outputs = []
+        request, last, by_id = drawn[0].request, drawn[-1], {life.request.request_id: life for life in drawn}
+        for name in (request.request_id, "a new name"):
+            world, first, others = make_world(), drawn[0].row(), [life.row() for life in drawn[1:]]
+            running = [first, *others]
+            while first in running and (num_steps is None or first.num_steps < num_steps):
+                running = world.step(running, [by_id[row.request_id].decision(row) for row in running])
+            if abandon and first in running:
+                world.propose(running, [AGREEABLE] * len(running))
+                world.release(row.request_id for row in running if row is not first)
+            world.release([request.request_id])
+            tokens = list(last.request.prompt_ids)
+            if num_steps is not None:
+                tokens = first.tokens[: max(len(request.prompt_ids), len(first.tokens) - fewer)]
+            prompt = request.prompt_ids if num_steps is not None else last.request.prompt_ids
+            rows = [Row(Request(name, prompt, MODEL_LEN - len(prompt), request.eos_token_ids), tokens)]
+            begun = len(world.outputs(name))
+            with renamed(rule, unless=self.test_limits):
+                for _ in range(4):
+                    rows = world.step(rows, [last.decision(row) for row in rows]) if rows else []
+            outputs.append(world.outputs(name)[begun:])
+        again, new = outputs
+        return again, new
+
+    def test_limits(self) -> None:
+        """Steps at the limits of the interface."""
         raise NotImplementedError
 
 

@@ -261,7 +261,7 @@ def check_plan(plan: StepPlan, packed: PackedInputs) -> None:
     fed = list(zip(plan.input_ids.flatten().tolist(), plan.position_ids.flatten().tolist(), strict=True))
     assert min(token for token, _ in fed) >= 0, "padding must be a token of the vocabulary"
     places = places_of(plan, packed)
-    indexed = [fed[place] for place in places]
+    indexed = [fed[slot] for slot in places]
     assert indexed == pairs, f"tokens {pairs} at their positions are not where token_index finds {indexed}"
     keep = plan.logits_to_keep.tolist()
     projected = [row * columns + column for row in range(rows) for column in keep]

@@ -1,4 +1,4 @@
-"""Plugins in an engine without a model: scripts decide what is accepted, and say which token comes next.
+"""Plugins in an engine without a model: scripts decide how many drafted tokens are accepted, and the next token.
 
 So a plugin can be driven through any legal order of calls in microseconds, and the same calls can be made again. The
 clock of a budget policy is a formula.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
-from typing import ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.outcome import StepTimer
@@ -78,6 +78,15 @@ class World:
             self._scheduler.schedule = None
         return [row for row in rows if row.finish_reason is None]
 
+    def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> None:
+        """The first half of a step."""
+        with named(f"{self.kind}.raises", "a step"):
+            self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
+
+    def outputs(self, name: str) -> list[Any]:
+        """All outputs so far: a drafter's for this request, a policy's for all requests."""
+        raise NotImplementedError
+
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify the plugins that these requests are gone, if there are any."""
         if names := list(request_ids):
@@ -117,14 +126,12 @@ class DrafterWorld(World):
         super().__init__(watched, policy, vocab_size, target=target)
         self.drafts, policy.decisions = policy.drafts, self.decisions
 
-    def propose(self, rows: Seq[Row], decisions: Seq[Decision]) -> Draft:
-        """The first half of a step."""
-        with named("drafter.raises", "a step"):
-            return self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
+    def outputs(self, name: str) -> list[Any]:
+        return self.drafts.get(name, [])
 
 
 class _KeepScripted(BudgetPolicy):
-    """Allots what is possible, trims as the script says, and remembers what was drafted."""
+    """Allots up to the limits, trims as the script says, and remembers all drafts."""
 
     decisions: Mapping[str, Decision]
 
@@ -153,6 +160,9 @@ class PolicyWorld(World):
         for drafter in drafters:
             drafter.decisions = self.decisions
 
+    def outputs(self, name: str) -> list[Any]:
+        return self.watched.decisions
+
 
 class _Formula(StepTimer):
     """The time of a machine on which 64 tokens take twice as long as one, and a drafted token a hundredth of that."""
@@ -164,7 +174,7 @@ class _Formula(StepTimer):
 
 
 class _ScriptDrafter(Drafter):
-    """Drafts as many tokens as the script says, within its budget; which tree is drawn by what it is to agree with.
+    """Drafts as many tokens as the script says, within its budget. The script's turn seeds the shape of a tree.
 
     It asks which rows go on, as drafters do that run a model.
     """

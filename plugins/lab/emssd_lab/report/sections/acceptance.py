@@ -1,15 +1,17 @@
-"""Acceptance by sample, by batch, and by place in a draft; and what aligning a batch wastes, measured and expected."""
+"""Acceptance by sample, by batch, and by place in a draft; and the waste of aligning a batch, measured and expected."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
-from emssd_lab.report import paper
+import numpy as np
+import pandas as pd
+
 from emssd_lab.report.cells import Spread, grids, marks
 from emssd_lab.report.figures import Curve, colour, coloured, curves, histograms
-from emssd_lab.report.rows import Row, Simulation
+from emssd_lab.report.paper import paper
+from emssd_lab.report.rows import Simulation
 from emssd_lab.report.sections.common import Section, short_names
 from emssd_lab.report.tables import Table, pivot
 
@@ -18,69 +20,50 @@ __all__ = ["acceptance", "appendix", "expected_ratio", "padding_ratio"]
 _BATCHES = (1, 2, 4, 8, 12, 16, 20, 24, 32)
 
 
-def acceptance(section: Section, rows: list[Row]) -> None:
+def acceptance(section: Section, rows: pd.DataFrame) -> None:
     """Mean τ by sample, the least of a batch, and acceptance by place in a draft."""
-    if not (found := grids(row for row in rows if row.speculate)):
+    drafted = rows[rows.speculate]
+    if drafted.empty:
         return
-    shown = {name: grid.rows[0] for name, grid in zip(short_names(found), found, strict=True)}
-    mark = marks(row for grid in found for row in grid.rows)
-    samples = {name: row.samples.acceptance_length for name, row in shown.items()}
+    shown, mark = grids(drafted), marks(drafted)
+    first = dict(zip(short_names(shown), (grid.rows.row.iloc[0] for grid in shown), strict=True))
+    samples = {name: row.samples.acceptance_length for name, row in first.items()}
     least = {name: _least_of_batches(taus) for name, taus in samples.items()}
-    figures = {
-        name: {
-            "samples": str(len(taus)),
-            "mean τ": f"{statistics.mean(taus):.2f}",
-            "standard deviation": f"{statistics.pstdev(taus):.2f}",
-        }
-        for name, taus in samples.items()
-    }
-    _table(section, least, "least of {}", ".2f", figures)
+    texts = _texts(least, "least of {}", ".2f")
+    texts.insert(0, "samples", [str(len(taus)) for taus in samples.values()])
+    texts.insert(1, "mean τ", [f"{np.mean(taus):.2f}" for taus in samples.values()])
+    texts.insert(2, "standard deviation", [f"{np.std(taus):.2f}" for taus in samples.values()])
+    section.table(Table.of(texts.reset_index(names="model, drafter, data")))
     title = "Mean acceptance length τ of each sample"
     section.draw(title, histograms(title, "τ / tokens", samples, mark=mark))
     title = "Least τ of a batch, mean of consecutive full batches"
     section.draw(title, curves(title, "batch size / rows", "least τ / tokens", coloured(least), mark=mark))
-    shares = {
-        name: _accepted_by_position(
-            row.metrics.acceptance_histogram,
-            row.metrics.draft_depth_histogram or row.metrics.draft_length_histogram,
-        )
-        for name, row in shown.items()
-    }
+    shares = {}
+    for name, row in first.items():
+        depths = row.metrics.draft_depth_histogram or row.metrics.draft_length_histogram
+        shares[name] = _accepted_by_position(row.metrics.acceptance_histogram, depths)
     if any(shares.values()):
         section.say("### By place in the draft")
         section.say("The share of drafts of at least j tokens one after another of which j were accepted.")
-        _table(section, shares, "{}", ".0%")
+        section.table(Table.of(_texts(shares, "{}", ".0%").reset_index(names="model, drafter, data")))
         title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
         section.draw(title, curves(title, "place j", ylabel, coloured(shares), mark=mark, log=False))
 
 
-def _table(
-    section: Section, by_place: Mapping[str, Mapping[int, float]], column: str, form: str,
-    before: Mapping[str, dict[str, str]] | None = None,
-) -> None:  # fmt: skip
-    """A line for each name, with a column for each place that some name has a figure for, from the smallest."""
-    places = sorted({place for values in by_place.values() for place in values})
-    section.table(
-        Table.of(
-            {"model, drafter, data": name}
-            | (before or {}).get(name, {})
-            | {column.format(place): f"{values[place]:{form}}" if place in values else "" for place in places}
-            for name, values in by_place.items()
-        )
-    )
+def _texts(figures: Mapping[str, Mapping[int, float]], column: str, form: str) -> pd.DataFrame:
+    """A line for each name, with a column for each number that some name has a figure for, from the smallest."""
+    frame = pd.DataFrame.from_dict(figures, orient="index").sort_index(axis=1)
+    texts = frame.map(lambda value: "" if pd.isna(value) else f"{value:{form}}")
+    return texts.rename(columns=column.format)
 
 
 def _least_of_batches(taus: Seq[float]) -> dict[int, float]:
     """Mean over consecutive full batches of the least of the batch, by batch size; rows left over are left out."""
-    found = {}
-    for size in _BATCHES:
-        batches = [taus[i : i + size] for i in range(0, len(taus) - size + 1, size)]
-        if batches:
-            found[size] = statistics.mean(map(min, batches))
-    return found
+    full = {size: np.asarray(taus[: len(taus) // size * size]).reshape(-1, size) for size in _BATCHES}
+    return {size: float(batches.min(axis=1).mean()) for size, batches in full.items() if len(batches)}
 
 
-def _accepted_by_position(acceptance: Mapping[str, int], drafted: Mapping[str, int]) -> dict[int, float]:
+def _accepted_by_position(acceptance: Mapping[int, int], drafted: Mapping[int, int]) -> dict[int, float]:
     """The share of drafts with a token at depth j (from 1) of which j tokens were accepted.
 
     Row-steps with τ > j accepted j tokens at least, so this is their number ÷ that of drafts at least j deep.
@@ -89,38 +72,38 @@ def _accepted_by_position(acceptance: Mapping[str, int], drafted: Mapping[str, i
         acceptance: row-steps by τ, the target's own token included.
         drafted: row-steps by depth of the drafted tree; of a chain, its length.
     """
-    longest = max((int(length) for length, count in drafted.items() if count), default=0)
+    longest = max((length for length, count in drafted.items() if count), default=0)
     return {
-        j: sum(n for tau, n in acceptance.items() if int(tau) > j) / sum(n for k, n in drafted.items() if int(k) >= j)
+        j: sum(n for tau, n in acceptance.items() if tau > j) / sum(n for depth, n in drafted.items() if depth >= j)
         for j in range(1, longest + 1)
     }
 
 
-_RATIOS = {"padding_per_new_token": "padding per new token", "padding_ratio": "δ̄/τ_max"}
-
-
-def padding_ratio(section: Section, rows: list[Row]) -> None:
+def padding_ratio(section: Section, rows: pd.DataFrame) -> None:
     """Both padding ratios by batch size, as tables and as plots, beside those that the paper quotes."""
-    if not (found := grids(row for row in rows if row.method == "vanilla")):
+    vanilla = rows[rows.method == "vanilla"].sort_values("batch_size", kind="stable")
+    if vanilla.empty:
         return
+    shown = grids(vanilla)
     section.say(
         "*Padding per new token* is that of the paper's code: (padding tokens fed + KV slots lost) ÷ new tokens of "
         "decode steps. *δ̄/τ_max* is that of its appendix: by which share the rows' mean acceptance is shorter than the "
         "longest, as a mean of decode steps."
     )
-    cells = sorted(((grid, cell) for grid in found for cell in grid.cells), key=lambda each: each[1].batch_size)
     charts = []
-    for name, label in _RATIOS.items():
-        texts = {(grid.title, str(cell.batch_size)): cell.median(name, ".0%") for grid, cell in cells}
+    for column, label in (("padding_per_new_token", "padding per new token"), ("padding_ratio", "δ̄/τ_max")):
+        medians = {grid.title: grid.rows.groupby("batch_size")[column].median().to_dict() for grid in shown}
+        texts = {
+            (title, str(size)): f"{value:.0%}" for title, sizes in medians.items() for size, value in sizes.items()
+        }
         section.table(pivot("model, drafter, data", texts), f"By batch size, {label}:")
-        medians = [{cell.batch_size: cell.spread(name).median for cell in grid.cells} for grid in found]
-        lines = coloured(dict(zip(short_names(found), medians, strict=True)))
-        if name == "padding_per_new_token":
+        lines = coloured(dict(zip(short_names(shown), medians.values(), strict=True)))
+        if column == "padding_per_new_token":
             for index, drafter in enumerate(("llma", "draft_model"), 4):
-                quoted = {each.batch_size: each.share for each in paper.PADDING if each.drafter == drafter}
+                shares = [ratio for ratio in paper().padding if ratio["drafter"] == drafter]
+                quoted = {ratio["batch_size"]: ratio["share"] for ratio in shares}
                 lines.append(Curve(f"paper quotes, {drafter} (above)", quoted, colour(None, index), "marks"))
-        mark = marks(row for grid in found for row in grid.rows)
-        charts.append(curves(label, "batch size / rows", label, lines, mark=mark))
+        charts.append(curves(label, "batch size / rows", label, lines, mark=marks(vanilla)))
     section.draw("Padding per new token; stars, what the paper quotes", charts[0])
     section.draw("Padding ratio of the paper's appendix", charts[1])
 
@@ -132,9 +115,8 @@ _PANELS = {
 }
 
 
-def appendix(section: Section, simulations: list[Simulation]) -> None:
+def appendix(section: Section, simulation: Simulation) -> None:
     """Appendix B: the three panels, and the expected padding ratio."""
-    (simulation,) = simulations
     for name, (label, ylabel) in _PANELS.items():
         lines: dict[str, dict[float, Spread]] = {}
         for point in sorted(simulation.points, key=lambda point: point.batch_size):
@@ -143,14 +125,12 @@ def appendix(section: Section, simulations: list[Simulation]) -> None:
             lines.setdefault(f"b = {point.batch_size}", {})[point.p] = spread
         svg = curves(label, "p, accuracy of the next drafted token", ylabel, coloured(lines, "level"), log=False)
         section.draw(f"Expected {label} by p and batch size; bars, simulated batches ±3 standard errors", svg)
-    said = "Expected padding ratio E(δ̄/τ_max) by p and batch size, closed form:"
-    section.table(expected_ratio(simulation), said)
+    above = "Expected padding ratio E(δ̄/τ_max) by p and batch size, closed form:"
+    section.table(expected_ratio(simulation), above)
 
 
 def expected_ratio(simulation: Simulation) -> Table:
     """The closed form of the padding ratio by p and batch size."""
     points = sorted(simulation.points, key=lambda point: (point.p, point.batch_size))
-    return pivot(
-        "p",
-        {(f"{each.p:g}", f"b = {each.batch_size}"): f"{each.exact['padding_ratio']:.1%}" for each in points},
-    )
+    ratios = {(f"{point.p:g}", f"b = {point.batch_size}"): point.exact["padding_ratio"] for point in points}
+    return pivot("p", {cell: f"{value:.1%}" for cell, value in ratios.items()})

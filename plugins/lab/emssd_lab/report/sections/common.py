@@ -9,11 +9,11 @@ from emssd.cli.busy import busy_remark
 from emssd_lab.report.cells import Grid
 from emssd_lab.report.tables import Table, escape, listed
 
-__all__ = ["short_names"]
+__all__ = ["Plot", "Section", "short_names"]
 
 
 class Plot(NamedTuple):
-    """A picture, its file's name without folder and ending, and what it shows."""
+    """A picture, its file's name without folder and ending, and its caption."""
 
     name: str
     title: str
@@ -32,14 +32,14 @@ class Section:
         self.blocks.append(text)
 
     def head(self, grid: Grid, before: str = "") -> None:
-        """A heading for one setting, with what has to be said of made-up weights or drafts."""
+        """A heading for one setting, with a warning of made-up weights or drafts."""
         self.say(f"### {escape(before + grid.title)}")
-        replays = dict.fromkeys(row.replay for row in grid.rows if row.replay)
+        replays = dict.fromkeys(row.replay for row in grid.rows.row if row.replay)
         weights = "**Random weights**: a made-up model of that shape; only its speed counts."
         drafts = f"**Replay**: drafts are spoiled copies of what the model will say ({escape(listed(replays))})."
-        made_up = any(row.random_weights for row in grid.rows)
-        if said := [weights] * made_up + [drafts] * bool(replays):
-            self.say("> " + " ".join(said))
+        made_up = any(row.random_weights for row in grid.rows.row)
+        if warnings := [weights] * made_up + [drafts] * bool(replays):
+            self.say("> " + " ".join(warnings))
 
     def warn_if_busy(self, *shares: float | None) -> None:
         """The warning of a run on a busy machine, by the ``other_cpu_share`` of each run."""
@@ -68,7 +68,7 @@ class Section:
         return shown
 
 
-def short_names(found: Seq[Grid]) -> list[str]:
+def short_names(shown: Seq[Grid]) -> list[str]:
     """Names of settings in legends: model, drafter and data, or the whole title if these are not unique."""
-    names = [f"{grid.setting.model}, {grid.setting.drafter}, {grid.setting.data.partition(',')[0]}" for grid in found]
-    return [name if names.count(name) == 1 else grid.title for name, grid in zip(names, found, strict=True)]
+    names = [f"{grid.setting.model}, {grid.setting.drafter}, {grid.setting.data.partition(',')[0]}" for grid in shown]
+    return [name if names.count(name) == 1 else grid.title for name, grid in zip(names, shown, strict=True)]

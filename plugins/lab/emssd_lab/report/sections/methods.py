@@ -3,90 +3,85 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from math import log2
+from statistics import mean
 
-from emssd_lab.report import paper
-from emssd_lab.report.cells import Grid, Line, Spread, grids
+import pandas as pd
+
+from emssd_lab.report.cells import (
+    Grid,
+    Spread,
+    grids,
+    line_name,
+    over,
+    speedup_text,
+    speedups,
+    spread_text,
+    table_of,
+)  # fmt: skip
 from emssd_lab.report.figures import Curve, colour, speed_chart
-from emssd_lab.report.rows import Row, per
+from emssd_lab.report.paper import paper
 from emssd_lab.report.sections.common import Section
-from emssd_lab.report.tables import Table, grouped, listed
+from emssd_lab.report.tables import Table, listed
 
-__all__ = ["compare", "crossings", "crossover", "speed_table"]
+__all__ = ["compare", "crossings", "crossover", "never_slower", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
 
-_PRINTED = {
-    "fig1": ("llma", ["opt-6.7b"]),
-    "ablation": ("llma", ["opt-6.7b"]),
-    "llma_models": ("llma", ["opt-2.7b", "opt-13b"]),
-    "draft_models": ("draft_model", ["opt-2.7b", "opt-6.7b", "opt-13b"]),
-    "datasets": ("draft_model", ["opt-13b"]),
-}
-"""The paper's drafter and models, by experiment; the first model stands beside rows of other models."""
 
-_DATA = {"gsm8k": "GSM8K", "spec_math": "GSM8K", "mt_bench": "MT-Bench", "spec_mt_bench": "MT-Bench"}
-"""Tasks with prompts of the paper's datasets; others stand beside those of CNN/Daily Mail."""
-
-
-def compare(section: Section, rows: list[Row]) -> None:
+def compare(section: Section, rows: pd.DataFrame) -> None:
     """A table and a plot for each setting, beside the paper's figures where it has some."""
-    found = grids(rows)
+    shown = grids(rows)
     if section.name == "datasets":
-        _datasets(section, found)
-    drafter, models = _PRINTED.get(section.name, ("", [""]))
-    for grid in found:
-        model = grid.setting.model if grid.setting.model in models else models[0]
-        task = grid.setting.data.partition(",")[0] if section.name == "datasets" else ""
-        data = _DATA.get(task, paper.CNN_DAILYMAIL)
-        printed, called = paper.SPEEDUPS.get((drafter, model, data), {}), f"{paper.label(model)}, {data}"
-        theirs = {
-            method: printed[method] for method in printed if any(cell.line.method == method for cell in grid.cells)
-        }
+        _datasets(section, shown)
+    for grid in shown:
+        title, printed = paper().beside(section.name, grid.setting.model, grid.setting.data.partition(",")[0])
+        theirs = {method: printed[method] for method in printed if method in {*grid.rows.method}}
         section.head(grid)
-        section.table(speed_table(grid, theirs, called, padding=section.name == "ablation"))
+        section.table(speed_table(grid, theirs, title, padding=section.name == "ablation"))
         if section.name == "ablation":
             _balance(section, grid, printed)
-        dashed = [Curve(f"paper: {Line(name).label}", theirs[name], colour(name), "paper") for name in theirs]
-        title = f"Speed-up by batch size: {grid.title}" + (f"; dashed, the paper's {called}" if theirs else "")
-        section.draw(title, _chart(grid, dashed))
+        dashed = [Curve(f"paper: {line_name(name)}", theirs[name], colour(name), "paper") for name in theirs]
+        _draw(section, grid, dashed, f"; dashed, the paper's {title}" if theirs else "")
 
 
-def _chart(grid: Grid, more: Seq[Curve] = ()) -> str:
+def _draw(section: Section, grid: Grid, more: Iterable[Curve] = (), caption: str = "") -> None:
     """A curve by batch size for each line that has speed-ups."""
     lines = [
-        Curve(line.label, {cell.batch_size: cell.speedup for cell in cells if cell.speedup}, colour(line.method, index))
-        for index, (line, cells) in enumerate(grid.by_line().items())
+        Curve(name, speedups(rows), colour(rows.method.iloc[0], index))
+        for index, (name, rows) in enumerate(grid.lines().items())
     ]
-    return speed_chart(grid.title, [*lines, *more], grid.mark)
+    svg = speed_chart(grid.title, [*lines, *more], grid.mark)
+    section.draw(f"Speed-up by batch size: {grid.title}{caption}", svg)
 
 
-def speed_table(grid: Grid, theirs: _Theirs | None = None, called: str = "", *, padding: bool = False) -> Table:
+def speed_table(grid: Grid, theirs: _Theirs | None = None, title: str = "", *, padding: bool = False) -> Table:
     """Tokens/s, speed-up and padding of all cells, and the paper's speed-up where it has one.
 
     With `padding`, the padding of the inputs stands beside that of the KV cache.
     """
-    lines = []
-    for cell in grid.cells:
-        method, size = cell.line.method, cell.batch_size
-        alike = cell.line.baseline == "greedy" and method != "vanilla"
-        printed = (theirs or {}).get(method or "", {}).get(size)
-        line = cell.place | {
-            "tokens/s": cell.spread("decode_tokens_per_second").text(",.0f"),
-            "speed-up": cell.speedup_text,
-            "÷ vanilla": grid.ratio(method, "vanilla", size) if alike else None,
-            f"paper's speed-up, {called}": f"{printed:.2f}" if printed else None,
-            "τ": cell.median("mean_acceptance_length"),
-            "padding/new": cell.median("padding_per_new_token", ".0%"),
-        }
-        if padding:
-            line["padded inputs / new token"] = cell.median(per("input_padding_tokens", "num_new_tokens"))
-            line["KV slots lost / new token"] = cell.median(per("kv_padding_slots", "num_new_tokens"))
-        lines.append(line | {"repeats": str(len(cell.rows))})
-    return Table.of(lines, left=2)
+    rows = grid.rows
+    over_vanilla = over(rows, grid.of("vanilla")).where((rows.base == "greedy") & (rows.method != "vanilla"))
+    cells = grid.cells(
+        over_vanilla=over_vanilla,
+        inputs=rows.input_padding_tokens / rows.num_new_tokens,
+        slots=rows.kv_padding_slots / rows.num_new_tokens,
+    )
+    printed = [(theirs or {}).get(method or "", {}).get(size) for (size, _), method in cells.method.first().items()]
+    columns = {
+        "tokens/s": cells.rate.agg(spread_text(",.0f")),
+        "speed-up": [speedup_text(cell) for _, cell in cells],
+        "÷ vanilla": cells.over_vanilla.agg(spread_text()),
+        f"paper's speed-up, {title}": [speedup and f"{speedup:.2f}" for speedup in printed],
+        "τ": cells.mean_acceptance_length.median().map("{:.2f}".format),
+        "padding/new": cells.padding_per_new_token.median().map("{:.0%}".format),
+    }
+    if padding:
+        columns["padded inputs / new token"] = cells.inputs.median().map("{:.2f}".format)
+        columns["KV slots lost / new token"] = cells.slots.median().map("{:.2f}".format)
+    return table_of(cells, columns | {"repeats": cells.size().map(str)})
 
 
 _RATIOS = {
@@ -98,72 +93,89 @@ _RATIOS = {
 
 def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     """Compare the gains of the two unpaddings, and the costs of a padded input and a lost slot."""
-    lines = []
-    for size in sorted({cell.batch_size for cell in grid.cells}):
-        here = {name: grid.ratio(above, below, size) or "" for name, (above, below) in _RATIOS.items()}
-        printed = theirs["unpad_inputs"].get(size, 0.0) / theirs["unpad_kv"].get(size, 1.0)
-        if any(here.values()):
-            lines.append({"batch": str(size), **here, "inputs ÷ KV in the paper": f"{printed:.2f}" if printed else ""})
-    if not lines:
+    ratios = {name: over(grid.of(above), grid.of(below)) for name, (above, below) in _RATIOS.items()}
+    sizes = grid.rows.batch_size
+    texts = pd.DataFrame({name: ratio.groupby(sizes).agg(spread_text()) for name, ratio in ratios.items()})
+    texts = texts.dropna(how="all").fillna("")
+    if texts.empty:
         return
     section.say("Tokens/s of one method ÷ another's; where *inputs ÷ KV* is above 1, unpadding the inputs gains more.")
-    section.table(Table.of(lines))
-    row = grid.rows[0]
-    token = 2 * row.costs.matmul_parameters / row.provenance.hardware.flops_per_second
-    slot = row.costs.kv_bytes_per_token / row.provenance.hardware.bytes_per_second
+    inputs, slots = theirs["unpad_inputs"], theirs["unpad_kv"]
+    texts["inputs ÷ KV in the paper"] = [f"{inputs[n] / slots[n]:.2f}" if n in inputs else "" for n in texts.index]
+    texts.insert(0, "batch", texts.index.map(str))
+    section.table(Table.of(texts))
+    row = grid.rows.iloc[0]
+    token, slot = 2 * row.matmul_parameters / row.flops_per_second, row.kv_bytes_per_token / row.bytes_per_second
     section.say(
         f"By this machine's rates a padded input costs {1e6 * token:,.3g} µs of arithmetic, once; a lost KV slot costs "
         f"{1e6 * slot:,.3g} µs of reading in every later step, which is as much after {token / slot:,.0f} steps."
     )
 
 
-def _datasets(section: Section, found: Seq[Grid]) -> None:
+def _datasets(section: Section, shown: Seq[Grid]) -> None:
     """Lengths, padding and speed-ups of all datasets at one batch size."""
-    common = set.intersection(*({cell.batch_size for cell in grid.cells} for grid in found))
+    common = set.intersection(*(set(grid.rows.batch_size) for grid in shown))
     if not common:
         return
     size = 8 if 8 in common else max(common)
     lines = []
-    for grid in found:
-        vanilla, ours, *others = (grid.get(name, size) for name in ("vanilla", "unpad_both", "ragged", "flashinfer"))
-        samples = next(cell for cell in grid.cells if cell.batch_size == size).rows[0].samples
-        padding = vanilla.median("padding_per_new_token", ".1%") if vanilla else ""
-        speedups = [(cell and cell.speedup_text) or "" for cell in (vanilla, ours, others[0] or others[1])]
-        lengths = [f"{statistics.mean(samples.num_prompt_tokens):.0f}", f"{max(samples.num_new_tokens):.0f}"]
-        lines.append([grid.title, *lengths, padding, *speedups])
-    for each in paper.DATASETS:
-        figures = [f"{each.input_length:.0f}", str(each.output_length), f"{each.padding:.1%}"]
-        lines.append([f"paper: {each.name}", *figures, f"{each.vanilla:.2f}", f"{each.ours:.2f}", ""])
+    for grid in shown:
+        rows = grid.rows[grid.rows.batch_size == size]
+        cells = dict(list(rows.groupby("method")))
+        ours = "ragged" if "ragged" in cells else "flashinfer"
+        texts = [(speedup_text(cells[name]) or "") if name in cells else "" for name in ("vanilla", "unpad_both", ours)]
+        padding = f"{cells['vanilla'].padding_per_new_token.median():.1%}" if "vanilla" in cells else ""
+        samples = rows.sort_values("rank", kind="stable").row.iloc[0].samples
+        lengths = [f"{mean(samples.num_prompt_tokens):.0f}", f"{max(samples.num_new_tokens):.0f}"]
+        lines.append([grid.title, *lengths, padding, *texts])
+    for data in paper().datasets:
+        figures = [f"{data['input_length']:.0f}", str(data["output_length"]), f"{data['padding']:.1%}"]
+        lines.append([f"paper: {data['name']}", *figures, f"{data['vanilla']:.2f}", f"{data['ours']:.2f}", ""])
     columns = ["data", "input length", "longest output", "padding / new token", "vanilla", "EMS-SD", "emssd's backend"]
     section.table(Table(columns, lines), f"Speed-ups at batch size {size}; the paper's are of batch size 8.")
 
 
-def crossover(section: Section, rows: list[Row]) -> None:
+def crossover(section: Section, rows: pd.DataFrame) -> None:
     """Up to which batch size speculation pays, and the fastest at each."""
     for grid in grids(rows):
         section.head(grid)
         for table in (crossings(grid), advice(grid), speed_table(grid)):
             section.table(table)
-        section.draw(f"Speed-up by batch size: {grid.title}", _chart(grid))
+        _draw(section, grid)
+
+
+def never_slower(section: Section, rows: pd.DataFrame) -> None:
+    """`budget=adaptive` ÷ plain greedy decoding, and ÷ the best of it and fixed lengths; the worst cell first."""
+    lines = list[tuple[float, list[str]]]()
+    for grid in grids(rows):
+        for size, cells in grid.rows.groupby("batch_size"):
+            lines_of = cells.groupby("line")
+            gains = {str(name): spread.median for name, line in lines_of if (spread := Spread.of(line.speedup))}
+            adaptive = [gains.pop(name) for name in list(gains) if name.startswith("adaptive")]
+            best = max([1.0, *gains.values()])
+            lines += [(gain / best, [grid.title, str(size), f"{gain:.2f}", f"{gain / best:.2f}"]) for gain in adaptive]
+    columns = ["setting", "batch", "÷ plain", "÷ the best of plain and fixed lengths"]
+    section.table(Table(columns, [line for _, line in sorted(lines)], left=1))
+    crossover(section, rows)
 
 
 def crossings(grid: Grid) -> Table:
     """The batch sizes at which each line pays, and where its median speed-up first falls below 1."""
     lines = []
-    for line, cells in grid.by_line().items():
-        if speedups := {cell.batch_size: spread for cell in cells if (spread := cell.speedup)}:
-            pays = [size for size, spread in speedups.items() if spread.median >= 1]
-            unclear = [size for size, spread in speedups.items() if spread.count > 1 and spread.covers(1)]
-            at = crossing_at(speedups)
+    for name, rows in grid.lines().items():
+        if by_size := speedups(rows):
+            pays = [size for size, spread in by_size.items() if spread.median >= 1]
+            unclear = [size for size, spread in by_size.items() if spread.count > 1 and spread.covers(1)]
+            at = crossing_at(by_size)
             near = "" if at is None else f"{at:.2g}" if at < 10 else f"{at:.0f}"
-            lines.append([line.label, listed(pays), listed(unclear), near])
+            lines.append([name, listed(pays), listed(unclear), near])
     return Table(["method", "pays at batch size", "repeats on both sides of 1 at", "falls below 1 near"], lines)
 
 
-def crossing_at(speedups: Mapping[int, Spread]) -> float | None:
+def crossing_at(by_size: Mapping[int, Spread]) -> float | None:
     """The batch size at which the medians first fall below 1, interpolated on a logarithmic scale."""
-    for left, right in itertools.pairwise(sorted(speedups)):
-        high, low = speedups[left].median, speedups[right].median
+    for left, right in itertools.pairwise(sorted(by_size)):
+        high, low = by_size[left].median, by_size[right].median
         if high >= 1 > low:
             return float(2 ** (log2(left) + (high - 1) / (high - low) * (log2(right) - log2(left))))
     return None
@@ -172,15 +184,16 @@ def crossing_at(speedups: Mapping[int, Spread]) -> float | None:
 def advice(grid: Grid) -> Table:
     """The fastest at each batch size, and how sure that is."""
     lines = []
-    for size, cells in grouped(grid.cells, lambda cell: cell.batch_size).items():
-        compared = [(spread.median, spread, cell) for cell in cells if (spread := cell.speedup)]
-        if not compared:
-            tried = any(cell.line.speculate for cell in cells)
+    for size, rows in grid.rows.groupby("batch_size"):
+        gains = {cell.line.iloc[0]: spread for _, cell in rows.groupby("rank") if (spread := Spread.of(cell.speedup))}
+        if not gains:
+            tried = rows.speculate.any()
             why = "no row of plain greedy decoding" if tried else "nothing but plain greedy decoding was run"
             lines.append([str(size), "", f"not known: {why}"])
             continue
-        _, gain, cell = max(compared, key=lambda each: each[0])
-        use = f"{grid.setting.drafter}, {cell.line.label}" if gain.median > 1 else "plain greedy decoding"
+        line = max(gains, key=lambda name: gains[name].median)
+        gain = gains[line]
+        use = f"{grid.setting.drafter}, {line}" if gain.median > 1 else "plain greedy decoding"
         note = " (one repeat)" if gain.count == 1 else " (too close to call)" if gain.covers(1) else ""
         lines.append([str(size), gain.text(), use + note])
     return Table(["batch", "largest speed-up", "use"], lines, left=3)

@@ -1,0 +1,223 @@
+"""Each thing that can be missing has one sentence of its own, and the first that is missing is named."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from emssd_flashinfer import FlashInferConfig, PrefillKernel, availability, emssd_attention_backends, unavailable
+
+from emssd import Engine
+from emssd.attention import PagedBackend
+from emssd.errors import PluginError
+from emssd.hooks.registry import Registry
+
+
+class Machine:
+    """A machine where all is well, until a test takes something away."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.capability = (9, 0)
+        self.modules = {*availability._MODULES}
+        self.tools = {"ninja", "c++", "nvcc"}
+        self.version: str | None = "0.6.18.post1"
+        self.home = folder / "cuda"
+        (self.home / "bin").mkdir(parents=True)
+        (self.home / "bin" / "nvcc").touch()
+        monkeypatch.setattr(torch.version, "cuda", "13.0")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: self.capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: "an old card")
+        monkeypatch.setattr(availability, "find_spec", lambda name: name if name in self.modules else None)
+        monkeypatch.setattr(availability, "_DEFAULT", folder / "default" / "cuda")
+        monkeypatch.setattr(availability, "version", self._version)
+        monkeypatch.setattr(availability.shutil, "which", lambda name: f"/x/{name}" if name in self.tools else None)
+        for name in ("CUDA_PATH", "CXX", "FLASHINFER_NVCC"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("CUDA_HOME", str(self.home))
+
+    def _version(self, name: str) -> str:
+        if self.version is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return self.version
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    return Machine(monkeypatch, tmp_path)
+
+
+FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
+    "card": (lambda machine: setattr(machine, "capability", (7, 5)), "8.0 or later, and an old card has 7.5"),
+    "package": (lambda machine: machine.modules.discard("flashinfer"), "not installed (pip install 'emssd["),
+    "module": (lambda machine: machine.modules.discard("tvm_ffi"), "installed without tvm_ffi, which it imports"),
+    "old": (lambda machine: setattr(machine, "version", "0.6.17"), "0.6.17 is installed, and this version of emssd"),
+    "new": (lambda machine: setattr(machine, "version", "0.8.0"), "0.6.18 up to, but not including, 0.8.0"),
+    "unknown": (lambda machine: setattr(machine, "version", None), "so its version is unknown"),
+    "ninja": (lambda machine: machine.tools.discard("ninja"), "ninja is not on PATH"),
+    "compiler": (lambda machine: machine.tools.discard("c++"), "there is no C++ compiler 'c++' on PATH"),
+    "nvcc": (lambda machine: (machine.home / "bin" / "nvcc").unlink(), "no nvcc at {home}/bin/nvcc (set CUDA_HOME"),
+}
+
+
+@pytest.mark.parametrize(("fault", "sentence"), FAULTS.values())
+def test_what_is_missing_is_named_in_one_sentence(
+    fault: Callable[[Machine], Any], sentence: str, machine: Machine
+) -> None:
+    fault(machine)
+    sentences = unavailable()
+    assert sentences is not None
+    assert sentence.format(home=machine.home) in sentences
+    assert sentences.endswith("use backend=ragged, which runs on any device")
+    assert "\n" not in sentences
+
+
+@pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2.post1"])
+def test_known_versions_are_taken(version: str, machine: Machine) -> None:
+    machine.version = version
+    assert unavailable() is None
+
+
+def test_compiled_kernels_need_no_compiler(machine: Machine) -> None:
+    machine.tools.clear()
+    machine.modules.add("flashinfer_jit_cache")
+    assert unavailable() is None
+
+
+def toolkit(folder: Path, *, headers: bool = True) -> Path:
+    """A CUDA toolkit, as far as anybody looks at it."""
+    for name in ("bin/nvcc", *(["include/cuda_runtime.h"] if headers else [])):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+class TestToolkit:
+    @pytest.fixture(autouse=True)
+    def nobody_says_where(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CUDA_HOME", "")
+        machine.tools.discard("nvcc")
+
+    def cuda_home(self) -> str:
+        """The arguments that FlashInfer gets."""
+        availability.point_to_toolkit()
+        return os.environ["CUDA_HOME"]
+
+    def test_without_any_the_usual_place_is_named(self, machine: Machine, tmp_path: Path) -> None:
+        assert f"no nvcc at {tmp_path}/default/cuda/bin/nvcc (set CUDA_HOME, now not set" in (unavailable() or "")
+        assert self.cuda_home() == ""
+
+    @pytest.mark.parametrize("name", ["cuda", "cuda-13.0"])
+    def test_it_is_found_beside_the_usual_place_too(self, name: str, machine: Machine, tmp_path: Path) -> None:
+        folder = toolkit(tmp_path / "default" / name)
+        assert unavailable() is None
+        assert self.cuda_home() == str(folder)
+
+    def test_that_of_the_nvcc_on_path_comes_first_wherever_it_is_linked_to(
+        self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        toolkit(tmp_path / "default" / "cuda")
+        folder, link = toolkit(tmp_path / "far"), tmp_path / "bin" / "nvcc"
+        link.parent.mkdir()
+        link.symlink_to(folder / "bin" / "nvcc")
+        monkeypatch.setattr(availability.shutil, "which", lambda name: str(link))
+        assert self.cuda_home() == str(folder)
+
+    def test_a_script_called_nvcc_is_no_toolkit_where_there_is_one_with_headers(
+        self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = toolkit(tmp_path / "local", headers=False)
+        monkeypatch.setattr(availability.shutil, "which", lambda name: str(script / "bin" / "nvcc"))
+        assert availability._toolkit() == script  # it may still know its own headers
+        folder = toolkit(tmp_path / "default" / "cuda-12.9")
+        assert self.cuda_home() == str(folder)
+
+    def test_wheels_have_one(self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        folder = toolkit(tmp_path / "nvidia" / "cu13")
+        wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
+        find_spec = availability.find_spec
+        monkeypatch.setattr(availability, "find_spec", lambda name: wheels if name == "nvidia" else find_spec(name))
+        assert unavailable() is None
+        assert self.cuda_home() == str(folder)
+
+    def test_what_the_user_says_is_not_overruled(
+        self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        toolkit(tmp_path / "default" / "cuda")
+        monkeypatch.setenv("CUDA_HOME", "/nowhere")
+        assert "no nvcc at /nowhere/bin/nvcc (set CUDA_HOME, now /nowhere" in (unavailable() or "")
+        assert self.cuda_home() == "/nowhere"
+        monkeypatch.setenv("FLASHINFER_NVCC", "/elsewhere/nvcc")
+        assert "no nvcc at /elsewhere/nvcc" in (unavailable() or "")
+
+
+@pytest.mark.parametrize("kernel", ["fa3", PrefillKernel.fa3])
+def test_it_is_built_with_its_options_where_it_can_run(kernel: Any, machine: Machine) -> None:
+    (spec,) = emssd_attention_backends()
+    assert isinstance(spec.build(FlashInferConfig(prefill_kernel=kernel)), PagedBackend)
+
+
+def test_fa3_is_refused_on_other_cards_than_hopper(machine: Machine) -> None:
+    from emssd_flashinfer.kernels import FlashInferKernels
+
+    from emssd.attention import KVCacheSpec, LayerSpec
+
+    spec = KVCacheSpec((LayerSpec(4, 4, 64, 64, 1.0),), torch.float16, torch.device("cuda"), 1, 8)
+    assert FlashInferKernels(384, "fa3").unsupported(spec, 16) == []
+    machine.capability = (8, 0)
+    assert FlashInferKernels(384, "fa2").unsupported(spec, 16) == []
+    assert "needs a Hopper GPU, not an old card" in FlashInferKernels(384, "fa3").unsupported(spec, 16)[0]
+
+
+def without_cuda(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"), [(None, "is built without CUDA"), ("13.0", "PyTorch finds none on this machine")]
+)
+def test_without_cuda_one_sentence_says_why_and_names_the_ragged_backend(
+    version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_cuda(monkeypatch, version)
+    sentence = unavailable()
+    assert reason in sentence
+    assert "NVIDIA GPU" in sentence
+    assert "use backend=ragged" in sentence
+    assert "\n" not in sentence
+    assert not sentence.endswith(".")  # whoever shows it puts the stop
+
+
+def test_without_cuda_everybody_who_asks_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_cuda(monkeypatch, None)
+    for choice in ("flashinfer", FlashInferConfig()):  # before a model is looked for
+        with pytest.raises(
+            PluginError, match=r"backend 'flashinfer' is not available: .*use backend=ragged.*device\.$"
+        ):
+            Engine.from_pretrained("/nowhere", backend=choice)
+    (record,) = [record for record in Registry().records if record.name == "flashinfer"]
+    assert (record.kind, record.state, record.reason) == ("backend", "unavailable", unavailable())
+    (spec,) = emssd_attention_backends()
+    with pytest.raises(PluginError, match="use backend=ragged"):
+        spec.build(FlashInferConfig())
+
+
+@pytest.mark.costly("a process of its own")
+def test_importing_and_asking_loads_no_flashinfer_and_starts_no_cuda() -> None:
+    code = (
+        "import sys, emssd_flashinfer as plugin\n"
+        "plugin.emssd_attention_backends(); plugin.unavailable()\n"
+        "import torch\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not [name for name in sys.modules if name.split('.')[0] == 'flashinfer']\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,420 @@
+"""`model.compile`: the compiled forward pass computes what the model does, is kept on disk, and leaves the model alone.
+
+Oracle: the model itself, uncompiled, with the same attention; and `greedy_reference`, in float64. Compiling takes some
+ten seconds a model, so there are few, and test processes share what they compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emssd_draft_model import DraftModelConfig
+from emssd_llma import LLMAConfig, Search
+from emssd_testing.drafters import RandomDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
+from filelock import FileLock
+from transformers import LlamaForCausalLM, PreTrainedModel
+
+from emssd.attention import LayerSpec
+from emssd.decoding.caches import make_backend
+from emssd.decoding.check import compare
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.draft_models import ModelDrafter
+from emssd.draft_models.shapes import DynamicShape
+from emssd.errors import CompileError, ConfigError
+from emssd.hooks.registry import Registry
+from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
+from emssd.model.compile import tracing
+from emssd.model.compile.int8 import scales_of
+from emssd.model.compile.program import declare_operators
+from emssd.native import cache_dir
+from tests.model.test_checkpoint import save_checkpoint
+from tests.support.backends import CONFIGS
+from tests.support.draft_models import same_weights_drafter
+from tests.support.hidden import Listener, right_states
+
+VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
+MODELS: dict[str, dict[str, Any]] = {
+    # Biases, and embeddings that are tied.
+    "opt-float32": {"architecture": "opt", "dtype": torch.float32, "num_hidden_layers": 1},
+    # Grouped heads, a window in one layer, a soft-cap; and no kernel for linear layers of that type.
+    "gemma2-float64": {"architecture": "gemma2", "dtype": torch.float64},
+}
+# Rounding of other orders of the same sums. Gemma takes norms in float32, whatever the model.
+CLOSE = {torch.float32: 1e-4, torch.float64: 1e-5}
+PROMPTS = (
+    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
+    (8,),
+    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
+    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
+)
+BACKENDS = {name: CONFIGS[name] for name in ("fused", "torch", "padded", "unpad_inputs")}
+LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernels: None) -> None:
+    """All of these tests need them."""
+
+
+def make(name: str, seed: int = 0) -> PreTrainedModel:
+    return tiny_model(**MODELS[name], vocab_size=VOCAB_SIZE, max_model_len=64, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def targets(kernels: None) -> dict[str, TargetModel]:
+    """Each is compiled by one of the test processes, of which every other begins with the last."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    made = {}
+    for name in sorted(MODELS, reverse=int(worker) % 2 == 1):
+        with FileLock(cache_dir() / f"{name}.lock"):
+            made[name] = TargetModel(make(name), ModelOptions(compile=True), frozen=True)
+            assert made[name].compiled is not None
+    return made
+
+
+def attend_apart(num_rows: int) -> Any:
+    """Plain causal attention within each of the rows that are fed one after another; by no rule of the layer's own."""
+
+    def attend(
+        layer: int, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        group = spec.num_qo_heads // spec.num_kv_heads
+        query, key, value = (
+            tensor.view(num_rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)
+        )
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
+        in_order = out.transpose(1, 2).flatten(0, 1)
+        return in_order.transpose(0, 1).contiguous().transpose(0, 1)  # what a backend returns may lie in any order
+
+    return attend
+
+
+@torch.inference_mode()
+def both(target: TargetModel, num_rows: int, num_tokens: int, keep: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[num_rows, len(keep), vocab]`` of random tokens, by the program and by the model."""
+    ids = torch.randint(0, VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+    positions = torch.arange(num_tokens).expand(num_rows, -1).contiguous()
+    arguments = ids, positions, attend_apart(num_rows), torch.tensor(keep)
+    assert target.compiled is not None
+    return target.compiled(*arguments), target.run(*arguments)
+
+
+def assert_close(got: torch.Tensor, right: torch.Tensor) -> None:
+    assert got.shape == right.shape
+    assert got.dtype is right.dtype
+    torch.testing.assert_close(got, right, atol=CLOSE[right.dtype], rtol=CLOSE[right.dtype])
+
+
+@EVERY_MODEL
+def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
+    name: str, targets: dict[str, TargetModel]
+) -> None:
+    target = targets[name]
+    for num_rows, num_tokens, keep in [
+        (1, 1, [0]),
+        (1, 2, [1]),
+        (1, 24, list(range(20))),  # what it was traced with
+        (1, 50, [0, 7, 49]),
+        (1, 64, list(range(64))),
+        (3, 7, [0, 4, 6]),
+        (4, 1, [0]),
+        (2, 33, [32]),
+    ]:
+        got, right = both(target, num_rows, num_tokens, keep)
+        assert_close(got, right)
+        assert float(right.std()) > 0.3  # else closeness would say little
+
+
+@pytest.fixture(scope="module")
+def with_hidden(targets: dict[str, TargetModel]) -> TargetModel:
+    """A model whose program gives hidden states, too."""
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True), frozen=True)
+    with FileLock(cache_dir() / "hidden.lock"):
+        target.prepare_hidden([1, -1, 0])
+        target.compile()
+    return target
+
+
+@torch.inference_mode()
+def test_hidden_states_are_those_of_the_model_for_any_number_of_tokens(with_hidden: TargetModel) -> None:
+    target = with_hidden
+    for num_rows, num_tokens in [(1, 1), (1, 9), (1, 24), (1, 50), (3, 7), (4, 1), (2, 33)]:
+        ids = torch.randint(0, VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
+        arguments = ids, torch.arange(num_tokens).expand(num_rows, -1).contiguous(), attend_apart(num_rows)
+        got, right = (dict.fromkeys((-1, 0, 1), ids) for _ in range(2))
+        assert target.compiled is not None
+        logits = target.compiled(*arguments, torch.tensor([0]), hidden=got)
+        assert_close(logits, target.run(*arguments, torch.tensor([0]), hidden=right))
+        for index, states in right.items():
+            assert_close(got[index], states)
+            assert states.shape == (num_rows, num_tokens, 32)
+        assert not torch.allclose(right[0], right[1], atol=0.1)
+        assert not torch.allclose(right[1], right[-1], atol=0.1)
+
+
+def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))
+    listener = Listener(RandomDrafter(VOCAB_SIZE, 4), (-1, 0))
+    options = EngineOptions(batch_size=2, max_step_tokens=8, on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(with_hidden, None, drafter=listener, backend="ragged", options=options, eos=())
+    engine.generate(PROMPTS, 12)
+    assert len(listener.finished) == len(PROMPTS)
+    for tokens, got in listener.finished.values():
+        for mine, right in zip(got, right_states(make("opt-float32"), tokens[:-1], (-1, 0)), strict=True):
+            assert_close(mine, right)
+
+
+def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
+    chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
+    options = EngineOptions(batch_size=len(PROMPTS))
+    return Engine.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
+
+
+def test_first_layers_run_as_they_are_beside_the_program(targets: dict[str, TargetModel]) -> None:
+    """All of them, so that every draft is right."""
+    target = targets["gemma2-float64"]
+    program = target.compiled
+    cache = make_backend(target.kv_cache_spec(len(PROMPTS)), "ragged", Registry())
+    runner = BorrowedTarget(target).first_layers(len(target.layers), cache)
+    runner.take_hidden((1,))
+    drafter = ModelDrafter(runner, VOCAB_SIZE, DynamicShape(4, 4, 1))
+    options = EngineOptions(batch_size=len(PROMPTS), on_drafter_error=OnDrafterError.fail)
+    engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options, eos=())
+    for generation, prompt in zip(engine.generate(PROMPTS, 12), PROMPTS, strict=True):
+        assert list(generation.token_ids) == greedy_reference(target.model, prompt, 12)
+    assert engine.report.num_accepted == engine.report.num_drafted > 0
+    assert target.compiled is program
+
+
+@pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@EVERY_MODEL
+def test_tokens_are_those_of_greedy_decoding(
+    name: str, backend: str, drafter: str, targets: dict[str, TargetModel]
+) -> None:
+    engine = engine_of(targets[name], drafter, BACKENDS[backend])
+    done = engine.generate(PROMPTS, 24)
+    if drafter != "none":
+        assert engine.report.num_accepted > 0
+    if targets[name].dtype is torch.float64:
+        for generation, prompt in zip(done, PROMPTS, strict=True):
+            assert list(generation.token_ids) == greedy_reference(targets[name].model, prompt, 24)
+        return
+    plain = TargetModel(make(name))
+    greedy = engine_of(plain, "none", BACKENDS["torch"])
+    report = compare(done, greedy.generate(PROMPTS, 24), greedy.runner)
+    assert report.true_differences == []
+
+
+@EVERY_MODEL
+def test_the_model_is_left_as_it_was(name: str, targets: dict[str, TargetModel]) -> None:
+    model, untouched = targets[name].model, make(name)
+    assert model.config._attn_implementation == untouched.config._attn_implementation != "emssd"
+    assert model.config.to_dict() == untouched.config.to_dict()
+    assert [key for key, _ in model.named_modules()] == [key for key, _ in untouched.named_modules()]
+    parameters = dict(untouched.named_parameters())
+    assert [key for key, _ in model.named_parameters()] == list(parameters)  # tied ones are still one
+    for key, parameter in model.named_parameters():
+        assert type(parameter) is torch.nn.Parameter
+        assert parameter.requires_grad
+        assert torch.equal(parameter, parameters[key])
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+    prompt = torch.tensor([PROMPTS[0]])
+    options: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": 9}
+    assert torch.equal(model.generate(prompt, **options), untouched.generate(prompt, **options))
+    model(input_ids=prompt, labels=prompt).loss.backward()
+    assert next(model.parameters()).grad is not None
+    model.zero_grad()
+
+
+@pytest.fixture
+def no_compiling(targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert targets["opt-float32"]
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles again"))
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
+    """As of a draft model with the shapes of its target."""
+    first, second = (TargetModel(make("opt-float32", seed), ModelOptions(compile=True)) for seed in (0, 1))
+    results = [both(target, 1, 9, [3, 8]) for target in (first, second, first)]
+    for got, right in results:
+        assert_close(got, right)
+    assert torch.equal(results[0][0], results[2][0])
+    assert not torch.allclose(results[0][0], results[1][0], atol=0.1)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_buffers_are_the_models_own_too() -> None:
+    """As rotary frequencies that were scaled by hand: they are in no checkpoint, and so small that they become code."""
+    model = make("gemma2-float64")
+    before = both(TargetModel(model, ModelOptions(compile=True)), 1, 40, [39])[0]
+    for name, buffer in model.named_buffers():
+        if name.endswith("inv_freq"):
+            buffer *= 0.1
+    got, right = both(TargetModel(model, ModelOptions(compile=True)), 1, 40, [39])
+    assert_close(got, right)
+    assert not torch.allclose(got, before, atol=0.1)
+
+
+@pytest.mark.usefixtures("no_compiling")
+def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -> None:
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
+
+    def broken(*arguments: Any) -> torch.Tensor:
+        raise MemoryError("out of memory")
+
+    assert target.compiled is not None
+    ids = torch.arange(5).unsqueeze(0)
+    with pytest.raises(MemoryError, match=r"^out of memory$"):
+        target.compiled(ids, ids, broken, torch.tensor([0]))
+    assert_close(*both(target, 1, 5, [0, 4]))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "others"), [("gpt2", []), ("llama", []), ("qwen2_moe", ["grouped_mm_fallback"])]
+)
+def test_products_that_no_kernel_of_ours_computes_are_named(
+    architecture: str, others: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of GPT-2's are linear layers, though it calls ``addmm``; experts are none."""
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *arguments, **options: None)
+    declare_operators()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if others else {}
+    target = TargetModel(tiny_model(architecture, dtype=torch.float32, num_hidden_layers=1, **experts))
+    tracing.compile_program(target, tmp_path)
+    assert json.loads((tmp_path / tracing.LINEARS).read_text())["others"] == others
+
+
+def test_a_program_that_calls_other_products_says_that_it_is_not_batch_invariant(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = targets["opt-float32"]
+    assert target.compiled is not None
+    assert target.why_not_invariant is None
+    monkeypatch.setattr(target.compiled._program, "other_products", ["bmm", "mm"])
+    assert target.why_not_invariant == "its program calls bmm, mm"
+
+
+class LooksAtItsTokens(LlamaForCausalLM):
+    """Computes by the values of its input, which no trace can follow."""
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:  # type: ignore[override]
+        if int(input_ids.sum()) < 0:
+            raise AssertionError("no token is negative")
+        return super().forward(input_ids=input_ids, **options)
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    model = LooksAtItsTokens(tiny_model("llama").config).eval()
+    plain = model.config._attn_implementation
+    with pytest.warns(RuntimeWarning, match="the model runs without model.compile: LooksAt.* cannot be") as caught:
+        engine = Engine.from_model(model, drafter=LLMA, backend="ragged", batch_size=4, compile=True)
+    (message,) = [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+    assert re.fullmatch(r".*: LooksAtItsTokens cannot be compiled: \w+: .+", message)  # in one line
+    assert engine.target.compiled is None
+    assert model.config._attn_implementation == plain
+    expected = Engine.from_model(model, drafter="none", backend="ragged", batch_size=4).generate(PROMPTS, 9)
+    assert [row.token_ids for row in engine.generate(PROMPTS, 9)] == [row.token_ids for row in expected]
+    assert not (tmp_path / "models").exists()
+
+
+def test_auto_takes_a_program_that_is_kept_and_no_other(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
+    kept = targets["opt-float32"].compiled
+    assert kept is not None
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
+    assert target.compiled is not None
+    assert target.compiled.folder == kept.folder
+    assert target.why_compiled == "compiled: its program was kept"
+    target.compile_if_it_pays(10**12)
+    assert target.compiled.folder == kept.folder
+    target.prepare_hidden([0])  # of which none is kept: the model itself gives them
+    assert target.compiled is None
+
+
+def test_auto_compiles_where_the_work_is_worth_it(
+    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    usual = str(cache_dir())
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "empty"))
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
+    assert target.compiled is None
+    target.compile_if_it_pays(10)
+    assert target.compiled is None
+    assert target.why_compiled.startswith("not compiled: 10 steps at most are too few to pay for it")
+    assert not (tmp_path / "empty").exists()  # no lock, nothing built
+    monkeypatch.setenv("EMSSD_CACHE", usual)  # where the program is that it would have to compile
+    target.compile_if_it_pays(10**9)
+    assert target.compiled is not None
+    assert target.may_compile is True
+
+
+def test_a_program_that_is_compiled_late_gives_the_hidden_states_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    requested: list[tuple[int, ...]] = []
+
+    def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
+        requested.append(hidden)
+        raise CompileError("this is enough")
+
+    monkeypatch.setattr(tracing, "compile_program", compile_program)
+    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
+    target.compile()
+    target.prepare_hidden([0])
+    target.compile_if_it_pays(10**9)
+    assert requested == [(0,)]
+
+
+def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
+    model = make("opt-float32")
+    model.register_forward_hook(lambda *arguments: None)
+    target = TargetModel(model, ModelOptions(compile="auto"))
+    target.compile_if_it_pays(10**9)
+    assert target.compiled is None
+    assert "hook" in target.why_compiled
+    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
+    with pytest.raises(ConfigError, match="must be true, false or auto"):
+        TargetModel(make("opt-float32"), ModelOptions(compile="maybe"))  # type: ignore[arg-type]
+
+
+def test_a_drafters_model_is_compiled_and_rounded_if_the_target_is_compiled(
+    targets: dict[str, TargetModel], tmp_path: Path
+) -> None:
+    plain = make("opt-float32")
+    save_checkpoint(tmp_path, "opt", num_hidden_layers=1, max_model_len=64)
+    options = ModelOptions(str(tmp_path), dtype="float32", compile=False)
+    for target, is_compiled in ((targets["opt-float32"], True), (TargetModel(plain), False)):
+        draft, _ = load_model(options, draft_of=target)
+        assert (draft.may_compile, bool(scales_of(draft.model))) == (is_compiled, is_compiled)
+        assert torch.equal(draft.model.lm_head.weight, plain.lm_head.weight) != is_compiled
+    assert not scales_of(load_model(replace(options, compile=True))[0].model)
+
+
+def test_a_target_is_not_compiled_for_a_drafter_that_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
+    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        Engine.assemble(target, None, drafter=DraftModelConfig(str(tmp_path / "none")), backend="ragged")
