@@ -24,7 +24,7 @@ class CPUTimes:
 
     Attributes:
         busy, idle: of these cores, in all processes.
-        own: of this process, and of those that it started and that have ended.
+        own: of this process, and of its children that have ended.
     """
 
     clock: float
@@ -43,7 +43,7 @@ def cpu_times(*, siblings: bool = False) -> CPUTimes:
         usable = os.sched_getaffinity(0)
         cores = [core for number, core in enumerate(cores) if number in usable] or cores
     idle = sum(core.idle + getattr(core, "iowait", 0.0) for core in cores)
-    # What guests take is counted as their host's processes, too.
+    # The time of guests is counted for their host's processes, too.
     total = sum(sum(core) - getattr(core, "guest", 0.0) - getattr(core, "guest_nice", 0.0) for core in cores)
     used = 0.0
     for process in psutil.Process(os.getppid()).children() if siblings else [psutil.Process()]:

@@ -184,11 +184,11 @@ def _quoted_prompt(argument: str) -> str:
 
     One that is in Hydra's quotes already is left to Hydra.
     """
-    name, given, text = argument.partition("=")
+    name, equals, text = argument.partition("=")
     if name not in ("prompt", "sampling.grammar") or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
         return argument
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
-    return f"{name}{given}{QuotedString(escaped, Quote.single).with_quotes()}"
+    return f"{name}{equals}{QuotedString(escaped, Quote.single).with_quotes()}"
 
 
 def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
@@ -204,9 +204,9 @@ def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
     for group in _CHOSEN:
         node = _root_._get_node(group)
         if isinstance(node, DictConfig) and isinstance(kind := OmegaConf.get_type(node), type) and kind is not dict:
-            told = [*_options(node, kind, f"{group}.", width)]
+            options = [*_options(node, kind, f"{group}.", width)]
             name = f"{group}={_root_.hydra.runtime.choices.get(group)}"
-            lines += ["", f"Options of {name}:", "", *told] if told else ["", f"{name} has no options."]
+            lines += ["", f"Options of {name}:", "", *options] if options else ["", f"{name} has no options."]
     return "\n".join(lines).replace("$", "$$")  # Hydra fills in what follows a single one
 
 
@@ -216,8 +216,8 @@ def _choices(registry: Registry, root: DictConfig, width: int, group: str) -> st
     chosen = root.hydra.runtime.choices.get(group)
     starred = {name: f"{name}*" if name == chosen else name for name in names}
     if group not in KINDS:
-        said = ", ".join(starred.values())
-        return textwrap.fill(said, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
+        names_text = ", ".join(starred.values())
+        return textwrap.fill(names_text, width, initial_indent=f"  {group:<12}", subsequent_indent=" " * 14)
     texts = {spec.name: choice_text(f"{group}={spec.name}", spec.config) for spec in registry.specs(group)}
     texts |= {path.stem: preset_text(path) for path in (conf_dir() / group).glob("*.yaml")}
     room = max(width - 26, 20)
@@ -233,14 +233,14 @@ def _options(node: DictConfig, kind: type, prefix: str, width: int) -> Iterator[
         if (option.name in (*_CHOSEN, *_COMPARED) and not prefix) or option.name == "name":
             continue
         value = OmegaConf.to_container(node, resolve=False).get(option.name)  # type: ignore[union-attr]
-        said = f"  {prefix}{option.name}={'VALUE' if value == MISSING else written(value)}"
+        line = f"  {prefix}{option.name}={'VALUE' if value == MISSING else written(value)}"
         text = _first_sentence(option.text) + (" (needed)" if value == MISSING else "")
-        if len(said) >= _INDENT - 1 or not text:
-            yield said
-            said = ""
+        if len(line) >= _INDENT - 1 or not text:
+            yield line
+            line = ""
         if text:
             indent = " " * _INDENT
-            yield textwrap.fill(text, width, initial_indent=said.ljust(_INDENT), subsequent_indent=indent)
+            yield textwrap.fill(text, width, initial_indent=line.ljust(_INDENT), subsequent_indent=indent)
 
 
 def _first_sentence(text: str) -> str:

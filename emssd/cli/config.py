@@ -101,8 +101,8 @@ def _sampling_config() -> type:
     options: list[Any] = []
     for option in fields(SamplingParams):
         default: Any = 0.0 if option.name == "temperature" else option.default
-        own = field(default=default, default_factory=option.default_factory)
-        options.append((option.name, kinds[option.name], own))
+        with_default = field(default=default, default_factory=option.default_factory)
+        options.append((option.name, kinds[option.name], with_default))
     made = dataclasses.make_dataclass("SamplingConfig", options, namespace={"__doc__": SamplingParams.__doc__})
     made.__module__ = __name__
     return made
@@ -184,9 +184,8 @@ def prompt_source(config: RunConfig, registry: Registry) -> PromptSourceSpec:
 def changed_options(before: str, now: str) -> list[str]:
     """Names of the options that determine a row's tokens and differ between two ``config.yaml``.
 
-    Not among them are those of which the output is independent, and those that only say how many rows there are. An
-    option of the model that the first does not have was not there yet, and counts as what it is by default. Raises
-    ConfigError: the first is no such text.
+    Options that only say how many rows there are do not count. An option of the model that the first lacks has its
+    default there. Raises ConfigError: the first is no such text.
     """
     first, second = _row_options(before), _row_options(now)
     default = {f"model.{option.name}": option.default for option in fields(ModelOptions)}
@@ -211,7 +210,7 @@ def _row_options(text: str) -> dict[str, Any]:
 
 def no_size(size: str) -> str:
     """The message for a `size` that an experiment does not have."""
-    return f"this experiment has no size {size!r}; choose one of {', '.join(each for each in Size if each != size)}"
+    return f"this experiment has no size {size!r}; choose one of {', '.join(other for other in Size if other != size)}"
 
 
 def conf_dir() -> Path:
@@ -225,7 +224,7 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """Put the options of the run and of every plugin into Hydra's ConfigStore.
 
     Args:
-        runnable: leave out those that cannot run on this machine, so that Hydra refuses them before anything runs.
+        runnable: leave out plugins that cannot run on this machine, so that Hydra refuses them at once.
     """
     store = ConfigStore.instance()
     store.store(name="run", node=structured(RunConfig))

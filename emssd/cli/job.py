@@ -69,7 +69,7 @@ def run_job(
 
     Args:
         brief: show progress only, and leave the tables to the caller.
-        alone: no other runs are compared with it. Of those that are, none compiles where another would not.
+        alone: no other runs are compared with it. With ``model.compile=auto``, compared runs compile nothing.
         group: the processes that run it together; rank 0 reads the prompts and writes the rows.
     """
     check_options(config)
@@ -101,7 +101,7 @@ class _Run:
     output: OutputFolder
     brief: bool
     prompts: Seq[Prompt] = ()
-    left: Seq[Prompt] = ()  # those that have rows to decode
+    left: Seq[Prompt] = ()  # the prompts that have rows to decode
     is_streamed: bool = False
 
     def __post_init__(self) -> None:
@@ -110,8 +110,8 @@ class _Run:
         self.failures = Failures(self.config.on_error, answers=self.source.write_answers is not None)
 
     def read_prompts(self) -> tuple[Any, ...]:
-        """Read and check all prompts before anything is loaded. Returns whether a row is left to do; and the prompts,
-        those with such rows, those that failed, and the `finished` and `made_with` of the output.
+        """Read and check all prompts before anything is loaded. Returns whether a row is left to do, the prompts,
+        the prompts with rows to do, failed prompts, and the `finished` and `made_with` of the output.
         """
         config, output = self.config, self.output
         self.prompts = self.failures.passed(prompts_of(config, self.registry))
@@ -188,7 +188,8 @@ class _Run:
         self._write_answers()
         print_failures(self.quiet, failed)
         if not self.output.finished:
-            raise PromptError(f"none of the {len(failed)} prompts can be used; {self.output.says_why} says why")
+            file = "what is above" if self.output.is_stdout else f"{self.output.path}/errors.jsonl"
+            raise PromptError(f"none of the {len(failed)} prompts can be used; {file} says why")
         self.quiet.print(f"nothing {'else ' if failed else ''}is left to do")
         if not (metrics := self.output.read_metrics()):  # the disk was full when all rows were there, say
             metrics = {"setting": setting_of(self.config), "versions": versions()} | self._counts(0)

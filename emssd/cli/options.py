@@ -47,8 +47,8 @@ def to_options(config: DictConfig, registry: Registry, *, is_sweep: bool = False
     for kind in KINDS:
         name = getattr(chosen := getattr(options, kind), "name", None)
         if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
-            known = ", ".join(registry.names(kind))
-            raise ConfigError(f"{kind}.name cannot be set by itself; choose with {kind}=NAME, one of {known}")
+            names = ", ".join(registry.names(kind))
+            raise ConfigError(f"{kind}.name cannot be set by itself; choose with {kind}=NAME, one of {names}")
     _check_together(options, registry, is_sweep=is_sweep)
     if options.resume and DEFAULT_OUTPUT_DIR in OmegaConf.to_yaml(config):
         raise ConfigError("resume=true goes on with the job of a folder; say which, with output_dir=FOLDER")
@@ -114,9 +114,9 @@ def _as_config_error(error: Exception, registry: Registry) -> ConfigError:
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:
         return ConfigError(_missing_text(error, registry))
     if not isinstance(cause, OmegaConfBaseException):
-        known = isinstance(error, (ValueError, HydraException)) and str(error)
+        is_clear = isinstance(error, (ValueError, HydraException)) and str(error)
         return ConfigError(
-            _line(error) if known else f"these options cannot be: {type(error).__name__}: {_line(error)}"
+            _line(error) if is_clear else f"these options cannot be: {type(error).__name__}: {_line(error)}"
         )
     name, text, owner = cause.full_key or "", _line(cause), cause.object_type
     if isinstance(cause, (ConfigKeyError, ConfigAttributeError)) and dataclasses.is_dataclass(owner):
@@ -133,19 +133,20 @@ def _no_option(name: str, owner: type, registry: Registry) -> str:
     if name in _GONE:
         return f"there is no option {name!r} any more. {_GONE[name]}"
     group, _, option = name.rpartition(".")
-    known = [field.name for field in dataclasses.fields(owner) if field.name != "name"]
-    guess = did_you_mean(option, known) or "."
+    names = [field.name for field in dataclasses.fields(owner) if field.name != "name"]
+    guess = did_you_mean(option, names) or "."
     if not group:
         return f"there is no option {name!r}{guess} {_HELP}"
     chosen = f"{group} {owner.name!r}" if group in KINDS and hasattr(owner, "name") else group
     specs = registry.specs(group) if group in KINDS else []
     others = [spec.name for spec in specs if option in {field.name for field in dataclasses.fields(spec.config)}]
     belongs = f", which belongs to {group}={', '.join(others)}" if others else ""
-    return f"{chosen} has no option {option!r}{belongs}{guess} It has {', '.join(known) or 'none'}"
+    return f"{chosen} has no option {option!r}{belongs}{guess} It has {', '.join(names) or 'none'}"
 
 
 def _syntax_text(error: OverrideParseException) -> str:
-    text = _cut(str(error.override))
+    text = str(error.override)
+    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
     if "=" in text:
         return f"{text!r} is not in Hydra's syntax ({_line(error.__cause__ or error)}); put the value in quotes"
     data = "jsonl" if text.endswith(".jsonl") else "text"
@@ -158,16 +159,12 @@ def _syntax_text(error: OverrideParseException) -> str:
 def _missing_text(error: MissingConfigException, registry: Registry) -> str:
     file = str(error.missing_cfg_file)
     group, _, name = file.rpartition("/") if file.startswith("hydra/") else file.partition("/")
-    there = list(error.options or ())
+    choices = list(error.options or ())
     if group in KINDS:
-        registry.find(group, name, there)  # raises if it is no plugin, or one that failed or cannot run here
-    guess = did_you_mean(name, there) or ";"
+        registry.find(group, name, choices)  # raises if it is no plugin, or one that failed or cannot run here
+    guess = did_you_mean(name, choices) or ";"
     path = f". For a folder or an id of the Hugging Face hub write model.path={name}" if group == "model" else ""
-    return f"unknown {group} {name!r}{guess} choose one of {', '.join(there)}{path}"
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    return f"unknown {group} {name!r}{guess} choose one of {', '.join(choices)}{path}"
 
 
 def _line(error: BaseException) -> str:

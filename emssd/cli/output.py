@@ -44,7 +44,7 @@ class _Row(msgspec.Struct):
 class OutputFolder:
     """``generations.jsonl``, ``errors.jsonl``, ``metrics.json`` and ``config.yaml`` of a run; see `LinesFile.earlier`.
 
-    What an earlier run left is read at once, and changed when the first row is ready. Without a row, a folder that is
+    Rows of an earlier run are read at once, and cut off when the first row is ready. Without a row, a folder that is
     made here goes again.
 
     Args:
@@ -72,8 +72,8 @@ class OutputFolder:
             return
         self._rows = LinesFile(path / "generations.jsonl", sync_seconds=_SYNC_SECONDS)
         for _, row in self._rows.earlier("run", _Row, _Row.name, resume=resume, overwrite=overwrite):
-            place = row.id, row.sample
-            self.finished[place], self.made_with[place] = row.prompt, row.made_with
+            key = row.id, row.sample
+            self.finished[key], self.made_with[key] = row.prompt, row.made_with
 
     def __enter__(self) -> OutputFolder:
         return self
@@ -116,7 +116,7 @@ class OutputFolder:
         if generation.seed is not None:
             record |= {"seed": generation.seed, "sample": generation.sample}
         if generation.logprobs is not None:
-            record["logprobs"] = [_logprob(each) for each in generation.logprobs]
+            record["logprobs"] = [_logprob(token) for token in generation.logprobs]
         self._replace_earlier()
         self._rows.append(_line(record))
 
@@ -180,11 +180,6 @@ class OutputFolder:
                     rows.append(read_json(file.readline()))
                 if rows:
                     yield prompt, rows
-
-    @property
-    def says_why(self) -> str:
-        """The place that says why prompts failed."""
-        return "what is above" if self.is_stdout else f"{self.path}/errors.jsonl"
 
     def _write(self, name: str, content: bytes) -> None:
         if not self.is_stdout:

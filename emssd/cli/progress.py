@@ -57,7 +57,7 @@ class Bar:
 
     Args:
         done: what was done before.
-        batch: so many are worked on at once; those that are not done count as half done for the time that is left.
+        batch: so many are worked on at once; until they are done, they count as half done for the time that is left.
         log_seconds: how often a line is written where there is no terminal.
     """
 

@@ -45,10 +45,10 @@ def steady(program: str, *, if_interrupted: str = "") -> Iterator[None]:
 
     An error of emssd ends it with status 2, its message after `program`.
 
-    A character that the encoding of a stream lacks becomes a question mark. A stream that takes no more, as that of
-    ``| head -1`` or of a full disk, takes nothing away from what else the command does: what it prints from there on is
-    dropped. For anything but a closed pipe, the command then ends with a sentence and status 2. Ctrl-C ends it with
-    status 130, and a message that ends with `if_interrupted`; the second one does so at once.
+    A character that the encoding of a stream lacks becomes a question mark. A stream that takes no more, as of
+    ``| head -1`` or on a full disk, does not stop the command: all later output to it is dropped. For anything but a
+    closed pipe, the command then ends with a sentence and status 2. Ctrl-C ends it with status 130, and a message that
+    ends with `if_interrupted`; the second one does so at once.
     """
     before = sys.stdout, sys.stderr
     for stream in before:
@@ -65,8 +65,8 @@ def steady(program: str, *, if_interrupted: str = "") -> Iterator[None]:
     except KeyboardInterrupt:
         print("; ".join(filter(None, (f"{program}: interrupted", if_interrupted))), file=err)
         end = SystemExit(INTERRUPTED)
-    except SystemExit as asked:
-        end = asked
+    except SystemExit as error:
+        end = error
     finally:
         out.flush()
         err.flush()
@@ -106,7 +106,7 @@ class _Outlet:
 
     def _close(self, error: OSError) -> None:
         self.error = error
-        # What the stream still holds would fail again when Python flushes it at the end.
+        # The rest in the stream's buffer would fail again when Python flushes it at the end.
         with suppress(AttributeError, OSError, ValueError):  # one that has no descriptor
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())

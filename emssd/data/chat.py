@@ -52,7 +52,7 @@ def encode_chat(
 
 @contextmanager
 def _in_time() -> Iterator[None]:
-    """Raises in the body, whatever of Python it is in, when it takes too long."""
+    """Raises in the body, in any Python code, when it takes too long."""
     thread, raise_in = ctypes.c_ulong(get_ident()), ctypes.pythonapi.PyThreadState_SetAsyncExc
     lock, is_over = Lock(), False
 
@@ -97,17 +97,17 @@ def require_template(tokenizer: Any, template: str | None = None) -> None:
 def check_messages(messages: Any, name: str) -> list[Message]:
     """`messages` as a list, if they are a conversation. Raises PromptError: they are not, with the place."""
     is_one = isinstance(messages, (str, Mapping)) or not isinstance(messages, Iterable)
-    found: list[Message] = [] if is_one else list(messages)
-    if not found:
+    listed: list[Message] = [] if is_one else list(messages)
+    if not listed:
         raise PromptError(f"prompt {name} is no list of messages")
-    for number, message in enumerate(found, start=1):
+    for number, message in enumerate(listed, start=1):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
                 raise PromptError(
                     f"prompt {name}: message {number} has no text {key!r}; "
                     f'a message is {{"role": "user", "content": "…"}}'
                 )
-    return found
+    return listed
 
 
 def _broken_template(why: str) -> str:

@@ -23,9 +23,9 @@ def typed(value: Any, kind: type[_Kind]) -> _Kind:
     except msgspec.ValidationError as error:
         if error.__cause__ is not None:  # the record has refused its values
             raise error.__cause__ from None
-        said, _, place = str(error).partition(" - at `$")
-        names = re.findall(r"\w+", place)
-        if missing := re.match(r"Object missing required field `(\w+)`", said):
+        message, _, path = str(error).partition(" - at `$")
+        names = re.findall(r"\w+", path)
+        if missing := re.match(r"Object missing required field `(\w+)`", message):
             raise ValueError(f"it has no {'.'.join([*names, missing[1]])}") from None
         if not names:
             raise ValueError("it is no JSON object") from None

@@ -43,16 +43,16 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
     Raises:
         UnsupportedModelError: its bits depend on the batch, with the reason.
     """
-    known: Any = model
-    own = known.get_base_model() if hasattr(known, "get_base_model") else known
-    with evaluating(own):
-        target = TargetModel(own, ModelOptions(compile=False, batch_invariant=True), frozen=True)
+    wrapped: Any = model
+    inner = wrapped.get_base_model() if hasattr(wrapped, "get_base_model") else wrapped
+    with evaluating(inner):
+        target = TargetModel(inner, ModelOptions(compile=False, batch_invariant=True), frozen=True)
     why = target.why_not_invariant
     if target.keeps_states or any(layer.sinks is not None for layer in target.layers):
         why = "some of its layers keep a state, or have attention sinks, which get no gradient"
     if why is not None:
-        raise UnsupportedModelError(f"{type(own).__name__} is not batch-invariant: {why}")
-    registry, forward = Registry(), own.forward
+        raise UnsupportedModelError(f"{type(inner).__name__} is not batch-invariant: {why}")
+    registry, forward = Registry(), inner.forward
     ragged = registry.resolve("backend", "ragged")
 
     def invariant(input_ids: torch.Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -64,10 +64,10 @@ def batch_invariant(model: PreTrainedModel) -> Iterator[None]:
         rows = _Rows(target, registry.build("backend", *ragged), input_ids, *masks)
         attention = replace(target.attention_by(rows.attend), calls=None)
         kwargs |= {"position_ids": rows.positions, "use_cache": False}
-        with _pass(target, attention), _checkpoints(own, target, attention), torch.autocast("cpu", enabled=False):
+        with _pass(target, attention), _checkpoints(inner, target, attention), torch.autocast("cpu", enabled=False):
             return forward(input_ids, **kwargs)
 
-    with replaced_forward(own, invariant):
+    with replaced_forward(inner, invariant):
         yield
 
 
@@ -81,18 +81,20 @@ def _pass(target: TargetModel, attention: PassAttention) -> Iterator[None]:
 @contextmanager
 def _checkpoints(model: Any, target: TargetModel, attention: PassAttention) -> Iterator[None]:
     """Layers that a trainer computes again in its backward pass compute the same there."""
-    wanted = [each for each in model.modules() if each.training and getattr(each, "gradient_checkpointing", False)]
-    before = {each: each._gradient_checkpointing_func for each in wanted}
+    wanted = [
+        module for module in model.modules() if module.training and getattr(module, "gradient_checkpointing", False)
+    ]
+    before = {module: module._gradient_checkpointing_func for module in wanted}
     try:
-        for module, own in before.items():
-            if own.keywords.get("use_reentrant") is not False:
+        for module, checkpoint in before.items():
+            if checkpoint.keywords.get("use_reentrant") is not False:
                 raise ConfigError("within batch_invariant, gradient checkpointing needs use_reentrant=False")
-            again = partial(own, context_fn=lambda: (nullcontext(), _pass(target, attention)))
+            again = partial(checkpoint, context_fn=lambda: (nullcontext(), _pass(target, attention)))
             module._gradient_checkpointing_func = again
         yield
     finally:
-        for module, own in before.items():
-            module._gradient_checkpointing_func = own
+        for module, checkpoint in before.items():
+            module._gradient_checkpointing_func = checkpoint
 
 
 class _Rows:
@@ -113,13 +115,13 @@ class _Rows:
         real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
         if real.shape != input_ids.shape:
             raise ConfigError(f"within batch_invariant, an attention mask is [b, n], and this one is {[*real.shape]}")
-        given = real.cumsum(1) - 1 if positions is None else positions.expand_as(input_ids)
-        self.positions = given.masked_fill(~real, 0)
+        counted = real.cumsum(1) - 1 if positions is None else positions.expand_as(input_ids)
+        self.positions = counted.masked_fill(~real, 0)
         self.index = real.flatten().nonzero().squeeze(1)
         flat = self.positions.flatten()[self.index]
         starts = (flat == 0).nonzero().squeeze(1).tolist()
         lengths = [end - start for start, end in pairwise([*starts, len(flat)])]
-        if not starts or flat.tolist() != [place for length in lengths for place in range(length)]:
+        if not starts or flat.tolist() != [position for length in lengths for position in range(length)]:
             raise ConfigError("within batch_invariant, positions count from 0 in every row")
         backend.allocate(replace(target.kv_cache_spec(len(starts)), max_model_len=max(lengths)))
         if not backend.batch_invariant:
@@ -140,24 +142,24 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, rows: _Rows, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*qkv)
         ctx.rows, ctx.seen = rows, seen
-        out = rows.backend.forward(rows.plan, layer, *(each[rows.index] for each in qkv))
+        out = rows.backend.forward(rows.plan, layer, *(tensor[rows.index] for tensor in qkv))
         return out.new_zeros(len(qkv[0]), *out.shape[1:]).index_copy_(0, rows.index, out)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """In one rectangle, whose padding stands after each row."""
         places, index, saved = ctx.rows.places, ctx.rows.index, ctx.saved_tensors
-        real, qkv = places >= 0, [each[places].requires_grad_() for each in saved]
+        real, qkv = places >= 0, [tensor[places].requires_grad_() for tensor in saved]
         with torch.enable_grad():
             out = _attention(ctx.seen, *qkv)
-        found = zip(saved, torch.autograd.grad(out, qkv, grads[0][places] * real[..., None, None]), strict=True)
-        return None, None, None, *(torch.zeros_like(to).index_copy_(0, index, each[real]) for to, each in found)
+        gradients = zip(saved, torch.autograd.grad(out, qkv, grads[0][places] * real[..., None, None]), strict=True)
+        return None, None, None, *(torch.zeros_like(to).index_copy_(0, index, tensor[real]) for to, tensor in gradients)
 
 
 def _attention(seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Of rows ``[r, n, heads, dim]``, by PyTorch."""
     if seen.sliding_window is None and seen.softcap is None:
-        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
         grouped = seen.num_kv_heads != seen.num_qo_heads
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=seen.scale, enable_gqa=grouped)
         return out.transpose(1, 2)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "check_inputs", "custom_generate", "prompts_of"]
 
-# What `generate` itself hands on; each is checked or without influence on the tokens.
+# Keywords that `generate` itself passes on; each is checked or without influence on the tokens.
 _CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like
 _MODEL_KWARGS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", *_CACHES}
 _MODEL_KWARGS |= {"output_attentions", "output_hidden_states"}  # those are parts of a dict, which is refused
@@ -95,7 +95,7 @@ def custom_generate(
     Args:
         model: filled in by ``generate``, as are the next four.
         input_ids: ``[B, n]``, may be padded on the left, as its attention mask tells.
-        logits_processor: those that ``generate`` makes of the fields below, and none else that has an effect.
+        logits_processor: made by ``generate`` of the fields below; any other with an effect is refused.
         stopping_criteria: at EOS, at a maximum length, at stop strings, and at a time: then each row ends with the next
             token that it gets.
         generation_config: ``do_sample``, ``temperature``, ``top_k`` (Transformers' default is 50), ``top_p``,
@@ -259,12 +259,12 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
 
 def check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
-    given = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
-    given |= {name for name in _CACHES if getattr(model_kwargs.get(name), "_is_user_defined", False)}
-    if given:
+    unknown = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
+    unknown |= {name for name in _CACHES if getattr(model_kwargs.get(name), "_is_user_defined", False)}
+    if unknown:
         raise ConfigError(
             f"emssd.custom_generate decodes from input_ids and attention_mask with a KV cache of its own; leave out "
-            f"{', '.join(sorted(given))}"
+            f"{', '.join(sorted(unknown))}"
         )
 
 

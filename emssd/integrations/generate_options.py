@@ -59,15 +59,15 @@ def check_config(config: GenerationConfig) -> None:
 
 
 def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
-    """Refuse logits processors beside those that Transformers makes of the fields that `sampling_of` follows.
+    """Refuse logits processors that Transformers does not make of the fields of `sampling_of`.
 
     `padding` has the number ``[B]`` of each row's tokens of padding.
     """
     seen, others = set[type](), list[str]()
-    for each in processors or ():
-        if not _has_no_effect(each, width) and (type(each) in seen or not _is_of(each, config, padding)):
-            others.append(type(each).__name__)
-        seen.add(type(each))
+    for processor in processors or ():
+        if not _has_no_effect(processor, width) and (type(processor) in seen or not _is_of(processor, config, padding)):
+            others.append(type(processor).__name__)
+        seen.add(type(processor))
     if others:
         raise ConfigError(
             f"emssd.custom_generate applies no logits processors but those of its sampling options; these were asked "
@@ -99,9 +99,9 @@ def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | 
         names += ["top_k", "top_p", "min_p", "typical_p"]
         if seed is None:
             seed = int(torch.randint(2**63 - 1, ()))
-    given: dict[str, Any] = {name: value for name in names if (value := getattr(config, name)) is not None}
-    given |= {"logit_bias": _bias(config), "seed": 0 if seed is None else seed}
-    params = SamplingParams(temperature=temperature, **given)
+    options: dict[str, Any] = {name: value for name in names if (value := getattr(config, name)) is not None}
+    options |= {"logit_bias": _bias(config), "seed": 0 if seed is None else seed}
+    params = SamplingParams(temperature=temperature, **options)
     return None if params.is_greedy else params
 
 
@@ -130,7 +130,7 @@ def _ids(value: Any) -> list[int]:
     if value is None:
         return []
     if isinstance(value, torch.Tensor):
-        return [int(each) for each in value.flatten().tolist()]
+        return [int(token) for token in value.flatten().tolist()]
     return [value] if isinstance(value, int) else list(value)
 
 
@@ -161,15 +161,15 @@ def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
             of.MinPLogitsWarper: ("min_p", config.min_p),
             of.TypicalLogitsWarper: ("mass", config.typical_p),
         }
-    name, asked = values.get(type(processor), (None, None))
+    name, wanted = values.get(type(processor), (None, None))
     if name is None:
         return False
-    own = getattr(processor, name)
+    value = getattr(processor, name)
     if name == "penalty":  # it must spare padding
         ignored = processor.prompt_ignore_length
         if ([0] * len(padding) if ignored is None else _ids(ignored)) != list(padding):
             return False
-    return _ids(own) == _ids(asked) if isinstance(own, torch.Tensor) else bool(own == asked)
+    return _ids(value) == _ids(wanted) if isinstance(value, torch.Tensor) else bool(value == wanted)
 
 
 class Criteria:

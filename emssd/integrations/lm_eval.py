@@ -37,7 +37,7 @@ _OPTIONS = {field.name for field in dataclasses.fields(EngineOptions)} - {"batch
 class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
     """`HFLM` whose ``generate_until`` decodes speculatively, with the texts and scores of ``--model hf``.
 
-    A task's requests are one continuous batch of `batch_size` rows. What Transformers' ``generate`` would do with a
+    A task's requests are one continuous batch of `batch_size` rows. All that Transformers' ``generate`` does with a
     task's ``generation_kwargs`` is done, or refused with a sentence; see `emssd.custom_generate`.
 
     Args:
@@ -116,7 +116,9 @@ class EmssdLM(HFLM):  # type: ignore[misc]  # it is untyped
             generation_config: GenerationConfig | None = None,
             **model_kwargs: Any,
         ) -> torch.Tensor:
-            criteria = [each for each in stopping_criteria or () if type(each) is not MultiTokenEOSCriteria]
+            criteria = [
+                criterion for criterion in stopping_criteria or () if type(criterion) is not MultiTokenEOSCriteria
+            ]
             call = Call.of(input_ids, generation_config, logits_processor, criteria, model_kwargs)
             if call.criteria or call.num_samples > 1:
                 raise ConfigError("emssd answers each request once, up to the strings of `until`; use --model hf")

@@ -82,10 +82,7 @@ def emssd_prompt_sources() -> list[PromptSourceSpec]:
 
 
 def _prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:
-    """The prompts of `data=openai_batch`. What is wrong with a request makes that one fail, and no other.
-
-    A line that has no ``custom_id`` is named by its place.
-    """
+    """The prompts of `data=openai_batch`. A wrong request fails alone; without a ``custom_id``, its line names it."""
     name, content = content_of(config.path)
     prompts: list[Prompt | FailedPrompt] = []
     taken: dict[str, str] = {}  # the line of each custom_id

@@ -86,18 +86,18 @@ class Rollouts:
         pad = trainer.generation_config.pad_token_id or 0
         rows = [[pad] * (width - len(ids)) + list(ids) for ids in prompt_ids]
         mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-        found: list[Generation] = []
+        generations: list[Generation] = []
         with torch.no_grad():
             model.generate(
                 input_ids=torch.tensor(rows, device=trainer.accelerator.device),
                 attention_mask=torch.tensor(mask, device=trainer.accelerator.device),
                 generation_config=trainer.generation_config,
-                custom_generate=partial(self._decode, found, trainer.processing_class),
+                custom_generate=partial(self._decode, generations, trainer.processing_class),
             )
         return {
             "prompt_ids": [list(ids) for ids in prompt_ids],
-            "completion_ids": [list(each.token_ids) for each in found],
-            "logprobs": [[token.logprob for token in each.logprobs or ()] for each in found],
+            "completion_ids": [list(row.token_ids) for row in generations],
+            "logprobs": [[token.logprob for token in row.logprobs or ()] for row in generations],
         }
 
     @contextmanager
@@ -112,7 +112,7 @@ class Rollouts:
 
     def _decode(
         self,
-        found: list[Generation] | None,
+        generations: list[Generation] | None,
         tokenizer: Any,
         model: PreTrainedModel,
         input_ids: torch.Tensor,
@@ -121,11 +121,11 @@ class Rollouts:
         generation_config: GenerationConfig | None = None,
         **model_kwargs: Any,
     ) -> torch.Tensor:
-        """Decode ``input_ids [B, n]`` to ``[B, n + new]``, as `generate` does; `found` gets the generations."""
+        """Decode ``input_ids [B, n]`` to ``[B, n + new]``, as `generate` does; `generations` gets the generations."""
         call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
         if call.criteria or call.num_samples > 1:
             raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
-        if found is not None:
+        if generations is not None:
             sampling = replace(call.sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
             call = replace(call, sampling=sampling)
         samples: dict[tuple[int, ...], count[int]] = defaultdict(count)  # of equal prompts
@@ -134,21 +134,21 @@ class Rollouts:
             for row, ids in enumerate(call.prompts)
         ]
         done = self._run(model, tokenizer, requests)
-        if found is not None:
-            found += done
-        return call.with_new([each.token_ids for each in done])
+        if generations is not None:
+            generations += done
+        return call.with_new([row.token_ids for row in done])
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
         """The generations of `requests`, in their order."""
         with evaluating(model), _without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
-            longest = max(len(each.prompt_ids) + each.max_new_tokens for each in requests)
+            longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
             if longest > engine.target.max_model_len:
                 raise ConfigError(
                     f"the longest prompt and its completion are up to {longest} tokens, and this model takes "
                     f"{engine.target.max_model_len}; lower max_completion_length, or leave out long prompts"
                 )
-            done = {(each.request_id, each.sample): each for each in engine.run(requests)}
+            done = {(row.request_id, row.sample): row for row in engine.run(requests)}
         self.report = engine.report
         return [done[request.prompt_id, request.sample] for request in requests]
 
@@ -158,7 +158,7 @@ class Rollouts:
         options = {"batch_size": num_rows, "backend": self._backend, "frozen": True} | self._options
         if self._made_for is not model:  # drafters keep the caches of the engine that they are made for
             made = Engine.from_model(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
-            self._drafter = [each.drafter for each in made.drafting.drafters]
+            self._drafter = [stage.drafter for stage in made.drafting.drafters]
             self._budget, self._made_for = made.drafting.policy, model
         return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
 
@@ -193,12 +193,13 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
     plain = nullcontext() if before is None else replaced_forward(model, before)
     with lock_of(model), torch.autocast(model.device.type, enabled=False):
         if compiles and is_own:
-            own: dict[str, Any] = vars(model)
-            given: dict[str, Any] = {name: own.pop(name) for name in ("forward", "_original_forward") if name in own}
+            attributes: dict[str, Any] = vars(model)
+            names = [name for name in ("forward", "_original_forward") if name in attributes]
+            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
             try:
                 yield
             finally:
-                own.update(given)
+                attributes.update(patched)
         else:
             with plain:
                 yield

@@ -52,7 +52,7 @@ class Proposer:
     vLLM does not say which request a row is, so it is recognised by its text: it goes on from what it was a step ago.
     The drafter gets rows as it does from an engine: it proposes, observes what was accepted of that, and drops rows
     that are no longer there. Three things vLLM does not tell. Why a row is gone: all count as ended, also one that was
-    preempted, and may have a few tokens after its EOS. What the target says after a rejected token: -1 stands in
+    preempted, and may have a few tokens after its EOS. The target's tokens after a rejected one: -1 stands in
     `Outcome.target_ids`. How long a row may become: a draft may reach beyond its ``max_tokens``.
 
     Args:
@@ -75,7 +75,7 @@ class Proposer:
         self._max_length: int = model.max_model_len
         self._stages = _stages(self.drafter, self.options, model.get_vocab_size())
         self._known: list[_Row | None] = []  # of the latest step, in its order; None for rows that were not asked for
-        self._asked: list[Row] = []  # those that were drafted for
+        self._drafted_for: list[Row] = []
         self._draft = Draft.empty(0)
         self._num_rows = 0
 
@@ -108,11 +108,13 @@ class Proposer:
             None if text is None else text[: len(text) - len(sampled)]
             for text, sampled in zip(texts, sampled_token_ids, strict=True)
         ]
-        found = _recognised(before, self._known)
-        self._conclude({row.sequence.request_id: sampled_token_ids[place] for place, row in found.items()})
+        recognised = _recognised(before, self._known)
+        self._conclude({row.sequence.request_id: sampled_token_ids[index] for index, row in recognised.items()})
         self._known = [
-            None if text is None else _Row(found[place].sequence if place in found else self._begun(text, new), text)
-            for place, (text, new) in enumerate(zip(texts, sampled_token_ids, strict=True))
+            None
+            if text is None
+            else _Row(recognised[index].sequence if index in recognised else self._begun(text, new), text)
+            for index, (text, new) in enumerate(zip(texts, sampled_token_ids, strict=True))
         ]
         return self._drafted()
 
@@ -128,8 +130,8 @@ class Proposer:
         """Tell the drafter of the step after its latest draft: `new` tokens of each row that is still there, by id."""
         accepted, targets, verified = list[range](), list[list[int]](), list[int]()
         rows = list[Row]()
-        for place, row in enumerate(self._asked):
-            start, stop = self._draft.indptr[place : place + 2]
+        for index, row in enumerate(self._drafted_for):
+            start, stop = self._draft.indptr[index : index + 2]
             tokens = new.get(row.request_id)
             if tokens is None:  # its draft came too late
                 rows.append(replace(row, finish_reason=FinishReason.STOP))
@@ -146,9 +148,8 @@ class Proposer:
             accepted.append(range(right))
             targets.append([*tokens[: right + 1], *[-1] * (len(chain) - right)])
         if rows:
-            drafted = [tuple(map(min, stage.drafted, verified)) for stage in self._stages.stats]
             self._stages.stats = tuple(
-                replace(stage, drafted=own) for stage, own in zip(self._stages.stats, drafted, strict=True)
+                replace(stage, drafted=tuple(map(min, stage.drafted, verified))) for stage in self._stages.stats
             )
             outcome = Outcome(Batch(tuple(rows)), self._draft.cut(verified), tuple(accepted), tuple(targets))
             self._stages.observe(outcome)
@@ -157,31 +158,30 @@ class Proposer:
 
     def _drafted(self) -> list[list[int]]:
         """A chain for each row, none for those that cannot grow."""
-        places = [place for place, row in enumerate(self._known) if row and row.sequence.num_remaining > 0]
-        self._asked = [row.sequence for row in map(self._known.__getitem__, places) if row]
+        places = [index for index, row in enumerate(self._known) if row and row.sequence.num_remaining > 0]
+        self._drafted_for = [row.sequence for row in map(self._known.__getitem__, places) if row]
         chains: list[list[int]] = [[] for _ in self._known]
         self._draft = Draft.empty(0)
         if places:
-            self._draft = self._stages.propose(Batch(tuple(self._asked)), [self._num_drafted] * len(places), 0)
+            self._draft = self._stages.propose(Batch(tuple(self._drafted_for)), [self._num_drafted] * len(places), 0)
             token_ids = self._draft.token_ids.tolist()
-            for place, start, stop in zip(places, self._draft.indptr, self._draft.indptr[1:], strict=False):
-                chains[place] = token_ids[start:stop]
+            for index, start, stop in zip(places, self._draft.indptr, self._draft.indptr[1:], strict=False):
+                chains[index] = token_ids[start:stop]
         return chains
 
 
-def _recognised(before: Seq[np.ndarray | None], known: Seq[_Row | None]) -> dict[int, _Row]:
-    """The `known` row that has each text of `before`, by index in `before`; of equal ones the one at that index."""
-    free = {place: row for place, row in enumerate(known) if row is not None}
-    found = dict[int, _Row]()
-    for place, text in enumerate(before):
-        if text is not None and place in free and np.array_equal(text, free[place].text):
-            found[place] = free.pop(place)
-    for place, text in enumerate(before):
-        if text is not None and place not in found:
-            same = (index for index, row in free.items() if np.array_equal(text, row.text))
-            if (index := next(same, None)) is not None:
-                found[place] = free.pop(index)
-    return found
+def _recognised(before: Seq[np.ndarray | None], rows: Seq[_Row | None]) -> dict[int, _Row]:
+    """The row with each text of `before`, by index in `before`; among equal rows the one at that index."""
+    free = {index: row for index, row in enumerate(rows) if row is not None}
+    recognised = dict[int, _Row]()
+    for anywhere in (False, True):
+        for index, text in enumerate(before):
+            if text is not None and index not in recognised:
+                candidates = list(free) if anywhere else free.keys() & {index}
+                same = (other for other in candidates if np.array_equal(text, free[other].text))
+                if (other := next(same, None)) is not None:
+                    recognised[index] = free.pop(other)
+    return recognised
 
 
 def _stages(name: str, options: Mapping[str, Any], vocab_size: int) -> DraftStages:

@@ -80,10 +80,10 @@ class Result:
         assert self.status == 2, self
         assert "Traceback" not in self.err + self.out
         *before, line = self.err.splitlines()
-        assert not any("error: " in said for said in before), self
-        program, _, said = line.partition(": error: ")
+        assert not any("error: " in message for message in before), self
+        program, _, message = line.partition(": error: ")
         assert program in ("emssd", "emssd-plugins")
-        return said
+        return message
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -252,8 +252,8 @@ def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def registered_once(registry: Registry, *, runnable: bool = False) -> None:
         """The store of emssd's own plugins is always the same; with a stranger's it is made anew."""
-        store, key = ConfigStore.instance(), tuple((each.name, each.state) for each in registry.records)
-        if any(each.distribution != "emssd" for each in registry.records):
+        store, key = ConfigStore.instance(), tuple((record.name, record.state) for record in registry.records)
+        if any(record.distribution != "emssd" for record in registry.records):
             register_configs(registry, runnable=runnable)
         elif key in _STORES:
             store.repo = without_copies(_STORES[key])
@@ -328,7 +328,7 @@ def decode_records(emssd: Callable[..., Result], model: str, work: Path) -> Call
     """``decode_records(records, *arguments)`` decodes those of ``f.jsonl``; text and bytes are lines as they stand."""
 
     def run(records: list[Any], *arguments: object) -> Result:
-        lines = [each if isinstance(each, (str, bytes)) else json.dumps(each) for each in records]
+        lines = [record if isinstance(record, (str, bytes)) else json.dumps(record) for record in records]
         lines = [line.encode() if isinstance(line, str) else line for line in lines]
         (work / "f.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
         data = ("data=jsonl", "data.path=f.jsonl", "output_dir=out", "progress=false")

@@ -26,8 +26,8 @@ RETRIEVE = ("drafter=llma", "drafter.search=prompt_and_output", "drafter.copy_le
 
 def test_results_go_to_stdout_and_what_is_said_on_the_way_to_stderr(decode: Callable) -> None:
     result = decode("check=greedy", "progress=true")
-    for said in ("loading ", "decoding both ways ━", "10/10"):
-        assert (said in result.err, said in result.out) == (True, False)
+    for message in ("loading ", "decoding both ways ━", "10/10"):
+        assert (message in result.err, message in result.out) == (True, False)
     for shown in (FIGURE, "check=greedy: 5 exact", "written to out/", "prompts.txt:1\n"):
         assert (shown in result.err, shown in result.out) == (False, True)
 
@@ -82,20 +82,20 @@ def test_a_run_says_that_nothing_was_accepted(decode: Callable) -> None:
 
 @looped("run, greedy, said", [(0.25, None, "25%"), (0.0, 0.5, "50%"), (0.1, 0.1, None), (None, None, None)])
 def test_a_busy_machine(run: float | None, greedy: float | None, said: str | None) -> None:
-    found = remarks(METRICS | {"other_cpu_share": run, "greedy": {"other_cpu_share": greedy}}, drafts=True)
+    lines = remarks(METRICS | {"other_cpu_share": run, "greedy": {"other_cpu_share": greedy}}, drafts=True)
     sentence = f"the machine was busy: other processes used {said} of its cores, so its times may mislead"
-    assert found == ([sentence] if said else [])
+    assert lines == ([sentence] if said else [])
 
 
-def counted(busy: float, idle: float, own: float, seconds: float = 10.0) -> Callable[[], CPUTimes]:
+def counted(busy: float, idle: float, ours: float, seconds: float = 10.0) -> Callable[[], CPUTimes]:
     """Readings of two cores between which so many seconds pass, and that CPU time of all, of none and of ourselves."""
-    then = CPUTimes(100.0 + seconds, 2, 7.0 + busy, 9.0 + idle, 3.0 + own)
+    then = CPUTimes(100.0 + seconds, 2, 7.0 + busy, 9.0 + idle, 3.0 + ours)
     readings = iter([CPUTimes(100.0, 2, 7.0, 9.0, 3.0), then])
     return lambda: next(readings)
 
 
 @looped(
-    "busy, idle, own, seconds, share",
+    "busy, idle, ours, seconds, share",
     [
         (12.0, 8.0, 10.0, 10.0, 0.1),
         (10.0, 10.0, 10.0, 10.0, 0.0),
@@ -105,8 +105,8 @@ def counted(busy: float, idle: float, own: float, seconds: float = 10.0) -> Call
         (0.2, 0.2, 0.1, 0.2, None),  # too short for a clock of hundredths
     ],
 )
-def test_the_share_of_others(busy: float, idle: float, own: float, seconds: float, share: float | None) -> None:
-    with OtherProcesses(counted(busy, idle, own, seconds)) as others:
+def test_the_share_of_others(busy: float, idle: float, ours: float, seconds: float, share: float | None) -> None:
+    with OtherProcesses(counted(busy, idle, ours, seconds)) as others:
         pass
     assert others.share == (None if share is None else pytest.approx(share))
 
@@ -154,10 +154,10 @@ def test_the_text_of_a_prompt_comes_first_and_figures_if_asked(emssd: Callable, 
     assert result.out.startswith(f"{text}\ncheck=plain: 1 exact")
     assert result.out.count("\n") == text.count("\n") + 2
     assert "written to out/: " in result.err
-    asked = emssd(*options, "figures=true")
-    assert asked.out.startswith(f"{text}\n{model} · ")
-    assert FIGURE in asked.out
-    assert "written to out/: " in asked.out
+    shown = emssd(*options, "figures=true")
+    assert shown.out.startswith(f"{text}\n{model} · ")
+    assert FIGURE in shown.out
+    assert "written to out/: " in shown.out
 
 
 def test_a_check_of_a_finished_job_is_no_check(decode: Callable) -> None:

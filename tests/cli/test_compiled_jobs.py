@@ -50,5 +50,5 @@ def test_runs_of_all_hash_seeds_and_a_resumed_one_have_one_program(
         assert tokens(f"auto{seed}").items() <= tokens("first").items()
     run(0, "auto3", "resume=true")
     assert tokens("auto3") == tokens("first")
-    assert len([each for each in (work / "cache" / "models").iterdir() if each.is_dir()]) == 1
+    assert len([path for path in (work / "cache" / "models").iterdir() if path.is_dir()]) == 1
     assert run(1, "plain", "resume=true")["compiled"] == "not compiled, as the rows that are there were made"

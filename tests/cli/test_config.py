@@ -129,11 +129,11 @@ def test_presets_of_the_users_own(option: list[str], presets: str, emssd: Callab
 
 
 def test_a_folder_of_presets_leaves_the_other_checks_on(presets: str, emssd: Callable) -> None:
-    for arguments, said in (
+    for arguments, sentence in (
         (("drafter=llma", "drafter.copy_lenght=3"), "drafter 'llma' has no option 'copy_lenght'; "),
         (("drafter=draft_2m",), "unknown drafter 'draft_2m'; "),
     ):
-        assert emssd("--config-dir", presets, *arguments).sentence.startswith(said)
+        assert emssd("--config-dir", presets, *arguments).sentence.startswith(sentence)
     assert emssd("--config-dir", "nowhere", "drafter=mine").sentence == (
         f"Additional config directory '{Path.cwd() / 'nowhere'}' not found"
     )

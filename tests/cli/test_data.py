@@ -135,8 +135,8 @@ def test_a_bad_file_is_named_with_the_place(case: tuple[str | bytes, str], read:
     content, arguments = case
     (work / "no").mkdir(exist_ok=True)
     (work / "no" / "file").write_bytes(content if isinstance(content, bytes) else content.encode())
-    given = {name: value for name, _, value in (each.partition("=") for each in arguments.split(" "))}
-    options = {"data.path": "no/file"} | given
+    named = {name: value for name, _, value in (word.partition("=") for word in arguments.split(" "))}
+    options = {"data.path": "no/file"} | named
     assert_said(read(*(f"{name}={value}" for name, value in options.items())).sentence, BAD[case])
 
 
@@ -150,10 +150,10 @@ def test_the_hub_needs_its_client(read: Callable, monkeypatch: pytest.MonkeyPatc
 
 def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hub's client stands in for itself: what it is asked for, and what becomes of its rows and its errors."""
-    asked = []
+    calls = []
 
     def load_dataset(name: str, subset: str | None, split: str) -> Iterable[dict[str, str]]:
-        asked.append((name, subset, split))
+        calls.append((name, subset, split))
         if name == "nobody/nothing":
             raise ConnectionError("no route")
         if name == "torn":
@@ -162,7 +162,7 @@ def test_a_dataset_of_the_hub(read: Callable, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     assert taken(read("data=gsm8k", "data.limit=1")) == {"openai/gsm8k[0]": "Question: 1+1?\nAnswer:"}
-    assert asked == [("openai/gsm8k", "main", "test")]
+    assert calls == [("openai/gsm8k", "main", "test")]
     assert read("data=hf", "data.hub=nobody/nothing").sentence == (
         "cannot read dataset 'nobody/nothing' (None, test): no route. A local copy works with data.path=FILE.jsonl"
     )

@@ -29,7 +29,7 @@ def test_response_formats_of_a_batch_are_grammars(tmp_path: Path) -> None:
     path = tmp_path / "batch.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     first, second, third, wrong = emssd_prompt_sources()[0].build(OpenAIBatchConfig(path=str(path)))
-    grammars = [(each.sampling or {}).get("grammar") for each in (first, second, third)]
+    grammars = [(prompt.sampling or {}).get("grammar") for prompt in (first, second, third)]
     assert grammars == ["json", {"type": "null"}, None]
     assert "response_format is" in wrong.error
 
@@ -65,15 +65,15 @@ def test_the_command_line_gives_valid_rows_equal_to_those_without_drafts(decode:
 
 def test_options_turn_forced_tokens_off_and_let_the_end_follow_to_the_limit(decode: Callable) -> None:
     options = ("sampling.grammar=regex:(yes|no): [0-9]{2}, a", "drafter=none", "max_new_tokens=16")
-    found = list[tuple[float, set[str], list[str]]]()
+    figures = list[tuple[float, set[str], list[str]]]()
     for more in ("force_tokens=true", "force_tokens=false", "ignore_eos=true"):
         result = decode(*options, more)
         rows = sorted(result.rows, key=lambda row: str(row["id"]))
         reasons, texts = {row["finish_reason"] for row in rows}, [row["text"] for row in rows]
-        found.append((result.metrics["mean_acceptance_length"], reasons, texts))
-    assert found[0][0] > 1 == found[1][0]
-    assert [reasons for _, reasons, _ in found] == [{"eos"}, {"eos"}, {"length"}]
-    assert found[0][2] == found[1][2] == found[2][2]
+        figures.append((result.metrics["mean_acceptance_length"], reasons, texts))
+    assert figures[0][0] > 1 == figures[1][0]
+    assert [reasons for _, reasons, _ in figures] == [{"eos"}, {"eos"}, {"length"}]
+    assert figures[0][2] == figures[1][2] == figures[2][2]
 
 
 def test_a_grammar_that_cannot_be_is_refused_in_a_sentence(decode: Callable) -> None:

@@ -55,9 +55,9 @@ def error(line: dict[str, Any]) -> str:
     """The sentence of an answer that is none."""
     assert line["error"] is None
     assert line["response"]["status_code"] == 400
-    said = line["response"]["body"]["error"]
-    assert said == {"message": said["message"], "type": "invalid_request_error", "param": None, "code": None}
-    return str(said["message"])
+    reason = line["response"]["body"]["error"]
+    assert reason == {"message": reason["message"], "type": "invalid_request_error", "param": None, "code": None}
+    return str(reason["message"])
 
 
 def expected(model: str, text: str, **options: Any) -> list[Any]:
@@ -73,45 +73,47 @@ def expected(model: str, text: str, **options: Any) -> list[Any]:
 
 def test_chats_and_completions_are_answered_in_the_format_of_the_api(batch: Callable, chat_model: str) -> None:
     system = {"role": "system", "content": [{"type": "text", "text": "be"}], "name": None}
-    asked = [chat("a", messages=[system, *ASK], max_completion_tokens=4), completion("b", prompt=["abc"], user="me")]
-    result = batch(asked)
+    requests = [chat("a", messages=[system, *ASK], max_completion_tokens=4), completion("b", prompt=["abc"], user="me")]
+    result = batch(requests)
     assert result.status == 0
     assert "config.yaml, batch_output.jsonl" in result.out
     first, second = answers(result.folder).values()
-    (said,) = expected(chat_model, "<s>[s]be[u]hi[a]", limit=4)
+    (answer,) = expected(chat_model, "<s>[s]be[u]hi[a]", limit=4)
     body = first["response"]["body"]
     assert re.fullmatch("chatcmpl-[0-9a-f]{32}", body.pop("id"))
     assert isinstance(body.pop("created"), int)
-    num_prompt, num_new = len("[s]be[u]hi[a]") + 1, len(said.token_ids)
+    num_prompt, num_new = len("[s]be[u]hi[a]") + 1, len(answer.token_ids)
     assert body == {
         "object": "chat.completion",
         "model": chat_model,
         "choices": [{
-            "index": 0, "message": {"role": "assistant", "content": said.text, "refusal": None}, "logprobs": None,
-            "finish_reason": {"eos": "stop", "length": "length"}[said.finish_reason.value],
+            "index": 0, "message": {"role": "assistant", "content": answer.text, "refusal": None}, "logprobs": None,
+            "finish_reason": {"eos": "stop", "length": "length"}[answer.finish_reason.value],
         }],
         "usage": {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new},
     }  # fmt: skip
     body = second["response"]["body"]
-    (said,) = expected(chat_model, "abc")
+    (answer,) = expected(chat_model, "abc")
     assert body["object"] == "text_completion"
     assert body["choices"] == [
-        {"index": 0, "text": said.text, "finish_reason": body["choices"][0]["finish_reason"], "logprobs": None}
+        {"index": 0, "text": answer.text, "finish_reason": body["choices"][0]["finish_reason"], "logprobs": None}
     ]
 
 
 def test_several_choices_are_those_of_the_options_in_the_request(batch: Callable, chat_model: str) -> None:
-    asked = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "n": 3, "stop": "e", "presence_penalty": 0.5}
-    asked |= {"frequency_penalty": 0.25, "logit_bias": {"70": 3}}
-    line = answers(batch([completion("a", **asked, max_tokens=20), chat("b")], "drafter=llma").folder)["a"]
-    named = {name: value for name, value in asked.items() if name not in ("stop", "logit_bias")}
+    options = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "n": 3, "stop": "e", "presence_penalty": 0.5}
+    options |= {"frequency_penalty": 0.25, "logit_bias": {"70": 3}}
+    line = answers(batch([completion("a", **options, max_tokens=20), chat("b")], "drafter=llma").folder)["a"]
+    named = {name: value for name, value in options.items() if name not in ("stop", "logit_bias")}
     sampling = SamplingParams(**named, logit_bias={70: 3})
     wanted = expected(chat_model, "abc", sampling=sampling, stop=["e"], limit=20)
     choices = line["response"]["body"]["choices"]
-    assert [(each["index"], each["text"]) for each in choices] == [(each.sample, each.text) for each in wanted]
-    assert len({each["text"] for each in choices}) == 3
-    assert {each["finish_reason"] for each in choices} <= {"stop", "length"}
-    number = sum(len(each.token_ids) for each in wanted)
+    assert [(choice["index"], choice["text"]) for choice in choices] == [
+        (choice.sample, choice.text) for choice in wanted
+    ]
+    assert len({choice["text"] for choice in choices}) == 3
+    assert {choice["finish_reason"] for choice in choices} <= {"stop", "length"}
+    number = sum(len(choice.token_ids) for choice in wanted)
     assert line["response"]["body"]["usage"]["completion_tokens"] == number
 
 
@@ -126,21 +128,21 @@ def test_a_request_that_names_no_temperature_is_drawn_as_in_the_api(batch: Calla
 
 
 def test_log_probabilities_of_chats_and_of_completions(batch: Callable, chat_model: str) -> None:
-    asked = [chat("a", logprobs=True, top_logprobs=2), chat("b", logprobs=True), completion("c", logprobs=1)]
-    lines = answers(batch(asked).folder)
+    requests = [chat("a", logprobs=True, top_logprobs=2), chat("b", logprobs=True), completion("c", logprobs=1)]
+    lines = answers(batch(requests).folder)
     (wanted,) = expected(chat_model, "<s>[u]hi[a]", sampling=SamplingParams(temperature=0, logprobs=2))
     first, second, third = (lines[name]["response"]["body"]["choices"][0]["logprobs"] for name in "abc")
     assert first["refusal"] is None
-    assert [each["logprob"] for each in first["content"]] == near([each.logprob for each in wanted.logprobs])
-    for each, own in zip(first["content"], wanted.logprobs, strict=True):
-        assert [other["logprob"] for other in each["top_logprobs"]] == near([share for _, share in own.top])
-        assert bytes(each["bytes"]).decode(errors="replace") == each["token"]
+    assert [token["logprob"] for token in first["content"]] == near([token.logprob for token in wanted.logprobs])
+    for token, wanted_token in zip(first["content"], wanted.logprobs, strict=True):
+        assert [other["logprob"] for other in token["top_logprobs"]] == near([share for _, share in wanted_token.top])
+        assert bytes(token["bytes"]).decode(errors="replace") == token["token"]
     ends = wanted.finish_reason.value == "eos"  # which is in no text
-    spoken = b"".join(bytes(each["bytes"]) for each in first["content"][: -1 if ends else None])
+    spoken = b"".join(bytes(token["bytes"]) for token in first["content"][: -1 if ends else None])
     assert spoken.decode(errors="replace") == wanted.text
-    assert [each["top_logprobs"] for each in second["content"]] == [[]] * len(first["content"])
-    assert [each["logprob"] for each in second["content"]] == near([each["logprob"] for each in first["content"]])
-    assert third["text_offset"] == [sum(map(len, third["tokens"][:place])) for place in range(len(third["tokens"]))]
+    assert [token["top_logprobs"] for token in second["content"]] == [[]] * len(first["content"])
+    assert [token["logprob"] for token in second["content"]] == near([token["logprob"] for token in first["content"]])
+    assert third["text_offset"] == [sum(map(len, third["tokens"][:index])) for index in range(len(third["tokens"]))]
     greedy = [max(top.values()) for top in third["top_logprobs"]]
     assert third["token_logprobs"] == greedy
     assert all(math.isfinite(share) and share <= 0 for share in greedy)
@@ -186,13 +188,13 @@ REFUSED: list[tuple[Any, str]] = [
 
 
 def test_a_request_that_cannot_be_honoured_fails_alone(batch: Callable) -> None:
-    asked, wanted = list[Any](), dict[str, str]()
+    requests, wanted = list[Any](), dict[str, str]()
     for number, (request, sentence) in enumerate(REFUSED, start=1):
-        place, name = f"f.jsonl:{number}", f"a{number}"
+        line, name = f"f.jsonl:{number}", f"a{number}"
         has_name = isinstance(request, dict) and request["custom_id"] == NAME
-        asked.append(request | {"custom_id": name} if has_name else request)
-        wanted[name if has_name else place] = sentence.replace("{place}", place).replace("{name}", name)
-    result = batch([*asked, GOOD], "max_new_tokens=1", "drafter=none")
+        requests.append(request | {"custom_id": name} if has_name else request)
+        wanted[name if has_name else line] = sentence.replace("{place}", line).replace("{name}", name)
+    result = batch([*requests, GOOD], "max_new_tokens=1", "drafter=none")
     assert result.status == 0
     lines = answers(result.folder)
     assert lines.pop("good")["response"]["status_code"] == 200
@@ -243,18 +245,18 @@ def test_a_batch_whose_requests_all_fail_is_answered(batch: Callable) -> None:
 
 
 def test_an_interrupted_batch_goes_on(batch: Callable) -> None:
-    asked = [completion("a", temperature=1, n=2, logprobs=1), chat("b"), chat("c", tools=[1]), completion("d")]
-    whole = batch(asked)
+    requests = [completion("a", temperature=1, n=2, logprobs=1), chat("b"), chat("c", tools=[1]), completion("d")]
+    whole = batch(requests)
     before = {name: _settled(line) for name, line in answers(whole.folder).items()}
     assert list(before) == ["a", "b", "d", "c"]
     rows, output = whole.folder / "generations.jsonl", whole.folder / "batch_output.jsonl"
     lines = rows.read_bytes().splitlines(keepends=True)
     rows.write_bytes(lines[0] + lines[1][:30])
-    again = batch(asked, "resume=true", "drafter=none", "batch_size=1")
+    again = batch(requests, "resume=true", "drafter=none", "batch_size=1")
     assert again.metrics["num_resumed_prompts"] == 1
     assert {name: _settled(line) for name, line in answers(whole.folder).items()} == before
     output.unlink()  # as if the run had been killed between its last row and the answers
-    assert batch(asked, "resume=true").status == 0
+    assert batch(requests, "resume=true").status == 0
     assert {name: _settled(line) for name, line in answers(whole.folder).items()} == before
 
 

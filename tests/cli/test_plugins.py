@@ -55,10 +55,10 @@ def test_a_broken_plugin_is_reported_and_the_others_work(name: str, install: Cal
     assert not others
     assert message.startswith(f"plugin '{name}' of third-party-{name} 1.2 is not loaded: {reason}")
     assert {"draft_model", "llma", "none"} <= set(registry.names("drafter"))
-    known = ", ".join(registry.names("drafter"))
+    names = ", ".join(registry.names("drafter"))
     with pytest.raises(PluginError) as caught:
         registry.find("drafter", "third")
-    assert str(caught.value) == f"unknown drafter 'third'; choose one of {known}. {message}"
+    assert str(caught.value) == f"unknown drafter 'third'; choose one of {names}. {message}"
     shutil.rmtree(tmp_path / f"site_{name}")  # the next case is alone
 
 
@@ -119,7 +119,7 @@ def test_a_plugin_that_takes_long_is_named_and_can_be_left_out(
     for names in ("slow", "other, third-party-slow", "llma slow"):
         monkeypatch.setenv("EMSSD_SKIP_PLUGINS", names)
         registry = Registry()
-        assert [(each.name, each.reason) for each in registry.records if each.state == "skipped"] == [
+        assert [(record.name, record.reason) for record in registry.records if record.state == "skipped"] == [
             ("slow", "EMSSD_SKIP_PLUGINS names it")
         ]
         assert "third" not in registry.names("drafter")

@@ -31,7 +31,7 @@ ANY_NUMBER = {"seed", "bits", "query_tile", "max_model_len", "temperature", "hid
 def parts(kind: Any) -> list[Any]:
     """The types of the values that an option of this type holds, in lists too."""
     inner = () if get_origin(kind) is Annotated else get_args(kind)
-    return [part for each in inner for part in parts(each)] if inner else [kind]
+    return [part for option in inner for part in parts(option)] if inner else [kind]
 
 
 def fields_of(options: type) -> Iterator[tuple[str, Any]]:

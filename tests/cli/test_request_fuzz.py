@@ -38,7 +38,7 @@ _RIGHT: dict[str, list[Any]] = {
     "temperature": [0, 0.7, 1], "top_p": [0.5, 1], "top_k": [0, 2], "n": [1, 2], "seed": [0, 7],
     "stop": ["a", ["b", "c"]], "logprobs": [0, 2], "grammar": _GRAMMARS, "logit_bias": [{"5": 1}, {"3": -100}],
     "max_tokens": [1, 3], "prompt": ["ab", "a b c", [5, 6]], "messages": [[{"role": "user", "content": "hi"}]],
-    "response_format": [{"type": "json_schema", "json_schema": {"schema": each}} for each in _GRAMMARS],
+    "response_format": [{"type": "json_schema", "json_schema": {"schema": grammar}} for grammar in _GRAMMARS],
 }  # fmt: skip
 _NAMES = [*(option.name for option in fields(SamplingParams)), "best_of", ""]
 _GOOD = "abc"
@@ -104,19 +104,19 @@ def fuzz(
     def run(kind: str, seed: int, number: int) -> None:
         draw = random.Random(seed)
         make: Any = {"jsonl": jsonl, "openai_batch": openai, "plugin": prompt_of}[kind]
-        made = [make(draw, place) for place in range(number)]
+        made = [make(draw, index) for index in range(number)]
         common = [f"model.path={chat_model}", "output_dir=out", "overwrite=true", "progress=false", "on_error=skip"]
         if kind == "plugin":
             mixed = [
-                each
-                for place, odd in enumerate(made)
-                for each in (Prompt(f"good {place}", _GOOD, max_new_tokens=3), odd)
+                prompt
+                for index, odd in enumerate(made)
+                for prompt in (Prompt(f"good {index}", _GOOD, max_new_tokens=3), odd)
             ]
             monkeypatch.setattr(job, "prompts_of", lambda *_: mixed)
             result = emssd(*common)
         else:
-            lines = [line for place, odd in enumerate(made)
-                     for line in (json.dumps(good(kind, place)).encode(), line_of(odd, draw))]  # fmt: skip
+            lines = [line for index, odd in enumerate(made)
+                     for line in (json.dumps(good(kind, index)).encode(), line_of(odd, draw))]  # fmt: skip
             (work / "f.jsonl").write_bytes(b"\n".join(lines) + b"\n")
             names = ["data.id_field=id", "data.max_new_tokens_field=limit", "data.sampling_field=how"]
             result = emssd(*common, f"data={kind}", "data.path=f.jsonl", *(names if kind == "jsonl" else []))
@@ -124,7 +124,7 @@ def fuzz(
         rows = [row for row in result.rows if str(row["id"]).startswith("good ")]
         assert [row["text"] for row in rows] == [expected] * number, seed
         failed = [json.loads(line) for line in (work / "out" / "errors.jsonl").read_bytes().splitlines()]
-        dead_ends = {each["id"] for each in failed if "can go on with an output of the grammar" in each["error"]}
+        dead_ends = {row["id"] for row in failed if "can go on with an output of the grammar" in row["error"]}
         answered = {row["id"] for row in result.rows} - dead_ends  # of some, another sample has a row
         assert len(answered) + len(failed) == 2 * number, seed
 
@@ -142,17 +142,17 @@ def test_a_request_is_wrong_for_itself_alone(kind: str, seed: int, fuzz: Callabl
 def ask(engine: Engine, draw: random.Random) -> None:
     """One call of the library with an odd argument; in the middle of a run of good ones."""
     how = options(draw, _NAMES[:-2])
-    asked = {"max_new_tokens": 2} | {
+    arguments = {"max_new_tokens": 2} | {
         name: odd(draw, "max_tokens") for name in ("max_new_tokens",) if draw.random() < 0.3
     }
     stop = odd(draw, "stop") if draw.random() < 0.3 else ()
     prompts = odd(draw) if draw.random() < 0.1 else [_GOOD, odd(draw, "prompt")]
     if draw.random() < 0.5:
-        engine.generate(prompts, **asked, stop=stop, sampling=SamplingParams(**how) if how else None)
+        engine.generate(prompts, **arguments, stop=stop, sampling=SamplingParams(**how) if how else None)
         return
     ids = tuple(odd(draw) for _ in range(2)) if draw.random() < 0.3 else (5, 6)
     stops = StopStrings(stop, engine.tokenizer) if stop else None
-    engine.add(Request("odd", ids, **asked, stop=stops, sampling=SamplingParams(**how) if how else None))
+    engine.add(Request("odd", ids, **arguments, stop=stops, sampling=SamplingParams(**how) if how else None))
     engine.add(Request("good", (5, 6), 2))
     rows = {}
     while engine.has_work:

@@ -104,7 +104,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
 ) -> None:
     """`test_compiled_jobs` resumes one that is."""
     monkeypatch.setattr(compilable, "expected_seconds", lambda *_: 0)  # so that each run is worth it
-    monkeypatch.setattr(tracing, "compile_program", lambda *given: pytest.fail("it compiles"))
+    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
     monkeypatch.setenv("EMSSD_CACHE", str(work / "cache"))
     auto, path = (*RESUME, "model.compile=auto"), work / "out" / "generations.jsonl"
 
@@ -122,7 +122,7 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     )
 
 
-def asked_to_compile(*given: object) -> None:
+def asked_to_compile(*arguments: object) -> None:
     raise CompileError("it is asked to compile")
 
 
@@ -143,13 +143,13 @@ WAYS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_file_that_something_else_changes_takes_no_more_lines(way: str, tmp_path: Path) -> None:
-    spoil, said = WAYS[way]
+    spoil, message = WAYS[way]
     lines = LinesFile(tmp_path / "out" / "rows.jsonl")
     lines.append(b"first of all\n")
     spoil(lines.path)
     left = lines.path.read_bytes() if lines.path.exists() else None
     for change in (lines.check, lambda: lines.append(b"second\n")):
-        with pytest.raises(OutputError, match=f"rows.jsonl {said}, and not by this run"):
+        with pytest.raises(OutputError, match=f"rows.jsonl {message}, and not by this run"):
             change()
     lines.close()
     assert (lines.path.read_bytes() if lines.path.exists() else None) == left
@@ -159,7 +159,7 @@ def test_a_file_that_something_else_changes_takes_no_more_lines(way: str, tmp_pa
 def test_rows_that_are_taken_away_during_a_run_end_it(
     way: str, number: int, half: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spoil, said = WAYS[way]
+    spoil, message = WAYS[way]
     write, seen = OutputFolder.write_generation, list[Generation]()
 
     def spoiled(self: OutputFolder, prompt: Any, generation: Generation) -> None:
@@ -172,7 +172,7 @@ def test_rows_that_are_taken_away_during_a_run_end_it(
         patched.setattr(OutputFolder, "write_generation", spoiled)
         result = half()
     assert result.sentence == (
-        f"out/generations.jsonl {said}, and not by this run, so that rows may be lost; resume=true makes those "
+        f"out/generations.jsonl {message}, and not by this run, so that rows may be lost; resume=true makes those "
         f"anew that are missing"
     )
     assert not (result.folder / "metrics.json").exists()
@@ -218,8 +218,8 @@ def test_a_folder_or_a_pipe_in_the_place_of_a_file(name: str, half: Callable, wo
         assert f"out/{name}: Is a directory" in half().sentence
         return
     os.mkfifo(work / "out" / name)
-    said = f"out/{name} is a pipe, and rows go to a file; take it away, or set output_dir to another"
-    assert all(half(*more).sentence.startswith(said) for more in ((), RESUME))
+    message = f"out/{name} is a pipe, and rows go to a file; take it away, or set output_dir to another"
+    assert all(half(*more).sentence.startswith(message) for more in ((), RESUME))
 
 
 @pytest.mark.parametrize("text", ["model: " + "[" * 10_000, "model: " + "{a: " * 500 + "1" + "}" * 500])

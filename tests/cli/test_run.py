@@ -101,7 +101,7 @@ def test_threads_of_one_job_are_not_those_of_the_next(decode: Callable, monkeypa
     finally:
         torch.set_num_threads(before)
     written = [json.loads((result.folder / name / "metrics.json").read_text()) for name in ("0", "1")]
-    assert [each["hardware"]["threads"] for each in written] == [1, 2]
+    assert [metrics["hardware"]["threads"] for metrics in written] == [1, 2]
 
 
 def test_an_earlier_runs_metrics_do_not_stay_beside_new_rows(decode: Callable, fail_at: Callable) -> None:
@@ -142,7 +142,9 @@ def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_g
     from emssd.model.compile.compiled import CompiledForward
 
     steps, call = [], CompiledForward.__call__
-    monkeypatch.setattr(CompiledForward, "__call__", lambda *given, **named: steps.append(1) or call(*given, **named))
+    monkeypatch.setattr(
+        CompiledForward, "__call__", lambda *arguments, **named: steps.append(1) or call(*arguments, **named)
+    )
     result = emssd(
         "model=demo_draft", "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy",
         "data.limit=4", "max_new_tokens=24", "output_dir=out", "progress=false",
@@ -197,7 +199,7 @@ def test_drafters_that_another_combines_are_among_them_and_those_of_earlier_runs
     result = decode("-m", "drafter=cascade", "drafter.drafters=[llma,pld],[pld,none]", "max_new_tokens=2")
     assert result.status == 0, result.err
     kept = [json.loads((result.folder / number / "metrics.json").read_text())["plugins"] for number in "01"]
-    names = [{each["name"] for each in found if each["kind"] == "drafter"} for found in kept]
+    names = [{plugin["name"] for plugin in used if plugin["kind"] == "drafter"} for used in kept]
     assert names == [{"cascade", "llma", "pld"}, {"cascade", "pld", "none"}]
 
 

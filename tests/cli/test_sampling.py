@@ -29,7 +29,7 @@ def own(decode_records: Callable) -> Callable[..., Any]:
     """``own(options, *arguments)`` decodes prompts with these sampling options of their own."""
 
     def run(options: list[Any], *arguments: str) -> Any:
-        records = [{"prompt": "a b c", "how": each} for each in options]
+        records = [{"prompt": "a b c", "how": option} for option in options]
         return decode_records(records, "data.sampling_field=how", *SAMPLED, *arguments)
 
     return run
@@ -73,7 +73,7 @@ def test_each_sample_is_a_row_with_its_seed_and_number(decode: Callable) -> None
     assert texts(second.rows) == texts(first.rows)
     assert second.metrics["check"] == {"exact": 9, "ties": 0, "differences": 0, "details": []}
     alone = texts(decode(*three).rows)
-    assert alone == {place: text for place, text in texts(first.rows).items() if place[1] == 0}
+    assert alone == {key: text for key, text in texts(first.rows).items() if key[1] == 0}
 
 
 def test_a_difference_says_which_sample_it_is_in(decode: Callable, draft_wrongly: Callable) -> None:
@@ -81,9 +81,9 @@ def test_a_difference_says_which_sample_it_is_in(decode: Callable, draft_wrongly
     cold = ("sampling.temperature=0.05", "max_new_tokens=24", "budget=fixed", "data.limit=1")  # it repeats itself
     result = decode(*SAMPLED, *cold, "sampling.n=2", "check=plain")
     details = result.metrics["check"]["details"]
-    assert {each["sample"] for each in details} == {0, 1}
+    assert {detail["sample"] for detail in details} == {0, 1}
     assert result.metrics["check"]["differences"] == len(details)
-    assert all(each["margin"] > each["tolerance"] for each in details)
+    assert all(detail["margin"] > detail["tolerance"] for detail in details)
     assert re.search(r"DIFFERENCE in prompts.txt:\d, sample 1, at new token \d+", result.out)
 
 
@@ -113,9 +113,9 @@ class TestResume:
         more = job("sampling.n=2")
         assert one.items() <= texts(more.rows).items()
         assert len(more.rows) == 10
-        said = job().sentence
-        assert "out holds sample 1 of 'prompts.txt:" in said
-        assert said.endswith(
+        sentence = job().sentence
+        assert "out holds sample 1 of 'prompts.txt:" in sentence
+        assert sentence.endswith(
             "and n is 1 now; raise n to at least 2, or start again with overwrite=true or another output_dir"
         )
         assert (
@@ -135,15 +135,15 @@ class TestLogprobs:
     def test_stand_in_the_rows_in_the_order_of_their_tokens(self, decode: Callable) -> None:
         rows = decode("sampling.logprobs=2", "max_new_tokens=8", "drafter=llma").rows
         for row in rows:
-            assert [each["token_id"] for each in row["logprobs"]] == row["token_ids"]
-            for each in row["logprobs"]:
-                assert each["top"][0] == [each["token_id"], each["logprob"]], "greedy rows have the best token"
-                assert 0 >= each["logprob"] > each["top"][1][1]
+            assert [token["token_id"] for token in row["logprobs"]] == row["token_ids"]
+            for token in row["logprobs"]:
+                assert token["top"][0] == [token["token_id"], token["logprob"]], "greedy rows have the best token"
+                assert 0 >= token["logprob"] > token["top"][1][1]
         without = decode("max_new_tokens=8").rows
         assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in without]
         assert not any("logprobs" in row for row in without)
         bare = decode("sampling.logprobs=0", "max_new_tokens=2").rows
-        assert all(each["top"] == [] for row in bare for each in row["logprobs"])
+        assert all(token["top"] == [] for row in bare for token in row["logprobs"])
 
     def test_that_are_no_numbers_are_null(self, tmp_path: Path) -> None:
         logprobs = (TokenLogprob(5, math.nan, ((4, math.nan), (5, -math.inf))),)
@@ -159,12 +159,12 @@ def test_prompts_have_options_of_their_own(own: Callable) -> None:
     options = [None, {"n": 3, "logprobs": 1}, {"n": 1, "seed": 5}, {"n": None}, {"n": 1, "temperature": 0}]
     options += [{"n": 1, "logit_bias": {"5": 100}, "temperature": 0.0}]
     result = own(options, "sampling.n=2")
-    found = sorted((row["id"], row.get("sample"), row.get("seed"), "logprobs" in row) for row in result.rows)
+    rows = sorted((row["id"], row.get("sample"), row.get("seed"), "logprobs" in row) for row in result.rows)
     name = "f.jsonl:{}".format
     expected = [(name(1), 0, 7, False), (name(1), 1, 7, False)]
     expected += [(name(2), sample, 7, True) for sample in range(3)]
     expected += [(name(3), 0, 5, False), (name(4), 0, 7, False), (name(4), 1, 7, False)]
-    assert found == [*expected, (name(5), None, None, False), (name(6), None, None, False)]
+    assert rows == [*expected, (name(5), None, None, False), (name(6), None, None, False)]
     assert texts(result.rows)[name(6), 0] == [5] * 12
     assert "nothing is left to do" in own(options, "sampling.n=2", "resume=true").err
     again = own(options, "sampling.n=2", "overwrite=true", "drafter=pld", "batch_size=1")
@@ -192,8 +192,8 @@ def test_what_a_prompt_cannot_have_is_a_fault_of_that_one(own: Callable) -> None
     huge = [{option: number} for option in OPTIONS for number in HUGE]
     huge += [{"logit_bias": {"5": number}, "temperature": 1e-6} for number in HUGE]
     huge += [{"logit_bias": {digits * "9": 1}} for digits in (18, 19)]
-    asked = [*(how for how, _ in REFUSED), 0.5, *huge, None]
-    result = own(asked, "sampling.n=2", "max_new_tokens=2", "on_error=skip")
+    options = [*(how for how, _ in REFUSED), 0.5, *huge, None]
+    result = own(options, "sampling.n=2", "max_new_tokens=2", "on_error=skip")
     errors = result.errors
     for number, (_, message) in enumerate(REFUSED, start=1):
         assert errors[f"f.jsonl:{number}"].startswith(f"prompt f.jsonl:{number}: {message}")
@@ -202,5 +202,5 @@ def test_what_a_prompt_cannot_have_is_a_fault_of_that_one(own: Callable) -> None
     wrong_type = "field 'how' holds a value of type float; options of sampling are an object, such as"
     assert errors[f"f.jsonl:{number}"].startswith(f"f.jsonl:{number}: {wrong_type}")
     done = {row["id"] for row in result.rows}
-    assert f"f.jsonl:{len(asked)}" in done
-    assert len(done) + len(errors) == len(asked)
+    assert f"f.jsonl:{len(options)}" in done
+    assert len(done) + len(errors) == len(options)

@@ -108,8 +108,8 @@ def test_stop_strings_as_they_are_typed(
     made: list[list[str]] = []
     real = intake.StopStrings
 
-    def remember(given: Iterable[str], tokenizer: Any) -> StopStrings:
-        made.append(list(given))
+    def remember(strings: Iterable[str], tokenizer: Any) -> StopStrings:
+        made.append(list(strings))
         return real(made[-1], tokenizer)
 
     monkeypatch.setattr(intake, "StopStrings", remember)

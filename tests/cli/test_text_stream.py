@@ -30,15 +30,15 @@ def test_what_is_printed_is_never_cut_and_in_the_end_all(seed: int) -> None:
     stream = TextStream(Console(file=file, force_terminal=True, markup=False, emoji=False, width=9), tokenizer, stop)
     row, printed = Row(Request("0", (5,), len(ids), stop=stop)), list[str]()
     while row.finish_reason is None:
-        place = len(row.output_ids)
-        new, num_accepted = ids[place : place + draw.randrange(1, 4)], draw.randrange(3)
+        index = len(row.output_ids)
+        new, num_accepted = ids[index : index + draw.randrange(1, 4)], draw.randrange(3)
         tokens, reason = row.taken(new)
         row.advance(tokens, reason, 3, min(num_accepted, len(new) - 1))
         stream(row)
         printed.append(_without_colours(file))
     done = Generation.of(row, tokenizer)
     text = harmless(done.text or "")
-    assert all(text.startswith(each) for each in printed), (text, printed)
+    assert all(text.startswith(shown) for shown in printed), (text, printed)
     stream.end(done.text or "")
     assert _without_colours(file).removesuffix("green: drafted and accepted\n") == text + "\n"
 

@@ -198,9 +198,9 @@ def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(arguments: str, de
 @looped("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
 def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
     (work / "notes.txt").write_text("not a model")
-    said = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a model id of the "
-    said += "Hugging Face hub, or 'demo' for the embedded model."
-    assert_said(decode(f"model.path={path}").sentence, said)
+    message = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a model id of the "
+    message += "Hugging Face hub, or 'demo' for the embedded model."
+    assert_said(decode(f"model.path={path}").sentence, message)
 
 
 def test_an_output_folder_below_a_regular_file(decode: Callable, work: Path) -> None:

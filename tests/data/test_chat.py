@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import normalizers
 from transformers import PreTrainedTokenizerFast
 
 from emssd.data.chat import encode_chat
 from emssd.data.prompts import encode_text
 from emssd.errors import ConfigError, PromptError
+from tests.cli.conftest import byte_tokenizer
 from tests.support.tiers import looped
 
 ASK: list[dict[str, Any]] = [{"role": "user", "content": "hi"}]
@@ -22,12 +23,9 @@ REFUSES = "prompt 7: the tokenizer's chat template refuses the conversation: "
 
 def make_tokenizer(template: Any) -> PreTrainedTokenizerFast:
     """A token per byte, and BOS in front of texts."""
-    vocab = {token: i for i, token in enumerate(["<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
-    made.chat_template = template
-    return made
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 @looped(
@@ -139,13 +137,9 @@ def test_without_a_template_the_way_out_is_told(tokenizer: Any) -> None:
         encode_chat(ASK, tokenizer)
 
 
-def generated() -> Iterator[dict[str, Any]]:
-    yield from ASK
-
-
 def test_messages_may_come_in_any_sequence() -> None:
     tokenizer = make_tokenizer(PLAIN)
-    assert encode_chat(generated(), tokenizer) == encode_chat(tuple(ASK), tokenizer) == encode_chat(ASK, tokenizer)
+    assert encode_chat(iter(ASK), tokenizer) == encode_chat(tuple(ASK), tokenizer) == encode_chat(ASK, tokenizer)
 
 
 @looped("messages", [None, 5, "hi", ASK[0], []])

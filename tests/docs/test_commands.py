@@ -81,8 +81,8 @@ def commands(page: Path) -> Iterator[list[str]]:
             if language == "console" and not line.startswith("$ "):
                 continue
             line = re.sub(r"\$\w+|\[WHEELS\]", "1", line.strip().removeprefix("$ "))
-            known = r"(\.venv/bin/|python |emssd-|nox |benchmarks/)"
-            if language in ("sh", "console") or re.match(known, line):
+            command = r"(\.venv/bin/|python |emssd-|nox |benchmarks/)"
+            if language in ("sh", "console") or re.match(command, line):
                 yield from _split(line)
 
 
@@ -122,7 +122,7 @@ def test_commands_are_found() -> None:
     words = [" ".join(words) for page in PAGES for words in commands(page)]
     assert len(words) > 60
     for part in ("python -m emssd check=greedy", "python benchmarks/cpu_step.py", "emssd-plugins new", "nox -s peers"):
-        assert any(found.startswith(part) for found in words), part
+        assert any(word.startswith(part) for word in words), part
 
 
 @looped("page", PAGES)
@@ -139,8 +139,8 @@ def test_every_command_is_one_that_works(page: Path, store: None) -> None:
             check_arguments(PARSERS[head](), words[len(head.split()) :])
         elif head == "nox":
             sessions = re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE)
-            asked = words[2 : words.index("--") if "--" in words else None]
-            assert {word.partition("(")[0] for word in asked} <= set(sessions), words
+            arguments = words[2 : words.index("--") if "--" in words else None]
+            assert {word.partition("(")[0] for word in arguments} <= set(sessions), words
         elif (script := words[1] if head == "python" else head).startswith(
             ("benchmarks/", "docs/_hooks/", "docs/images/")
         ):

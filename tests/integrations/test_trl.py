@@ -236,11 +236,6 @@ def test_adapters_decode_and_learned_prompts_are_refused(kind: str) -> None:
     assert found["completion_ids"] != [plainly(plain, ids) for ids in found["prompt_ids"]]
 
 
-def vowels(completions: list[Any], **_: Any) -> list[float]:
-    texts = [each if isinstance(each, str) else each[0]["content"] for each in completions]
-    return [sum(letter in "aeiou" for letter in text) / NUM_NEW for text in texts]
-
-
 def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **options: Any) -> tuple[Any, ...]:
     """The log of a trainer of TRL, the completions, its model's weights, and the accepted tokens of all rollouts."""
     pytest.importorskip("trl", reason=WHY)
@@ -248,9 +243,11 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
 
     shown: list[Any] = []
 
-    def reward(completions: list[Any], **others: Any) -> list[float]:
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        """The share of vowels."""
         shown.append(completions)
-        return vowels(completions)
+        texts = [text if isinstance(text, str) else text[0]["content"] for text in completions]
+        return [sum(letter in "aeiou" for letter in text) / NUM_NEW for text in texts]
 
     num_accepted = 0
 
@@ -258,46 +255,34 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
         def _run(self, *given: Any) -> Any:
             nonlocal num_accepted
             done = super()._run(*given)
-            num_accepted += sum(each.num_accepted for each in done)
+            num_accepted += sum(row.num_accepted for row in done)
             return done
 
-    rollouts, tokenizer, model = (
-        Counted(drafter=drafter, budget=FixedBudget()),
-        byte_tokenizer(),
-        make_model(dropout=0.1),
-    )
+    rollouts, tokenizer = Counted(drafter=drafter, budget=FixedBudget()), byte_tokenizer()
+    model = make_model(dropout=0.1)
     tokenizer.chat_template = CHAT_TEMPLATE
     data = Dataset.from_dict({"prompt": prompts})
     common = {
-        "output_dir": str(tmp_path),
-        "report_to": [],
-        "use_cpu": True,
-        "max_steps": 3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "learning_rate": 1e-2,
-        "temperature": 0.4,
-        "seed": 5,
-    } | options
-    given = {"model": model, "reward_funcs": reward, "train_dataset": data, "processing_class": tokenizer}
+        "output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "max_steps": 3, "logging_steps": 1, "seed": 5,
+        "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2, "temperature": 0.4, **options,
+    }  # fmt: skip
+    parts = {"model": model, "reward_funcs": reward, "train_dataset": data, "processing_class": tokenizer}
     if make == "grpo":
         from trl import GRPOConfig, GRPOTrainer
 
-        own = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": NUM_NEW}
-        trainer = GRPOTrainer(args=GRPOConfig(**(own | common)), rollout_func=rollouts, **given)
+        sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": NUM_NEW}
+        trainer = GRPOTrainer(args=GRPOConfig(**(sizes | common)), rollout_func=rollouts, **parts)
         trainer.train()
     else:
         from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
-        own = {"per_device_train_batch_size": 3, "max_new_tokens": NUM_NEW, "max_length": 96}
-        trainer = OnlineDPOTrainer(args=OnlineDPOConfig(**(own | common)), **given)
+        sizes = {"per_device_train_batch_size": 3, "max_new_tokens": NUM_NEW, "max_length": 96}
+        trainer = OnlineDPOTrainer(args=OnlineDPOConfig(**(sizes | common)), **parts)
         with rollouts.generating(trainer):
             trainer.train()
     timed = ("train_", "step_time", "total_flos")
-    logs = [
-        {key: value for key, value in each.items() if not key.startswith(timed)} for each in trainer.state.log_history
-    ]
+    history = trainer.state.log_history
+    logs = [{key: value for key, value in log.items() if not key.startswith(timed)} for log in history]
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     return logs, shown, weights, num_accepted
 
@@ -360,20 +345,9 @@ def test_the_trainers_log_probabilities_have_the_bits_of_the_rollout(lora: list[
 
     lines = [json.dumps({"question": f"{n} and {n} are", "answer": "4"}) for n in range(3)]
     (data := tmp_path / "questions.jsonl").write_text("\n".join(lines))
-    small = [
-        "--bits",
-        "--questions-per-step",
-        "1",
-        "--epochs",
-        "1",
-        "--generations",
-        "2",
-        "--max-new-tokens",
-        "8",
-        *lora,
-    ]
+    small = ["--bits", "--questions-per-step", "1", "--epochs", "1", "--generations", "2", "--max-new-tokens", "8"]
     config = save_model(tmp_path / "model") / "config.json"  # with dropout, a trainer computes something else each time
     config.write_text(json.dumps(json.loads(config.read_text()) | {"dropout": 0.0}))
-    _, invariant = main(["--model", str(config.parent), "--data", str(data), *small])
+    _, invariant = main(["--model", str(config.parent), "--data", str(data), *small, *lora])
     assert invariant["largest"] == 0.0
     assert invariant["tokens"] > 20

@@ -59,14 +59,14 @@ class Document:
     @property
     def prose(self) -> list[str]:
         """The paragraphs that are plain sentences, without their indentation."""
-        found = []
+        prose = []
         for paragraph in self.paragraphs:
             text = textwrap.dedent(paragraph)
             *full, last = text.split("\n")
             plain = text[0].isupper() and text[-1] == "." and not any(line[0].isspace() for line in (*full, last))
             if plain and len(text) in _PROSE and min(map(len, full), default=_FULL_LINE) >= _FULL_LINE:
-                found.append(text)
-        return found
+                prose.append(text)
+        return prose
 
 
 def documents() -> list[Document]:
@@ -82,7 +82,7 @@ def documents() -> list[Document]:
             "the demo are made from; use another prompt source, such as data=text data.path=FILE"
         ) from error
 
-    found: list[Document] = []
+    docs: list[Document] = []
     seen: set[str] = set()
     for topic in _TOPICS:
         for number, section in enumerate(_sections(topics.get(topic, ""))):
@@ -90,9 +90,9 @@ def documents() -> list[Document]:
             paragraphs = tuple(piece.rstrip() for piece in pieces if piece.strip())
             new = [paragraph for paragraph in paragraphs if paragraph not in seen]
             if len(section) >= _MIN_DOCUMENT and 2 * len(new) >= len(paragraphs):
-                found.append(Document(f"{topic}-{number}", paragraphs))
+                docs.append(Document(f"{topic}-{number}", paragraphs))
                 seen.update(new)
-    return found
+    return docs
 
 
 def digest(docs: Seq[Document]) -> str:
