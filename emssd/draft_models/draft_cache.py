@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import torch
 
-from emssd.attention import AttentionBackend, Kept, StepPlan
-from emssd.model import ModelRunner
+from emssd.attention import Kept, StepPlan
 
 __all__ = ["DraftCache", "fed"]
+
+
+class KVCache(Protocol):
+    """The methods that a `DraftCache` needs of a backend or a runner."""
+
+    def commit(self, kept: Kept) -> None: ...
+    def release(self, request_ids: Iterable[str]) -> None: ...
+    def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
 
 
 class DraftCache:
@@ -23,7 +31,7 @@ class DraftCache:
         held: by request id, how many tokens have KV that stays.
     """
 
-    def __init__(self, *caches: AttentionBackend | ModelRunner) -> None:
+    def __init__(self, *caches: KVCache) -> None:
         self._caches, self._fixed = caches, dict[Hashable, torch.Tensor]()
         self.held: dict[str, int] = {}
 
