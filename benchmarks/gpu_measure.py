@@ -35,7 +35,7 @@ DRAFTED = 7  # tokens, as the paper's LLMA copies
 FLASHINFER: dict[str, dict[str, Any]] = {
     "flashinfer": {},
     "flashinfer-eager": {"cuda_graphs": False},
-    "flashinfer-unfused": {"fused_kernels": False, "joined_mib": 0},
+    "flashinfer-uncompiled": {"fused_kernels": False},
 }
 """Options of the backend, by the name of what is measured."""
 

@@ -9,7 +9,7 @@
 #      with a dynamic one, a loop in plain PyTorch that is compiled and recorded, and emssd.
 #   3  What do padding and a lack of graphs cost? Decoding with each; then part 2's comparison at 16, 24, 2 and 4 rows.
 #   4  Is it right? The tests of tests/gpu, the demo's model with a head, compute-sanitizer on a tiny model.
-#   5  How far is a step from its floor? Verification steps, recorded, eager and unfused.
+#   5  How far is a step from its floor? Verification steps, recorded with Inductor and without, and eager.
 #
 # RESULTS (gpu-results) gets what is found out, piece by piece. A call that finds results there, or in CARRIED/results,
 # goes on after them. EMSSD_PART_SECONDS (570) is what a part may take: with 390, two fit into a quarter of an hour.

@@ -34,7 +34,6 @@ MODULES = (
     "emssd_testing",
     "emssd_lab.simulate",
     "emssd.native",
-    "emssd.metrics",
     "emssd.errors.ranges",
     "emssd.cli.terminal",
 )

@@ -14,7 +14,6 @@ import torch
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
-from emssd_flashinfer.triton_kernels import TritonKernels
 from emssd_llma import LLMAConfig
 from emssd_testing import AttentionBackendConformance
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
@@ -34,7 +33,6 @@ from emssd.drafting import Draft, Drafter
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Generation, Request, Row
-from tests.support.host_waits import host_waits
 from tests.support.reference_kernels import ReferenceKernels, tree_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(unavailable() is not None, reason=f"flashinfer: {unavailable()}")]
@@ -94,7 +92,7 @@ def expected_of(name: str, dtype: torch.dtype) -> list[tuple[int, ...]]:
 
 
 def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], config: Any) -> Drafter:
-    known, vocabulary = {str(i): tokens for i, tokens in enumerate(expected)}, target.vocab_size
+    references, vocabulary = {str(i): tokens for i, tokens in enumerate(expected)}, target.vocab_size
     match name:
         case "llma":
             drafter: Drafter = Registry().find("drafter", "llma").build(LLMAConfig(), None)
@@ -103,13 +101,13 @@ def drafter_of(name: str, target: TargetModel, expected: list[tuple[int, ...]], 
             backend = make_backend(target.kv_cache_spec(3), config, Registry())
             return DraftModelDrafter(CausalLMRunner(target, backend), vocabulary, 4)
         case "perfect":
-            return PerfectDrafter(vocabulary, 5, known)
+            return PerfectDrafter(vocabulary, 5, references)
         case "wrong":
-            return WrongDrafter(vocabulary, 5, known)
+            return WrongDrafter(vocabulary, 5, references)
         case "random":
-            return RandomDrafter(vocabulary, 5, known, seed=3)
+            return RandomDrafter(vocabulary, 5, references, seed=3)
         case "tree":
-            return TreeDrafter(vocabulary, 9, known, seed=3)
+            return TreeDrafter(vocabulary, 9, references, seed=3)
     return RandomDrafter(vocabulary, 0)
 
 
@@ -243,8 +241,13 @@ class TestHostWaits:
                 engine.step()
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        waits = host_waits(caught)
-        looks = [place for place in waits if Path(place.rpartition(":")[0]).name == "seen.py"]
+        # The first call in a process also warns about the mode itself; that is no wait.
+        waits = [
+            f"{warning.filename}:{warning.lineno}"
+            for warning in caught
+            if str(warning.message).startswith("called a synchronizing CUDA operation")
+        ]
+        looks = [wait for wait in waits if Path(wait.rpartition(":")[0]).name == "seen.py"]
         assert len(waits) - len(looks) == 1, waits
         num_passes = 1 + (4 if drafter == "draft_model" else 0)
         assert len(looks) <= (num_passes if config == "ragged" else 0), waits
@@ -277,24 +280,15 @@ def test_without_a_limit_the_pool_leaves_memory_free() -> None:
     assert 0 < backend.kv_usage.peak_pool <= 0.11 * free
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_functions_of_fused_kernels_have_the_bits_of_pytorch(dtype: torch.dtype) -> None:
-    kernels = TritonKernels()
-    kernels.prove(CUDA, dtype)
-    assert not kernels.inexact
-
-
 @pytest.mark.parametrize("name", ["opt-128", "llama-128", "qwen3-128"])
-def test_fused_passes_have_the_bits_of_passes_as_they_are(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    found = []
-    for config in (RECORDED, replace(RECORDED, fused_kernels=False, joined_mib=0)):
-        target, logits = target_of(name, torch.float16), list[torch.Tensor]()
-        engine = engine_of(target, drafter_of("random", target, expected_of(name, torch.float16), config), config)
-        compute = engine.runner._compute
-        engine.runner._compute = lambda *args, compute=compute, logits=logits: (
-            out := compute(*args), logits.append(out.logits.clone()))[0]  # fmt: skip
-        engine.generate(PROMPTS, 24, ignore_eos=True)
-        found.append(logits)
-    assert len(found[0]) == len(found[1]) > 4
-    assert all(map(torch.equal, *found))
-    assert "not fused" not in caplog.text
+def test_a_model_is_compiled_for_recordings_and_differs_by_no_more_than_roundings(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # by which a model that is not compiled is told
+        for drafter in ("random", "tree", "draft_model"):
+            target = target_of(name, torch.float16)
+            engine = engine_of(
+                target, drafter_of(drafter, target, expected_of(name, torch.float16), RECORDED), RECORDED
+            )
+            engine.generate(PROMPTS, 24, ignore_eos=True)
+    forwards: Any = engine.runner.backend
+    assert [forward.has_failed for forward in forwards._kernels._compiled._forwards.values()] == [False]

@@ -9,12 +9,12 @@ import emssd_flashinfer
 import pytest
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_flashinfer.fused import Fusing
+from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec, PagedBackend
-from tests.support.fused_kernels import Twins
+from emssd.model.compile.program import attend
 from tests.support.pretended import PretendedCuda
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels
 
@@ -48,6 +48,12 @@ class PretendedAttention:
         self._device.kernel(self._attention.run)(*tensors)
 
 
+def untraced(module: Any, inputs: Any) -> Any:
+    """A `emssd_flashinfer.compiled.Compile` without a trace, as no compiler knows the device."""
+    module._attend = attend  # the operator would hide its operations
+    return module
+
+
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
     """The device; ``backend=flashinfer`` works on it."""
@@ -55,10 +61,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedCuda]:
 
     def build(config: FlashInferConfig) -> PagedBackend:
         capture = CudaGraphCapture() if config.cuda_graphs else None
-        fusing = (
-            Fusing(Twins(made.kernel), config.joined_mib << 20) if config.fused_kernels and config.cuda_graphs else None
-        )
-        kernels = PretendedKernels(made, capture=capture, max_graph_tokens=64, fusing=fusing)
+        passes = CompiledPasses(untraced) if config.fused_kernels and config.cuda_graphs else None
+        kernels = PretendedKernels(made, capture=capture, max_graph_tokens=64, passes=passes)
         return PagedBackend(kernels, memory_fraction=0.1)
 
     monkeypatch.setattr(emssd_flashinfer, "unavailable", lambda: None)

@@ -6,32 +6,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Self
 
+from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
 
-__all__ = ["Curve", "EndsByTurns", "World", "step_stats"]
+__all__ = ["Curve", "EndsByTurns", "World"]
 
 Curve = Callable[[int], float]
-
-
-def step_stats(budget: Seq[int], kept: Seq[int], gains: Seq[int], forward: float, draft: float = 0.0) -> StepStats:
-    """Of a step without prompts: by row what was allotted, verified and gained; and the seconds that it took."""
-    return StepStats(
-        is_prefill=False,
-        num_rows=len(kept),
-        num_waiting=0,
-        num_tokens=len(kept) + sum(kept),
-        num_kv_tokens=100 * len(kept),
-        num_new_tokens=sum(gains),
-        drafted=tuple(kept),
-        acceptance=tuple(gains),
-        input_padding=0,
-        kv_padding=0,
-        num_preempted=0,
-        seconds=dict.fromkeys(PHASES, 0.0) | {"forward": forward, "draft": draft},
-        stages=(StageStats(tuple(budget), tuple(kept), draft),),
-    )
 
 
 class World:
@@ -42,18 +24,10 @@ class World:
         num_rows: of the batch.
         seconds: of a step without drafting, by its number of tokens.
         accepts: of so many drafted tokens of a row, how many are accepted.
-        per_token: seconds that drafting a token takes.
     """
 
-    def __init__(
-        self,
-        policy: BudgetPolicy,
-        num_rows: int,
-        seconds: Curve,
-        accepts: Callable[[int, int], int],
-        per_token: float = 0.0,
-    ) -> None:
-        self.policy, self.seconds, self.accepts, self.per_token = policy, seconds, accepts, per_token
+    def __init__(self, policy: BudgetPolicy, num_rows: int, seconds: Curve, accepts: Callable[[int, int], int]) -> None:
+        self.policy, self.seconds, self.accepts = policy, seconds, accepts
         self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
         self.tokens = self.time = 0.0
 
@@ -62,23 +36,37 @@ class World:
         batch = Batch(tuple(self.rows))
         step = BudgetStep(batch, tuple(limits))
         budget = list(self.policy.allot(step))
-        assert all(0 <= wanted <= limit for wanted, limit in zip(budget, limits, strict=True))
+        assert all(0 <= length <= limit for length, limit in zip(budget, limits, strict=True))
         draft = self.draft(budget)
         kept = list(self.policy.trim(step, draft))
-        assert all(0 <= length <= wanted for length, wanted in zip(kept, budget, strict=True))
+        assert all(0 <= length <= limit for length, limit in zip(kept, budget, strict=True))
         draft = draft.cut(kept)
         accepted = self.accepted(draft)
         for row, path, length in zip(self.rows, accepted, kept, strict=True):
             row.advance([1] * (len(path) + 1), None, num_drafted=length, num_accepted=len(path))
-        forward, drafting = self.seconds(len(batch) + sum(kept)), self.per_token * sum(budget)
-        stats = step_stats(budget, kept, [len(path) + 1 for path in accepted], forward, drafting)
-        self.tokens, self.time = self.tokens + stats.num_new_tokens, self.time + forward + drafting
+        gains, num_tokens = tuple(len(path) + 1 for path in accepted), len(batch) + sum(kept)
+        stats = StepStats(
+            is_prefill=False,
+            num_rows=len(batch),
+            num_waiting=0,
+            num_tokens=num_tokens,
+            num_kv_tokens=100 * len(batch),
+            num_new_tokens=sum(gains),
+            drafted=tuple(kept),
+            acceptance=gains,
+            input_padding=0,
+            kv_padding=0,
+            num_preempted=0,
+            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens)},
+            stages=(StageStats(tuple(budget), tuple(kept), 0.0),),
+        )
+        self.tokens, self.time = self.tokens + stats.num_new_tokens, self.time + stats.seconds["forward"]
         self.policy.observe(Outcome(batch, draft, tuple(accepted), ()), stats)
         return budget, kept
 
     def draft(self, budget: Seq[int]) -> Draft:
         """So many tokens of each row."""
-        return Draft.from_chains([[1] * wanted for wanted in budget])
+        return Draft.from_chains([[1] * length for length in budget])
 
     def accepted(self, draft: Draft) -> Seq[Seq[int]]:
         """The accepted nodes of each row."""
@@ -86,8 +74,13 @@ class World:
 
     def warm(self) -> Self:
         """Show steps of every size, as `emssd.decoding.warmup` does: from steps of one size no curve can be learnt."""
-        for limit in (0, 2, 5):
-            self.run(8, limit)
+        return self.run_with(8, 0).run_with(8, 2).run_with(8, 5)
+
+    def run_with(self, num_steps: int, num_tokens: int) -> Self:
+        """Steps in which each row is held to so many tokens, as in a warm-up."""
+        policy, self.policy = self.policy, HeldBudget(self.policy, num_tokens)
+        self.run(num_steps, num_tokens)
+        self.policy = policy
         return self
 
     def run(self, num_steps: int, limit: int) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from emssd_flashinfer.fused import Fusing
+from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
 from emssd_flashinfer.tables import PagedMetadata, TreeMask, step_pages, tree_mask
@@ -23,7 +23,7 @@ class ReferenceKernels(PlannedKernels):
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.
 
     Args:
-        head_dims, capture, max_graph_tokens, fusing: see `emssd_flashinfer.planned.PlannedKernels`.
+        head_dims, capture, max_graph_tokens, passes: see `emssd_flashinfer.planned.PlannedKernels`.
     """
 
     def __init__(
@@ -31,9 +31,9 @@ class ReferenceKernels(PlannedKernels):
         head_dims: tuple[int, ...] = (4, 16, 64, 128, 256),
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
-        fusing: Fusing | None = None,
+        passes: CompiledPasses | None = None,
     ) -> None:
-        super().__init__(head_dims, capture, max_graph_tokens, fusing)
+        super().__init__(head_dims, capture, max_graph_tokens, passes)
 
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None

@@ -6,6 +6,7 @@ import json
 import weakref
 from collections.abc import Callable
 from functools import cache
+from itertools import count
 from typing import Any, cast
 
 import torch
@@ -15,7 +16,7 @@ from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.int8 import Rounded, bytes_of, is_rounded, scales_of
 from emssd.native import Entry, free_module, load_kernels
 
-__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "declare_operators"]
+__all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "attend", "declare_operators", "handle_of"]
 
 PROGRAM, LINEARS, CONSTANTS = "program.pt2", "linears.json", "constants.pt"
 PREFIX = "model."  # of the model's own names in the program
@@ -98,20 +99,36 @@ class Program:
             raise
 
 
-_PROGRAMS: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_PROGRAMS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = count(-1, -1)  # those of `emssd.native` are positive
+
+
+def handle_of(program: Any) -> torch.Tensor:
+    """The handle with which the operator ``emssd::attend`` calls ``program.attend``, as it does that of a `Program`."""
+    number = next(_NUMBERS)
+    _PROGRAMS[number] = program
+    return torch.tensor(number)
+
 
 _library: Any = torch.library.Library("emssd", "DEF")  # type: ignore[no-untyped-call]  # it has no annotations
 _library.define("attend(Tensor query, Tensor key, Tensor value, Tensor handle, int layer) -> Tensor")
 
 
-def _attend(
+def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, handle: torch.Tensor, layer: int
 ) -> torch.Tensor:
-    out = _PROGRAMS[handle.item()].attend(layer, query, key, value)  # type: ignore[index]  # an int64
+    """The operator ``emssd::attend``."""
+    out: torch.Tensor = _PROGRAMS[int(handle)].attend(layer, query, key, value)
     return out.contiguous()  # as the program takes it to be, and does not check
 
 
-_library.impl("attend", _attend, "CPU")
+def _attend_shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    return query.new_empty(*query.shape[:2], value.shape[2])
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attend", attend, _device)
+torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
 @cache
@@ -122,8 +139,5 @@ def declare_operators() -> None:
     def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
         return source.new_empty(*source.shape[:-1], out_features)
 
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
-        return query.new_empty(*query.shape[:2], value.shape[2])
-
     torch.library.register_fake("emssd_native::linear", linear)
-    torch.library.register_fake("emssd_native::attend_layer", attend)
+    torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

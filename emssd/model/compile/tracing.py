@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from emssd.native import private_folder, room_hint
 if TYPE_CHECKING:
     from emssd.model.hf.hooked import HookedModel
 
-__all__ = ["compile_module", "compile_program", "has_kernel", "in_one_row"]
+__all__ = ["Traced", "compile_module", "compile_program", "export", "has_kernel", "in_one_row"]
 
 _MAX_TOKENS = 1 << 20  # of one step
 _PLAIN_PRODUCTS = {"mm", "bmm", "matmul", "linear"}
@@ -30,13 +30,24 @@ _PRODUCTS = {"addmm", "addbmm", "baddbmm", "addmv", "mv", "dot", "inner", "einsu
              "conv1d", "conv2d", "convolution", "scaled_dot_product_attention", *_PLAIN_PRODUCTS}  # fmt: skip
 
 
-class _Traced(torch.nn.Module):
-    """The module to export: one step, with attention as an operator. It gives logits, and the wanted hidden states."""
+class Traced(torch.nn.Module):
+    """The module to export: one step of a model. It gives logits, and the hidden states of these indices.
 
-    def __init__(self, target: HookedModel, hidden: tuple[int, ...], work: Compiling) -> None:
+    Args:
+        attend: the operator that computes attention from queries, keys, values, ``handle`` and the index of a layer.
+        work: is told how many layers are traced.
+    """
+
+    def __init__(
+        self,
+        target: HookedModel,
+        hidden: tuple[int, ...],
+        attend: Callable[..., torch.Tensor],
+        work: Compiling | None = None,
+    ) -> None:
         super().__init__()
         self.model = target.model
-        self._target, self._hidden, self._work = target, hidden, work
+        self._target, self._hidden, self._attend, self._work = target, hidden, attend, work
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, handle: torch.Tensor
@@ -46,9 +57,9 @@ class _Traced(torch.nn.Module):
         ) -> torch.Tensor:
             if seen != self._target.layers[layer]:
                 raise CompileError(f"layer {layer} attends by {seen}, and by {self._target.layers[layer]} before")
-            self._work.num_traced = layer + 1
-            out: torch.Tensor = torch.ops.emssd_native.attend_layer(query, key, value, handle, layer)
-            return out
+            if self._work is not None:
+                self._work.num_traced = layer + 1
+            return self._attend(query, key, value, handle, layer)
 
         states = dict.fromkeys(self._hidden, input_ids)
         logits = self._target.run(input_ids, position_ids, attend, logits_to_keep, hidden=states)
@@ -60,7 +71,17 @@ def compile_program(target: HookedModel, folder: Path, hidden: tuple[int, ...] =
     tokens = torch.arange(24) % target.vocab_size
     inputs = (tokens.unsqueeze(0), torch.arange(24).unsqueeze(0), torch.arange(20), torch.tensor(0))
     with Compiling(type(target.model).__name__, len(target.layers)) as work:
-        compile_module(_Traced(target, hidden, work), inputs, folder, work, own_linears=has_kernel(target.dtype))
+        module = Traced(target, hidden, torch.ops.emssd_native.attend_layer, work)
+        compile_module(module, inputs, folder, work, own_linears=has_kernel(target.dtype))
+
+
+def export(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> torch.export.ExportedProgram:
+    """Trace `module` for any number of tokens; for `inputs` see `compile_module`. It raises almost anything."""
+    num_tokens, num_kept = (torch.export.Dim(name, max=_MAX_TOKENS) for name in ("num_tokens", "num_kept"))
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # else Inductor keeps its files in a folder in /tmp
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
+    shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
+    return torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
 
 
 def compile_module(
@@ -74,14 +95,10 @@ def compile_module(
         work: is told when the module is traced.
         own_linears: use the linear layers of `emssd.native`, with weights in the layout of their kernel.
     """
-    num_tokens, num_kept = (torch.export.Dim(name, max=_MAX_TOKENS) for name in ("num_tokens", "num_kept"))
     try:
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:  # else Inductor keeps its files in a folder in /tmp
-            os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(private_folder("inductor"))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PyTorch about its own code
-            shapes = ({1: num_tokens}, {1: num_tokens}, {0: num_kept}, None)
-            program = torch.export.export(module, inputs, dynamic_shapes=shapes, strict=False)
+            program = export(module, inputs)
             work.traced()
             linears = _replace_linears(program) if own_linears else []
             products = {"linears": linears, "others": _other_products(program)}

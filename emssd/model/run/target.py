@@ -125,7 +125,7 @@ class TargetModel(CompilableModel):
             other_code = changed(self._structure.modules, now.modules) is not None
             if other_code or any(layer.sinks is not None for layer in self.layers):
                 self._learn_again()
-            if self._program is not None and (other_code or not self._program.reread(self)):
+            if self._program is not None and (other_code or not self._program.reread()):
                 self._compile_again()
             self.num_renewals += 1
             self._structure = now
@@ -185,6 +185,8 @@ class TargetModel(CompilableModel):
                 run = partial(self.run, num_layers=num_layers)
             elif (chosen := program or self.compiled) is not None:
                 run = partial(chosen, step=backend.native_step(plan))
+            elif plan.compile is not None:
+                run = plan.compile(self, indices)
             hidden = dict.fromkeys(indices, _NOTHING)
             logits = run(plan.input_ids, plan.position_ids, attend, plan.logits_to_keep, hidden=hidden)
             logits = logits.to(self.device).flatten(0, 1)

@@ -18,9 +18,9 @@ class AdaptiveConfig:
 
     Attributes:
         memory: about how many drafted tokens of a row its estimate of acceptance looks back on.
-        probe_interval: after this many steps without a draft, some rows draft once more to see whether it pays by now;
-            doubled, up to 16 times, as long as it does not. After a quarter as many steps with drafts, one step goes
-            without, to compare; that is doubled, too, as long as drafting pays.
+        probe_interval: after so many steps without a draft, some rows draft once more to see whether it pays by now;
+            after a quarter as many steps with drafts, one step goes without, to compare. Both take at most 0.5 % of
+            the time; where they would take more, they wait longer.
     """
 
     memory: Annotated[float, Meta(ge=1)] = 16.0

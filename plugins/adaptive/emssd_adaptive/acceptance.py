@@ -1,133 +1,130 @@
-"""The chance that the next drafted tokens of each row are accepted, learnt from what was accepted before."""
+"""The chance that a drafted node is accepted, learnt from what was accepted before."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
-from emssd_adaptive.chances import Siblings
+from emssd.drafting import Draft
 
-__all__ = ["Acceptance"]
+__all__ = ["FIRST", "LATER", "Acceptance", "Counts"]
 
-_PRIOR_WEIGHT = 6.0  # drafted tokens that the run's average counts for in a row's own estimate
-_GLOBAL_MEMORY = 400.0  # drafted tokens that the run's average looks back on
-_MEMORY_OF_PROBES = 8.0  # first tokens, and later ones, that it looks back on in a probe, as they are long ago
-_FADE_UNDRAFTED = 0.97  # a step, for a row that drafts nothing: what was learnt of it grows old
+FIRST, LATER = 0, 1  # kinds of nodes: of a chain without confidences, or of a draft that is yet to be made
+_EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of the bins of confidence
+_MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
+_GUESSES = [0.5, 0.8, *_MIDDLES, *_MIDDLES]  # shares until something is known; bins of first children, and of others
+_BY_RANK = 0.7  # of a first child in a tree without confidences; a later one has this share of the one before it
+_GUESSED, _OF_RUN = 2.0, 6.0  # nodes that a guess counts for, and that the run's share does in a row
+_FADE, _FADE_UNDRAFTED = 0.99, 0.97  # a step with drafts, of the run; a step without, of a row
+_TRIED_BEFORE = 4.0  # nodes of a kind that count beside those of a try, as they are old
 
 
-class _Counts:
-    """Accepted and tried tokens, by whether the token was the first of its draft or a later one; they fade."""
+class Counts(dict[int, list[float]]):
+    """By kind of node, how many were accepted, and how many the target could accept; they fade.
 
-    __slots__ = ("first_accepted", "first_tried", "later_accepted", "later_tried", "step")
+    Attributes:
+        step: up to which they have faded.
+        num_shown: tokens of the row that the drafter has seen.
+    """
 
-    def __init__(self, first: tuple[float, float] = (0.0, 0.0), later: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.first_accepted, self.first_tried = first
-        self.later_accepted, self.later_tried = later
-        self.step = 0  # the last one that they have faded for
+    step = num_shown = 0
 
     def fade(self, factor: float) -> None:
-        self.first_accepted *= factor
-        self.first_tried *= factor
-        self.later_accepted *= factor
-        self.later_tried *= factor
+        """Let all counts fade."""
+        for count in self.values():
+            count[:] = count[0] * factor, count[1] * factor
 
-    def cut(self, most: float) -> None:
-        """Count at most so many first tokens, and so many later ones; shares stay as they are."""
-        first, later = most / max(self.first_tried, most), most / max(self.later_tried, most)
-        self.first_accepted, self.first_tried = self.first_accepted * first, self.first_tried * first
-        self.later_accepted, self.later_tried = self.later_accepted * later, self.later_tried * later
-
-    def add(self, tried: int, accepted: int, is_first_accepted: bool) -> None:
-        """A draft: how many of its levels were tried, and at how many of them a first child was accepted."""
-        self.first_tried += 1
-        self.first_accepted += is_first_accepted
-        self.later_tried += tried - 1
-        self.later_accepted += accepted - is_first_accepted
+    def add(self, nodes: Iterable[tuple[int, float, float]]) -> None:
+        """Count nodes: their kind, how many were accepted, and their number."""
+        for kind, accepted, number in nodes:
+            before = self.get(kind, (0.0, 0.0))
+            self[kind] = [before[0] + accepted, before[1] + number]
 
 
 class Acceptance:
-    """Per row two probabilities: that the first token of a draft is accepted, and each later one given those before.
+    """Chances of a drafter's nodes, each given that its parent is accepted and that no earlier sibling is.
 
-    A row's own record, of its last `memory` drafted tokens, is mixed with the average of the run, so that a new row
-    starts from there. In a tree both are of the first among siblings; how likely others are is learnt over all rows.
+    A node's kind is the bin of its confidence. Its chance is the share of nodes of this kind that were accepted: of
+    about the last `memory` nodes of the row, and of the run's, which count for a few.
     """
 
     def __init__(self, memory: float) -> None:
-        self._fade = 1.0 - 1.0 / max(memory, 1.0)
-        self._rows: dict[str, _Counts] = {}
-        self._step = 0
-        self._all = _Counts(first=(1.0, 2.0), later=(1.6, 2.0))  # hopeful, until something is known
-        self.siblings = Siblings()
+        self._memory, self._run, self._rows, self._step = max(memory, 1.0), Counts(), dict[str, Counts](), 0
 
-    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
-        """Learn from one row's draft, a chain, in one step; tokens after the first rejected one teach nothing."""
-        tried = min(num_accepted + 1, num_drafted)
-        self._learn(request_id, tried, num_accepted, num_accepted > 0)
-
-    def observe_tree(self, request_id: str, choices: Iterable[tuple[list[int], int]]) -> None:
-        """Learn from one row's tree in one step: its `levels`. Only siblings on the accepted path teach."""
-        first_children = list[bool]()
-        for children, taken in choices:
-            self.siblings.observe(len(first_children) > 0, len(children), children.index(taken) if taken >= 0 else None)
-            first_children.append(children[0] == taken)
-        self._learn(request_id, len(first_children), sum(first_children), first_children[:1] == [True])
-
-    def look_anew(self) -> None:
-        """Cut the weight of the run's average, which is old, before a probe is observed."""
-        self._all.cut(_MEMORY_OF_PROBES)
-
-    def begin_step(self) -> None:
-        """A step is about to be observed. Rows for which it drafted nothing need not be."""
-        self._step += 1
-        self.siblings.fade()
-
-    def _row(self, request_id: str, last: int) -> _Counts | None:
-        """The counts of a row, faded for the steps up to `last`, in which nothing was drafted for it."""
-        row = self._rows.get(request_id)
-        if row is not None and row.step < last:
-            row.fade(_FADE_UNDRAFTED ** (last - row.step))
-            row.step = last
+    def row(self, request_id: str) -> Counts:
+        """The record of a row by now."""
+        row = self._rows.setdefault(request_id, Counts())
+        if row.step < self._step:
+            row.fade(_FADE_UNDRAFTED ** (self._step - row.step))
+            row.step = self._step
         return row
-
-    def _learn(self, request_id: str, tried: int, accepted: int, is_first_accepted: bool) -> None:
-        if tried == 0:
-            return
-        row = self._row(request_id, self._step - 1) or self._rows.setdefault(request_id, _Counts())
-        row.step = self._step
-        row.fade(self._fade**tried)
-        row.add(tried, accepted, is_first_accepted)
-        self._all.fade((1.0 - 1.0 / _GLOBAL_MEMORY) ** tried)
-        self._all.add(tried, accepted, is_first_accepted)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Forget these rows."""
         for request_id in request_ids:
             self._rows.pop(request_id, None)
 
-    def gains(self, request_ids: Iterable[str], limits: Seq[int]) -> list[list[float]]:
-        """``[B]`` up to each row's limit, the probability that a token of its draft is accepted, with all before it."""
-        return [
-            [first * later**depth for depth in range(limit)]
-            for (first, later), limit in zip(self._chances(request_ids), limits, strict=True)
-        ]
+    def chance(self, kind: int, row: Counts) -> float:
+        """The chance of a node of this kind in this row."""
+        right, tried = self._run.get(kind, (0.0, 0.0))
+        share, (right, tried) = (right + _GUESSED * _GUESSES[kind]) / (tried + _GUESSED), row.get(kind, (0.0, 0.0))
+        return (right + _OF_RUN * share) / (tried + _OF_RUN)
 
-    def tree_gains(self, request_ids: Iterable[str], trees: Iterable[Seq[int]]) -> list[list[float]]:
-        """``[B]`` per row the probability that each node of its tree is accepted, with all on the way to it."""
-        pairs = zip(trees, self._chances(request_ids), strict=True)
-        return [self.siblings.worths(tree, first, later) for tree, (first, later) in pairs]
+    def worths(self, draft: Draft, index: int, row: Counts) -> list[float]:
+        """``[n]`` the probability that each node of a row's draft is accepted, with all on the path to it."""
+        kinds, worths = _kinds(draft, index), list[float]()
+        chances = {kind: self.chance(kind, row) for kind in set(kinds)}
+        left = [1.0] + [0.0] * len(kinds)  # by parent: that it is accepted, and none of its children so far is
+        for node, (parent, kind) in enumerate(zip(draft.tree(index), kinds, strict=True)):
+            worth = left[node + 1] = left[parent + 1] * chances[kind]
+            left[parent + 1] -= worth
+            worths.append(worth)
+        return worths
 
-    def _chances(self, request_ids: Iterable[str]) -> list[tuple[float, float]]:
-        """``[B]`` chances of the first token of each row, and of a later one."""
-        run = self._all
-        first = (run.first_accepted + 0.5) / (run.first_tried + 1.0)
-        later = (run.later_accepted + 0.5) / (run.later_tried + 1.0)
-        found = []
-        for request_id in request_ids:
-            row = self._row(request_id, self._step) or _NOTHING
-            gain = (row.first_accepted + _PRIOR_WEIGHT * first) / (row.first_tried + _PRIOR_WEIGHT)
-            chance = (row.later_accepted + _PRIOR_WEIGHT * later) / (row.later_tried + _PRIOR_WEIGHT)
-            found.append((gain, chance))
-        return found
+    def observe(self, draft: Draft, index: int, accepted: Seq[int], row: Counts) -> None:
+        """Learn from a row's draft and its accepted nodes. What comes after the target's choice teaches nothing."""
+        path, decided, nodes = {-1, *accepted}, set[int](), list[tuple[int, float, float]]()
+        for node, (parent, kind) in enumerate(zip(draft.tree(index), _kinds(draft, index), strict=True)):
+            if parent in path and parent not in decided:
+                nodes.append((kind, node in path, 1.0))
+                if node in path:
+                    decided.add(parent)
+        row.fade((1.0 - 1.0 / self._memory) ** len(nodes))
+        row.add(nodes)
+        self._run.add(nodes)
+
+    def expect(self, worths: Seq[float], limit: int, row: Counts) -> None:
+        """Learn the worth of drafts that are yet to be made from one of at most `limit` nodes, also if it has none."""
+        first, others = (worths[0], sum(worths[1:])) if worths else (0.0, 0.0)
+        nodes = [(FIRST, first, 1.0), (LATER, others, sum(worths[: limit - 1]))]
+        row.add(nodes)
+        self._run.add(nodes)
+
+    def end_step(self, *, with_drafts: bool) -> None:
+        """A step has passed."""
+        self._step += 1
+        if with_drafts:
+            self._run.fade(_FADE)
+
+    def look_anew(self) -> None:
+        """Count little of what was seen until now, as a try is to be observed."""
+        for count in self._run.values():
+            factor = _TRIED_BEFORE / max(count[1], _TRIED_BEFORE)
+            count[:] = count[0] * factor, count[1] * factor
 
 
-_NOTHING = _Counts()  # is known of a new row
+def _kinds(draft: Draft, index: int) -> list[int]:
+    """The kind of each node of a row."""
+    start, stop = draft.indptr[index], draft.indptr[index + 1]
+    if draft.parents is None and draft.confidence is None:
+        return [LATER if node else FIRST for node in range(stop - start)]
+    ranks, num_children = list[int](), [0] * (stop - start + 1)
+    for parent in draft.tree(index):
+        ranks.append(num_children[parent + 1])
+        num_children[parent + 1] += 1
+    confidence: Seq[float] = [_BY_RANK ** (rank + 1) for rank in ranks]
+    if draft.confidence is not None:
+        confidence = draft.confidence[start:stop]
+    firsts, others = 2, 2 + len(_MIDDLES)
+    return [bisect_right(_EDGES, c) + (others if rank else firsts) for rank, c in zip(ranks, confidence, strict=True)]

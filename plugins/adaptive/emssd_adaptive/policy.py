@@ -1,171 +1,188 @@
-"""Goodput: choose the drafts of all rows together so that the expected accepted tokens per second are the most.
+"""Drafts what pays: each token that is expected to bring more than its seconds bring on the average.
 
-After Liu et al. 2024, "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput" (SmartSpec),
-with a length of its own for every row, which ragged verification makes free (EMS-SD paper, §3.2).
+docs/explanation/adaptive.md derives the rule. The idea is that of Liu et al. 2024, "Optimizing Speculative Decoding for
+Serving Large Language Models Using Goodput" (SmartSpec). Here each row has a length of its own, which ragged
+verification makes free (EMS-SD paper, §3.2).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from itertools import pairwise
+from math import inf
+from operator import mul
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd_adaptive.choice import best_lengths, best_limits
-from emssd_adaptive.stage import MAX_BACKOFF, StageRecord
-from emssd_adaptive.step_time import Pace, StepTime
+from emssd_adaptive.acceptance import FIRST, LATER
+from emssd_adaptive.cost import KNOWN, StepCost
+from emssd_adaptive.record import Allowance, DrafterRecord
 
-__all__ = ["AdaptiveBudget"]
+__all__ = ["AdaptiveBudget", "best_lengths"]
 
-_EVERY_LEVEL = 16
-_NEGLIGIBLE = 0.01  # of a step's time
-_CHEAP = 0.03  # of it: a drafter that takes less, and says how sure it is, drafts all it can; `trim` then chooses
+_TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
-# Without a warm-up, the first steps draft little, nothing and more in turn, each row so much, and all together at most
-# so many. The last of them drafts all: that shows how deep trees are. Steps of prompts before them draft little, too.
-_TRIALS, _TRIAL_TOKENS = (2, 0, 4) * 2, 64
-_KNOWN = 24  # steps from which on the machine's pace is told from the curve of its step times
+# The first steps draft so much for each row in turn, and all rows together at most so much: a curve has several points.
+_TRIALS, _TRIAL_TOKENS = (0, 2, 0, 4), 8
+_FADE = 0.95  # a step, of the recent gain
+_CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
 
 
 class AdaptiveBudget(BudgetPolicy):
-    """Before drafting, and again once the drafts are known, keeps the tokens that pay for their verification.
+    """Before drafting, and again once the drafts are known, keeps the tokens that pay for their time.
 
-    A node of a row's draft is worth the probability that it is accepted with all on the way to it. Sorted by that,
-    nodes are taken as long as the step's expected rate, ``(B + Σ worth) ÷ (t(tokens, context) + t_draft)``, grows.
+    A token is worth the probability that it is accepted with all on the path to it. It pays if that is more than its
+    seconds × the rate at which the run makes tokens.
     """
 
     def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:
-        self._memory, self._probe_interval = memory, probe_interval
-        self._time, self._pace = StepTime(), Pace()
-        self._stages: list[StageRecord] = []
-        self._lengths: dict[str, int] = {}  # tokens of each row before this step
-        # Of the earlier stages of this step: drafted tokens, and how many of them are expected to be accepted.
-        self._num_drafted, self._gained = 0, 0.0
-        # After so many steps with drafts, one without shows what that takes by now; each time after twice as many.
-        self._num_drafting, self._control_after, self._is_control = 0, self._first_control, False
-        self._seconds = self._plain_seconds = 0.0  # of decoding, and what it is expected to take without drafts
+        self._memory, self._interval = memory, probe_interval
+        self._cost, self._records = StepCost(), list[DrafterRecord]()
+        # Steps without drafts, while drafts pay.
+        self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False
+        self._lengths: list[int] = []  # tokens of each row before this step
+        self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
+        self._recent = self._run = (0.0, 0.0)  # sums of seconds without drafts, and with them; the former fade
 
     @property
     def summary(self) -> str:  # type: ignore[override]  # read-only
         """The gain of all drafts, by its own estimate."""
-        gain = self._plain_seconds / (self._seconds or 1.0)
+        plain, seconds = self._run
+        gain = plain / (seconds or 1.0)
         return f"about {gain:.1f} times as fast as without drafts, as budget=adaptive measures it" if gain else ""
-
-    @property
-    def _first_control(self) -> int:
-        return -(-self._probe_interval // _CONTROLS_SOONER)
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
-            self._lengths = {row.request_id: len(row.tokens) for row in step.batch}
-            self._gained, self._num_drafted = 0.0, 0
-            self._is_control = self._num_drafting >= self._control_after
-        if self._is_control:
+            self._lengths = [len(row.tokens) for row in step.batch]
+            self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
+            gain = max(1.0, self._recent[0] / (self._recent[1] or 1.0))
+            self._rate = len(step.batch) / self._plain * gain
+            self._is_control = self._controls.covers(self._plain * (1.0 - 1.0 / gain))
+        while len(self._records) <= step.stage:
+            self._records.append(DrafterRecord(self._memory, self._interval))
+        record = self._records[step.stage]
+        record.is_try = False
+        if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
-        while len(self._stages) <= step.stage:
-            self._stages.append(StageRecord(self._memory, self._probe_interval))
-        record = self._stages[step.stage]
-        if not any(step.limits):
-            budget = list(step.limits)
-        elif self._time.num_observed < len(_TRIALS):  # a curve is not known by one of its points
-            budget = _trial(self._time.num_observed, step.limits)
-        elif record.rests(step):
-            budget = [0] * len(step.limits)
-        else:
-            budget = self._choose_limits(step, record)
-            record.rest_unless(budget, step)
-        return record.probed(budget, step, self._lengths)
+        if self._cost.line.num_seen < len(_TRIALS):
+            most = _TRIALS[self._cost.line.num_seen]
+            return [min(limit, most) if most * row < _TRIAL_TOKENS else 0 for row, limit in enumerate(step.limits)]
+        if record.tries.is_due and any(budget := self._try(step, record)):
+            return budget
+        return self._choose(step, record)
+
+    def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
+        """``[B]`` how much of each row to draft, the time of drafting included."""
+        start, per_level, per_token, per_unseen = (self._rate * seconds for seconds in record.cost.coefficients)
+        rises, prices = self._prices(step, sum(step.limits))
+        spread, rest, acceptance, laters = record.spread, 1.0 - record.spread, record.acceptance, dict[int, float]()
+        rows = [acceptance.row(name) for name in step.batch.request_ids]
+        worths = {index: acceptance.chance(FIRST, row) for index, row in enumerate(rows) if step.limits[index]}
+        lengths, count, depth, total, best, best_depth = [0] * len(rows), 0.0, 0, -start, 0.0, 0
+        while worths:
+            rise, going = rises[int(count)], dict[int, float]()
+            depth, total = depth + 1, total - per_level
+            for index, worth in worths.items():
+                # It turns out to be worth 0 or 1, and is verified in the latter case; or it is worth what is expected.
+                price = rise + prices[index]
+                surplus = (spread * worth * (1.0 - price) if price < 1.0 else 0.0) - per_token
+                surplus += rest * (worth - price) if price < worth else 0.0
+                if depth == 1:
+                    surplus -= per_unseen * min(self._lengths[index] - rows[index].num_shown, _CHARGED)
+                if surplus <= 0.0:
+                    continue
+                lengths[index], total, count = depth, total + surplus, count + spread * worth + rest
+                if depth < step.limits[index]:
+                    laters[index] = laters.get(index) or acceptance.chance(LATER, rows[index])
+                    going[index] = worth * laters[index]
+            if total > best:
+                best, best_depth = total, depth
+            worths = going
+        return [min(length, best_depth) for length in lengths]
+
+    def _try(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
+        """``[B]`` a few tokens of rows that the drafter is least behind, if there is time for a try; or nothing."""
+        rows = enumerate(zip(step.batch.request_ids, self._lengths, step.limits, strict=True))
+        able = sorted((length - record.acceptance.row(name).num_shown, i) for i, (name, length, limit) in rows if limit)
+        chosen, budget = able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)], [0] * len(step.limits)
+        for _, index in chosen:
+            budget[index] = min(step.limits[index], _TRY_TOKENS)
+        seconds = record.cost.seconds([1, max(budget), sum(budget), sum(unseen for unseen, _ in chosen)])
+        record.is_try = record.tries.covers(seconds + sum(self._prices(step, sum(budget))[0]) / self._rate)
+        return budget if record.is_try else [0] * len(budget)
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         lengths = draft.lengths
         if not any(lengths):
             return lengths
-        record = self._stages[step.stage]
-        worths = record.worths_of(step.batch.request_ids, draft)
-        if not record.is_probing and self._time.is_known:
-            tokens, seconds, rises = self._without(step, sum(lengths))
-            chosen = best_lengths(worths, tokens, seconds, rises)[0]
-        else:
-            chosen = lengths
-        self._gained += sum(sum(row[:length]) for row, length in zip(worths, chosen, strict=True))
-        self._num_drafted += sum(chosen)
-        return chosen
+        record = self._records[step.stage]
+        record.see(step.batch.request_ids, draft)
+        if record.is_try or self._cost.line.num_seen < len(_TRIALS):
+            return lengths
+        return best_lengths(record.worths, *self._prices(step, sum(lengths)))
+
+    def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
+        """The cost of verifying tokens, in tokens: ``[count]`` of the first, of the second …; and ``[B]`` of one
+        more of a row, beside that. Of sizes far beyond those of earlier steps nothing is known, so they are ruled out.
+        """
+        num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens
+        per_pair = self._rate * self._cost.per_pair
+        rises = [self._rate * rise for rise in self._cost.rises(num_fixed, min(count, self._cost.largest * 3 // 2))]
+        return rises + [inf] * (count - len(rises)), [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        for record, stage in zip(self._stages, stats.stages, strict=False):
-            record.observe(outcome, stage, self._lengths, self._pace.factor)
-        if self._is_control:
-            for record in self._stages:
-                record.wake()
-        self._count_control(any(stats.drafted))
+        pace, total = self._cost.pace, sum(stats.seconds.values())
+        for record, stage in zip(self._records, stats.stages, strict=False):
+            record.observe(outcome, stage, self._lengths, pace)
+            record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
+        self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
         if stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
-        seconds = sum(stats.seconds.values()) - stats.seconds["draft"]
-        if self._time.num_observed >= _KNOWN:
-            expected = self._time.seconds(stats.num_tokens, stats.num_kv_tokens)
-            self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds / self._pace.factor)
-            self._pace.observe(max(expected, 1e-9), max(seconds, 1e-9))
-            plain = self._time.seconds(stats.num_rows, sum(self._lengths.values())) * self._pace.factor
-            self._plain_seconds += plain * stats.num_new_tokens / stats.num_rows
-            self._seconds += seconds + stats.seconds["draft"]
-        else:
-            self._time.observe(stats.num_tokens, stats.num_kv_tokens, seconds)
-
-    def _count_control(self, has_drafts: bool) -> None:
-        """The way back from a wrong belief, such as of a machine that was busy during the steps without drafts."""
-        is_probing = any(record.is_probing for record in self._stages)
-        self._num_drafting = self._num_drafting + 1 if has_drafts and not is_probing else 0
-        if self._is_control:
-            self._control_after = min(2 * self._control_after, MAX_BACKOFF * self._probe_interval)
-        elif all(record.num_idle for record in self._stages):
-            self._control_after = self._first_control
+        num_pairs = sum(map(mul, stats.drafted, self._lengths))
+        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - stats.seconds["draft"])
+        plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
+        if self._cost.line.num_seen > len(_TRIALS):
+            self._recent = self._recent if self._recent[0] else (self._plain, self._plain)
+            self._recent = _FADE * self._recent[0] + plain, _FADE * self._recent[1] + seconds
+        if self._cost.line.num_seen > KNOWN:
+            self._run = self._run[0] + plain, self._run[1] + seconds
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
-        for record in self._stages:
-            record.release(request_ids)
-
-    def _choose_limits(self, step: BudgetStep, record: StageRecord) -> list[int]:
-        """``[B]`` how much of each row to draft for the best expected rate, the time of drafting included."""
-        tokens, seconds, rises = self._without(step, sum(step.limits))
-        if record.tells_soon(_CHEAP * seconds):
-            return list(step.limits)  # `trim` chooses
-        worths = record.worths_before(step.batch.request_ids, step.limits)
-        for row, catch_up in zip(worths, record.catch_up_seconds(self._lengths), strict=True):
-            if row and catch_up:
-                first = row[0] - tokens / seconds * catch_up
-                row[:] = [min(worth, first) for worth in row]
-        per_token, per_level, longest = record.seconds_per_token, record.seconds_per_level, max(step.limits)
-        deepest = record.levels(longest)
-        levels = [(longest, per_level * deepest)]
-        if levels[0][1] > _NEGLIGIBLE * seconds:
-            levels = [(number, per_level * number) for number in _depths(deepest)[:-1]] + levels
-        return best_limits(worths, tokens, seconds, [rise + per_token for rise in rises], levels)
-
-    def _without(self, step: BudgetStep, count: int) -> tuple[float, float, list[float]]:
-        """Expected tokens and seconds of the step without this drafter, and the seconds of up to `count` nodes more."""
-        batch = step.batch
-        # Prompts are computed sooner or later: what they take in this step is no reason to draft more.
-        seconds = self._time.seconds(len(batch) + self._num_drafted, sum(self._lengths.values()))
-        num_fixed = sum([row.num_uncached for row in batch]) + step.num_other_tokens
-        return len(batch) + self._gained, max(seconds, 1e-9), self._time.rises(num_fixed, count)
+        for record in self._records:
+            record.acceptance.release(request_ids)
 
 
-def _trial(number: int, limits: Seq[int]) -> list[int]:
-    """``[B]`` what the first steps draft, the first of them being number 0."""
-    if number == len(_TRIALS) - 1:
-        return list(limits)
-    found, left = list[int](), _TRIAL_TOKENS
-    for limit in limits:
-        found.append(min(limit, _TRIALS[number], left))
-        left -= found[-1]
-    return found
+def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
+    """Take nodes, the best first, as long as each is worth more than it costs.
+
+    The nodes that are taken of a row are its first ones. Where a node is worth more than one before it, both count for
+    their mean.
+
+    Args:
+        worths: ``[B]`` what each node of a row's draft is worth, in tokens.
+        rises: what the first node that is taken costs, the second, …; never falling.
+        prices: ``[B]`` what a node of a row costs, beside that.
+    """
+    nodes = [(worth - price, row) for row, price in enumerate(prices) for worth in _falling(worths[row])]
+    nodes.sort(key=lambda node: -node[0])
+    lengths = [0] * len(worths)
+    for (surplus, row), rise in zip(nodes, rises, strict=False):
+        if surplus <= rise:
+            break
+        lengths[row] += 1
+    return lengths
 
 
-def _depths(most: int) -> list[int]:
-    """The longest drafts that are looked at: all of them, or a few if there are many."""
-    if most <= _EVERY_LEVEL:
-        return list(range(1, most + 1))
-    found = [1]
-    while found[-1] < most:
-        found.append(min(most, max(found[-1] + 1, found[-1] * 3 // 2)))
-    return found
+def _falling(worths: Seq[float]) -> Seq[float]:
+    """Worths that never rise: blocks of nodes whose worth rises count for their mean."""
+    if all(later <= earlier for earlier, later in pairwise(worths)):
+        return worths
+    blocks = list[tuple[float, int]]()  # sum and size
+    for worth in worths:
+        total, size = worth, 1
+        while blocks and blocks[-1][0] * size < total * blocks[-1][1]:
+            before, number = blocks.pop()
+            total, size = before + total, number + size
+        blocks.append((total, size))
+    return [total / size for total, size in blocks for _ in range(size)]

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
-from emssd.errors.ranges import AtLeastOne, AtLeastZero, Meta
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.hooks import BackendSpec, hookimpl
-
-if TYPE_CHECKING:
-    from emssd_flashinfer.fused import Fusing
 
 __all__ = ["FlashInferConfig", "PrefillKernel", "unavailable"]
 
@@ -37,10 +33,9 @@ class FlashInferConfig:
             minutes when it is first used. Verification always uses ``fa2``.
         cuda_graphs: replay the forward passes of small steps as CUDA graphs, one for each of a ladder of token counts.
         max_graph_tokens: steps with more tokens, which are prompts, run without a graph.
-        fused_kernels: in recorded steps, pointwise operations between two others run as one kernel, with the same bits.
-            It takes Triton, which comes with PyTorch.
-        joined_mib: the most MiB for copies of weights: in recorded steps, linear layers that read the same are one
-            product, where that has the same bits. Those that cost the least memory for a launch come first.
+        fused_kernels: Inductor compiles the forward pass of recorded steps, all but attention, which takes about a
+            minute. It takes Triton, which comes with PyTorch. A model that cannot be compiled, or that differs by more
+            than roundings, is recorded as it is, with a warning.
         query_tile: queries that a block of a recorded step's kernel takes, times the heads of a group: 16, 64 or 128. A
             graph is for any lengths of its rows, so FlashInfer would take 128 wherever one row could be that long,
             though the rows to verify have a few tokens each.
@@ -54,7 +49,6 @@ class FlashInferConfig:
     cuda_graphs: bool = True
     max_graph_tokens: AtLeastOne = 512
     fused_kernels: bool = True
-    joined_mib: AtLeastZero = 2048
     query_tile: int = 64
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
@@ -63,14 +57,15 @@ def unavailable() -> str | None:
     """One sentence: why the backend cannot run on this machine, and what to do about it; ``None`` if it can."""
     from emssd_flashinfer.availability import reason
 
-    found = reason()
-    return found and f"{found}; use backend=ragged, which runs on any device"
+    why_not = reason()
+    return why_not and f"{why_not}; use backend=ragged, which runs on any device"
 
 
 def _build(config: FlashInferConfig) -> AttentionBackend:
-    if found := unavailable():
-        raise PluginError(f"backend 'flashinfer' is not available: {found}.")
+    if why_not := unavailable():
+        raise PluginError(f"backend 'flashinfer' is not available: {why_not}.")
     from emssd_flashinfer.availability import point_to_toolkit
+    from emssd_flashinfer.compiled import CompiledPasses
     from emssd_flashinfer.kernels import FlashInferKernels
     from emssd_flashinfer.recorded import CudaGraphCapture
 
@@ -81,19 +76,9 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
         capture=CudaGraphCapture() if config.cuda_graphs else None,
         max_graph_tokens=config.max_graph_tokens,
         query_tile=config.query_tile,
-        fusing=_fusing(config),
+        passes=CompiledPasses() if config.cuda_graphs and config.fused_kernels else None,
     )
     return PagedBackend(kernels, page_size=config.page_size, memory_fraction=config.memory_fraction)
-
-
-def _fusing(config: FlashInferConfig) -> Fusing | None:
-    if not config.cuda_graphs or not (config.fused_kernels or config.joined_mib):
-        return None
-    from emssd_flashinfer.fused import Fusing
-    from emssd_flashinfer.triton_kernels import TritonKernels
-
-    has_triton = config.fused_kernels and find_spec("triton") is not None
-    return Fusing(TritonKernels() if has_triton else None, config.joined_mib << 20)
 
 
 @hookimpl

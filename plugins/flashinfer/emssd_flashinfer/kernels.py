@@ -9,10 +9,10 @@ import torch
 
 from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
-from emssd_flashinfer.fused import Fusing
+from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
-from emssd_flashinfer.sizes import eager_workspace, recorded_rows, recorded_workspace
+from emssd_flashinfer.sizes import eager_workspace, recorded_rows
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, largest_metadata
 
 __all__ = ["FlashInferKernels"]
@@ -42,11 +42,11 @@ class FlashInferKernels(PlannedKernels):
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
         query_tile: int = 64,
-        fusing: Fusing | None = None,
+        passes: CompiledPasses | None = None,
     ) -> None:
         if query_tile not in (16, 64, 128):
             raise ConfigError(f"backend.query_tile is {query_tile}; choose 16, 64 or 128")
-        super().__init__(HEAD_DIMS, capture, max_graph_tokens, fusing)
+        super().__init__(HEAD_DIMS, capture, max_graph_tokens, passes)
         self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
         self._query_tile = query_tile
@@ -65,15 +65,12 @@ class FlashInferKernels(PlannedKernels):
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
         super().allocate(spec, pool)
-        self._num_sms = self.num_multiprocessors(spec.device)
+        num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._workspace = torch.empty(0, dtype=torch.uint8, device=spec.device)
         self._masks: dict[LayerSpec, Staging] = {}
         for layer in self._rules:
-            sizes = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim, self._num_sms
+            sizes = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim, num_sms
             self._reserve(eager_workspace(*sizes), "a step that is not recorded")
-
-    def num_multiprocessors(self, device: torch.device) -> int:
-        return torch.cuda.get_device_properties(device).multi_processor_count
 
     def num_rows(self, size: int) -> int:
         group = max(layer.num_qo_heads // layer.num_kv_heads for layer in self._rules)
@@ -98,7 +95,7 @@ class FlashInferKernels(PlannedKernels):
         mask = TreeMask.of(bits) if masked else None
         try:
             what = f"a recorded step of {shape.num_tokens} tokens"
-            if static is not None and self._reserve(self._needed(attention, largest), what):
+            if static is not None and self._reserve(attention.workspace_size(largest), what):
                 wrapper = self._wrapper("fa2", static, staging)
                 attention = FlashInferAttention(layer, self._spec.dtype, wrapper, for_masks=staging)
             attention.plan(largest, mask)
@@ -113,14 +110,6 @@ class FlashInferKernels(PlannedKernels):
                 f"with nvcc and headers"
             ) from error
         return attention
-
-    def _needed(self, attention: FlashInferAttention, largest: PagedMetadata) -> int:
-        """Bytes of workspace that the plans of a recording take. FlashInfer tells from 0.6.18 on."""
-        if (told := attention.workspace_size(largest)) is not None:
-            return told
-        layer, num_rows = attention.layer, len(largest.kv_last_page_len)
-        heads = layer.num_qo_heads, layer.num_kv_heads, layer.key_dim
-        return recorded_workspace(largest.num_tokens, num_rows, *heads, self._num_sms)
 
     def _reserve(self, num_bytes: int, what: str) -> bool:
         """Have a workspace of at least so many bytes for `what`. Returns whether it is a new one.
@@ -239,10 +228,8 @@ class FlashInferAttention:
         staging.move(begin + len(mask.bits))
         staging.done()
 
-    def workspace_size(self, metadata: PagedMetadata) -> int | None:
-        """Bytes for partial results that a causal step takes; ``None`` where FlashInfer does not tell."""
-        if not hasattr(self._wrapper, "workspace_size"):
-            return None
+    def workspace_size(self, metadata: PagedMetadata) -> int:
+        """Bytes for partial results that a causal step takes."""
         num_bytes, _ = self._wrapper.workspace_size(*self._tables(metadata), **self._rules(causal=True))
         return int(num_bytes)
 

@@ -27,7 +27,7 @@ from emssd.attention import (
     on_device,
 )
 from emssd.errors import PluginError
-from emssd_flashinfer.fused import Fusing
+from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
 
@@ -86,7 +86,7 @@ class PlannedKernels(PagedKernels):
 
     The kernels take heads of `head_dims` elements, ascending. Other heads are padded with zeros to the next. `capture`
     records the forward passes of steps of up to `max_graph_tokens`. It needs a pool of a fixed size, as a recording
-    reads fixed addresses. `fusing` makes what is recorded launch less.
+    reads fixed addresses. `passes` compiles what is recorded.
     """
 
     takes_trees = True
@@ -96,10 +96,10 @@ class PlannedKernels(PagedKernels):
         head_dims: tuple[int, ...],
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
-        fusing: Fusing | None = None,
+        passes: CompiledPasses | None = None,
     ) -> None:
         self._head_dims = head_dims
-        self._capture, self._fusing = capture, fusing
+        self._capture, self._compiled = capture, passes
         self._ladder = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
@@ -118,8 +118,8 @@ class PlannedKernels(PagedKernels):
 
     def forget_steps(self) -> None:
         self._recordings.clear()
-        if self._fusing is not None:
-            self._fusing.forget()
+        if self._compiled is not None:
+            self._compiled.forget()
 
     def num_rows(self, size: int) -> int:
         """Rows of a recording of `size` tokens. Every row has a token, so no step has more rows than tokens."""
@@ -164,8 +164,6 @@ class PlannedKernels(PagedKernels):
             # The last page belongs to no sequence: there goes the KV of padding.
             scrap = (self._pool.num_pages - 1) * self._pool.page_size
             self._scrap_slots = scrap + np.arange(self._ladder[-1]) % self._pool.page_size
-            if self._fusing is not None:
-                self._fusing.prepare(self._spec.device, self._spec.dtype)
         self._attention_of(None)  # so that kernels which cannot be made are known before the first step
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
@@ -201,19 +199,11 @@ class PlannedKernels(PagedKernels):
         step: PlannedStep = plan.attention
         rules, spec = self._layers[layer], self._spec.layers[layer]
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        trace = None if self._fusing is None else self._fusing.trace
-        if trace is not None:
-            trace.storing = True
         write_kv(keys, values, step.slots, key, value)
         if rules.key_dim > spec.key_dim:
             query = F.pad(query, (0, rules.key_dim - spec.key_dim))
         out = query.new_empty(query.shape) if step.outputs is None else step.outputs[rules][: len(query)]
-        run = step.attention[layer].run
-        if trace is not None:
-            trace.storing = False
-            trace.call(run, query, keys, values, out)
-        else:
-            run(query, keys, values, out)
+        step.attention[layer].run(query, keys, values, out)
         return out[..., : spec.value_dim]
 
     def _size_of(self, packed: PackedInputs) -> int | None:
@@ -268,6 +258,7 @@ class PlannedKernels(PagedKernels):
             logit_index=None if num_logits == size else slice(num_logits),
             attention=PlannedStep(tables.slots, attention.by_layer, outputs),
             replay=partial(self._replay, (size, masked, packed.greedy, num_passes)),
+            compile=self._compiled,
             landing=self._landing(size) if packed.greedy else None,
         )
 
@@ -280,12 +271,14 @@ class PlannedKernels(PagedKernels):
             self._landings[size] = torch.empty(size, dtype=torch.int64, pin_memory=True)
         return self._landings[size]
 
-    def _replay(self, key: Hashable, compute: Compute) -> Any:
+    def _replay(self, key: tuple[Any, ...], compute: Compute) -> Any:
         assert self._capture is not None
         if key not in self._recordings:
-            fewer = compute if self._fusing is None else self._fusing(compute)
+            if self._compiled is not None:
+                with self._compiled.checked(f"a step of {key[0]} tokens"):
+                    compute()
             try:
-                self._recordings[key] = self._capture(fewer), fewer
+                self._recordings[key] = self._capture(compute), compute
             except PluginError as error:
                 warnings.warn(f"{error}. From here on, steps run without a graph", RuntimeWarning, stacklevel=2)
                 self._ladder = ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["eager_workspace", "recorded_rows", "recorded_workspace"]
+__all__ = ["eager_workspace", "query_tile", "recorded_rows"]
 
 _FLOAT32 = 4  # bytes
 _BLOCKS_PER_SM = 2
@@ -29,26 +29,7 @@ def recorded_rows(size: int, max_batch_size: int, group: int, tile: int) -> int:
     return min(size, max(max_batch_size, size - tile // group + 1 if tile < 128 else 0))
 
 
-def recorded_workspace(
-    size: int, num_rows: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int
-) -> int:
-    """Bytes that a recorded plan takes. It always splits KV, so each of its tiles has a partial result."""
-    group = num_qo_heads // num_kv_heads
-    tile = query_tile((size - num_rows + 1) * group, head_dim)
-    num_tiles = -(-size * group // tile) + num_rows - 1
-    return _partial_results(max(num_tiles, _most_splits(num_kv_heads, num_sms)), num_qo_heads, head_dim, tile)
-
-
 def eager_workspace(num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:
-    """The most bytes that any eager plan takes: it splits KV only as long as all its blocks run at once."""
-    tile = query_tile(128, head_dim)
-    return _partial_results(_most_splits(num_kv_heads, num_sms), num_qo_heads, head_dim, tile)
-
-
-def _most_splits(num_kv_heads: int, num_sms: int) -> int:
-    return _BLOCKS_PER_SM * num_sms // num_kv_heads
-
-
-def _partial_results(count: int, num_qo_heads: int, head_dim: int, tile: int) -> int:
-    """`count` tiles of outputs, and of the sums that they are divided by."""
-    return count * num_qo_heads * tile * (head_dim + 1) * _FLOAT32
+    """The most bytes of partial results of any eager plan: it splits KV only as long as all its blocks run at once."""
+    sums_and_outputs = num_qo_heads * query_tile(128, head_dim) * (head_dim + 1)
+    return _BLOCKS_PER_SM * num_sms // num_kv_heads * sums_and_outputs * _FLOAT32

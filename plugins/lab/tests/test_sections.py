@@ -117,6 +117,14 @@ def crossover(*rates: dict[tuple[bool, str], float], batch_size: int = 8) -> lis
     ]  # fmt: skip
 
 
+def test_never_slower_has_the_worst_cell_first() -> None:
+    rows = crossover({PLAIN: 100, ALWAYS: 90, ADAPTIVE: 99}) + crossover(
+        {PLAIN: 100, ALWAYS: 200, ADAPTIVE: 180}, batch_size=4
+    )
+    cells, *_ = tables_of([{**row, "experiment": "never_slower"} for row in rows], "never_slower")
+    assert [line[1:] for line in cells.lines] == [["4", "1.80", "0.90"], ["8", "0.99", "0.99"]]
+
+
 @looped(
     "rows, text",
     [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,12 +65,7 @@ def size_of(kernels: FlashInferKernels) -> float:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
 class TestWorkspace:
-    @pytest.mark.parametrize("tells", [True, False], ids=["0.6.18", "before"])
-    def test_it_grows_before_the_first_plan_that_needs_more(
-        self, tells: bool, modules: list[Any], before_0_6_18: Callable[[], None]
-    ) -> None:
-        if not tells:
-            before_0_6_18()
+    def test_it_grows_before_the_first_plan_that_needs_more(self, modules: list[Any]) -> None:
         kernels = allocated(None)
         eager = size_of(kernels)
         assert eager * MIB == eager_workspace(32, 32, 128, H100)
@@ -111,8 +106,8 @@ class TestWorkspace:
         def full(*arguments: object, **options: object) -> torch.Tensor:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
-        monkeypatch.setattr(kernels, "_needed", lambda *given: 522 * MIB)
-        monkeypatch.setattr(kernels, "_wrapper", lambda *given: object())
+        wrapper = SimpleNamespace(workspace_size=lambda *_, **__: (522 * MIB, 0), device=CPU)
+        monkeypatch.setattr(kernels, "_wrapper", lambda *_: wrapper)
         monkeypatch.setattr(torch, "empty", full)
         with pytest.raises(OutOfMemoryError, match=r"workspace of 522 MiB on cpu .*Lower backend\.max_graph_tokens"):
             kernels.attention(LAYER, static=static(512, 256))

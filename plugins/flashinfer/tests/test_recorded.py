@@ -24,7 +24,7 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import PluginError
 from emssd.sequences import Row
-from tests.backends.test_flashinfer import CPU, SPEC, allocated, sequence
+from plugins.flashinfer.tests.test_planned import CPU, SPEC, allocated, sequence
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
 
 
@@ -157,7 +157,7 @@ class TestStaging:
             def attention(self, *arguments: Any, **options: Any) -> ReferenceAttention:
                 made = super().attention(*arguments, **options)
                 plan = made.plan
-                made.plan = lambda *given: (log.append("planned"), plan(*given))  # type: ignore[assignment]
+                made.plan = lambda *args: (log.append("planned"), plan(*args))  # type: ignore[assignment]
                 return made
 
         kernels = Logging(capture=rerun, max_graph_tokens=12)

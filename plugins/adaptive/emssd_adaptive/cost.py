@@ -1,0 +1,104 @@
+"""The seconds of a step and of a draft: lines with coefficients that are never negative, fitted while decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from itertools import accumulate, pairwise
+from math import inf
+
+import numpy as np
+
+__all__ = ["KNOWN", "CostLine", "StepCost"]
+
+KNOWN = 24  # steps, after which the pace is told from the line
+_FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
+_EVERY_STEP, _STEPS = 12, 16  # at first the line is fitted after each observation, then after so many
+_KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
+_GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
+_MOST = 1.5  # times as quick as expected, at which a single step is counted
+
+
+class CostLine:
+    """Learns ``seconds ≈ coefficients · features`` from observations that fade.
+
+    Errors are relative. So long steps do not drown short ones, and a step that a busy machine held up hardly counts.
+    """
+
+    def __init__(self, num_features: int) -> None:
+        self.coefficients, self.num_seen, self._new = [0.0] * num_features, 0, list[list[float]]()
+        self._gram, self._moment = np.zeros((num_features, num_features)), np.zeros(num_features)
+
+    def observe(self, features: Seq[float], seconds: float) -> None:
+        """Learn from one observation."""
+        self._new.append([feature / max(seconds, 1e-9) for feature in features])
+        self.num_seen += 1
+        if self.num_seen < _EVERY_STEP or len(self._new) >= _STEPS:
+            rows, fade, self._new = np.array(self._new), _FADE ** len(self._new), []
+            self._gram, self._moment = self._gram * fade + rows.T @ rows, self._moment * fade + rows.sum(0)
+            self._fit()
+
+    def _fit(self) -> None:
+        """Least squares without the features whose coefficients would be negative."""
+        sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))
+        # In units in which all features are alike. Where observations leave a choice, coefficients stay as they were.
+        gram = self._gram / np.outer(sizes, sizes) + _KEPT * np.eye(len(sizes))
+        moment = self._moment / sizes + _KEPT * sizes * self.coefficients
+        used, values = np.arange(len(sizes)), np.zeros(len(sizes))
+        while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=0.0) < 0.0:
+            used = np.delete(used, solution.argmin())
+        values[used] = solution
+        self.coefficients = (values / sizes).tolist()
+
+    def seconds(self, features: Seq[float]) -> float:
+        """Expected seconds."""
+        return sum([coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True)])
+
+
+class StepCost:
+    """Seconds of a step without drafting: a convex curve of its tokens, and parts in proportion to its KV.
+
+    Attributes:
+        pace: how many times as long as usual steps take of late, as others work on the machine or clocks change. All
+            lines are learnt in seconds ÷ `pace`; else it would be put down to the sizes of the steps that are taken.
+        line: of seconds by tokens beyond each of some knots, by KV, and by pairs.
+        largest: tokens of the largest step so far.
+    """
+
+    def __init__(self) -> None:
+        self.pace, self.line, self.largest = 1.0, CostLine(len(_KNOTS) + 3), 0
+        self._rises = [0.0] * len(_KNOTS)
+
+    @property
+    def per_pair(self) -> float:
+        """Seconds that a drafted token takes for each token that its row has."""
+        return self.line.coefficients[-1]
+
+    def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
+        """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had, `num_pairs` the sum of the
+        tokens that the rows of all drafted tokens had.
+        """
+        pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
+        self.largest = max(self.largest, num_tokens)
+        if self.line.num_seen >= KNOWN:
+            # Deviations are weighed as `CostLine` weighs errors, so that neither makes the other drift.
+            speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), _MOST)
+            self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
+        self.line.observe(features, seconds / pace)
+        total, *slopes = self.line.coefficients[:-2]
+        self._rises = []
+        for (knot, end), slope in zip(pairwise((*_KNOTS, inf)), accumulate(slopes), strict=True):
+            # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
+            self._rises.append(min(slope, total / max(knot, 1)))
+            total += self._rises[-1] * (end - knot)
+
+    def plain(self, num_rows: int, num_kv: int) -> float:
+        """Expected seconds of a step without drafts; above 0."""
+        start, *_, per_kv, _ = self.line.coefficients
+        return max(start + sum(self.rises(0, num_rows)) + per_kv * num_kv, 1e-9)
+
+    def rises(self, num_tokens: int, count: int) -> list[float]:
+        """``[count]`` seconds that each of `count` tokens adds to a step of `num_tokens`; 0 or more, never falling."""
+        rises, stop = list[float](), num_tokens + count
+        for (start, end), rise in zip(pairwise((*_KNOTS, inf)), self._rises, strict=True):
+            rises += [rise] * int(min(end, stop) - max(start, num_tokens))  # none where that is negative
+        return rises

@@ -1,0 +1,80 @@
+"""Lines of cost find what steps take, on machines that are busy now and then, too."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from emssd_adaptive.cost import CostLine, StepCost
+from hypothesis import given
+from hypothesis import strategies as st
+
+COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(value, 3))
+
+
+@given(st.floats(0.1, 1), st.lists(COEFFICIENTS, min_size=1, max_size=3), st.integers(0, 2**16))
+def test_a_line_finds_coefficients_that_are_not_negative(start: float, slopes: list[float], seed: int) -> None:
+    line = CostLine(1 + len(slopes))
+    features = np.random.default_rng(seed).uniform(0, 2, (300, 1 + len(slopes)))
+    features[:, 0] = 1.0
+    seconds = features @ [start, *slopes]
+    for row, value in zip(features, seconds, strict=True):
+        line.observe([*row], float(value))
+    assert min(line.coefficients) >= 0
+    assert np.abs(features @ line.coefficients / seconds - 1).max() < 0.05
+    assert line.seconds([*features[0]]) == pytest.approx(features[0] @ line.coefficients)
+
+
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9000), st.floats(1e-4, 1)), min_size=1, max_size=60))
+def test_a_step_is_convex_in_its_tokens_and_never_falls(stream: list[tuple[int, int, float]]) -> None:
+    cost = StepCost()
+    for num_tokens, num_kv, seconds in stream:
+        cost.observe(num_tokens, num_kv, num_kv // 2, seconds)
+    rises = cost.rises(0, 499)
+    assert all(cost.rises(start, 200) == rises[start : start + 200] for start in (1, 16, 60, 299))
+    assert min(rises) >= 0
+    assert rises == sorted(rises)
+    plain = [cost.plain(num_rows, 1000) for num_rows in range(500)]
+    assert np.diff(plain) == pytest.approx(rises, rel=1e-6, abs=1e-8)
+    assert all(cost.plain(num_rows, 2000) >= before for num_rows, before in enumerate(plain))
+
+
+def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:
+    def truth(tokens: int, kv: int, pairs: int) -> float:
+        return 0.01 + 0.00015 * max(0, tokens - 64) + 1e-6 * kv + 3e-7 * pairs
+
+    cost, random = StepCost(), np.random.default_rng(0)
+    for _ in range(400):
+        tokens, kv, drafted = int(random.integers(1, 200)), int(random.integers(100, 8000)), int(random.integers(0, 5))
+        cost.observe(tokens, kv, drafted * kv, truth(tokens, kv, drafted * kv))
+    for tokens, kv in product([1, 30, 64, 100, 190], [200, 4000, 7900]):
+        assert cost.plain(tokens, kv) == pytest.approx(truth(tokens, kv, 0), rel=0.1)
+    assert cost.per_pair == pytest.approx(3e-7, rel=0.05)
+
+
+def test_one_slow_step_of_a_rare_size_does_not_make_such_sizes_dear() -> None:
+    cost = StepCost()
+    for tokens in [*[1, 4, 8, 16] * 20, 17, *[1, 4, 8, 16] * 20]:
+        cost.observe(tokens, 100, 0, 0.09 if tokens == 17 else 0.03)
+    assert cost.plain(20, 100) < 0.04, "four more tokens at the mean of the sixteen before them"
+    assert cost.rises(16, 4)[0] < 1.1 * 0.03 / 16
+
+
+def test_a_machine_that_becomes_slower_has_another_pace_and_the_same_costs() -> None:
+    cost = StepCost()
+    for step in range(240):
+        cost.observe(1 + step % 4, 100, 0, (1.0 if step < 80 else 1.5) * (10 + step % 4))
+    assert cost.pace == pytest.approx(1.5, rel=0.05)
+    assert np.diff([cost.plain(num_rows, 100) for num_rows in (1, 4)]) == pytest.approx(3, rel=0.15)
+    cost.observe(1, 100, 0, 1e6)
+    assert cost.pace < 1.65, "one long step"
+
+
+def test_on_a_machine_of_a_steady_pace_it_does_not_wander_off() -> None:
+    """Steps that are longer by chance are what is usual there; in 10,000 of them nothing may add up."""
+    cost, random, paces = StepCost(), np.random.default_rng(0), []
+    for deviation in np.minimum(0.4 * np.abs(random.normal(size=10_000)), 1.5):
+        cost.observe(4, 400, 0, 0.01 * float(np.exp(deviation)))
+        paces.append(cost.pace)
+    assert 0.5 < min(paces[::500]) <= max(paces[::500]) < 2.0

@@ -1,0 +1,336 @@
+"""The policy drafts what pays, on machines and with drafters that are made up; its choices are held to a search."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from itertools import accumulate, product
+
+import numpy as np
+import pytest
+import torch
+from emssd_adaptive.acceptance import Acceptance, Counts
+from emssd_adaptive.policy import AdaptiveBudget, best_lengths
+from emssd_adaptive.record import DrafterRecord
+from hypothesis import given
+from hypothesis import strategies as st
+
+from emssd.drafting import BudgetStep, Draft
+from emssd.sequences import Batch, Request, Row
+from tests.support.budget_world import Curve, World
+from tests.support.tiers import looped
+
+# In tenths: equal worths are the rule, not the exception.
+WORTHS = st.lists(st.lists(st.integers(0, 10).map(lambda tenths: tenths / 10), max_size=4), min_size=1, max_size=3)
+RISES = st.lists(st.floats(0, 1), min_size=12, max_size=12).map(sorted)
+
+
+@given(WORTHS, RISES, st.lists(st.floats(0, 0.5), min_size=3, max_size=3), st.booleans())
+def test_no_other_first_nodes_bring_more_where_worths_fall_or_rises_are_equal(
+    worths: list[list[float]], rises: list[float], prices: list[float], fall: bool
+) -> None:
+    worths = [sorted(row, reverse=True) for row in worths] if fall else worths
+    rises, prices = rises if fall else rises[:1] * 12, prices[: len(worths)]
+
+    def brings(lengths: Seq[int]) -> float:
+        rows = zip(worths, lengths, prices, strict=True)
+        return sum(sum(row[:length]) - price * length for row, length, price in rows) - sum(rises[: sum(lengths)])
+
+    lengths = best_lengths(worths, rises, prices)
+    every = product(*(range(len(row) + 1) for row in worths))
+    assert brings(lengths) >= max(map(brings, every)) - 1e-9
+
+
+def steep(num_tokens: int) -> float:
+    return 0.01 * num_tokens
+
+
+def flat(num_tokens: int) -> float:
+    return 0.05
+
+
+def gentle(num_tokens: int) -> float:
+    return 0.05 + 0.001 * num_tokens
+
+
+def batch_of(*lengths: int) -> Batch:
+    return Batch(
+        tuple(Row(Request(str(i), (1,) * length, 10**6), num_cached=length - 1) for i, length in enumerate(lengths))
+    )
+
+
+class FixedChances(Acceptance):
+    """Chances of first tokens, by row, and of later ones that are given."""
+
+    def __init__(self, first: Seq[float], later: float) -> None:
+        super().__init__(16)
+        self.first, self.later = {str(row): chance for row, chance in enumerate(first)}, later
+
+    def row(self, request_id: str) -> Counts:
+        row = super().row(request_id)
+        row[-1] = [self.first[request_id], 0.0]
+        return row
+
+    def chance(self, kind: int, row: Counts) -> float:
+        return self.later if kind else row[-1][0]
+
+
+def policy_of(
+    first: Seq[float], later: float, *, per_token: float = 0.0, per_level: float = 0.0, per_unseen: float = 0.0,
+    per_pair: float = 0.0,
+) -> AdaptiveBudget:  # fmt: skip
+    """A policy that knows chances and costs: a plain step takes a second, and `per_token` for each row."""
+    policy = AdaptiveBudget(probe_interval=1000)
+    policy._cost.line.num_seen = 1000
+    policy._cost.line.coefficients = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
+    policy._cost._rises, policy._cost.largest = [per_token] * 6, 100
+    record = DrafterRecord(16, 1000)
+    record.acceptance = FixedChances(first, later)
+    record.cost.coefficients = [0.0, per_level, 0.0, per_unseen]
+    policy._records = [record]
+    return policy
+
+
+@given(
+    st.lists(st.integers(1, 9).map(lambda tenths: tenths / 10), min_size=1, max_size=3),
+    st.sampled_from([0.3, 0.6, 0.9]),
+    st.sampled_from([0.0, 0.1, 0.25]),
+    st.sampled_from([0.0, 0.1, 0.3]),
+    st.data(),
+)
+def test_the_lengths_of_drafts_that_are_yet_to_be_made_bring_more_than_all_others(
+    first: list[float], later: float, per_token: float, per_level: float, data: st.DataObject
+) -> None:
+    limits = [data.draw(st.integers(0, 4), label="limit") for _ in first]
+    policy, batch = policy_of(first, later, per_token=per_token, per_level=per_level), batch_of(*[10] * len(first))
+    lengths = policy.allot(BudgetStep(batch, tuple(limits)))
+    price = policy._rate * policy._cost.rises(1, 1)[0]
+
+    def brings(lengths: Seq[int]) -> float:
+        worths = [chance * later**depth for chance, n in zip(first, lengths, strict=True) for depth in range(n)]
+        return sum(worths) - price * sum(lengths) - policy._rate * per_level * max(lengths)
+
+    assert brings(lengths) >= max(map(brings, product(*(range(limit + 1) for limit in limits)))) - 1e-6
+
+
+def test_a_drafter_that_has_to_catch_up_with_a_row_leaves_it_alone() -> None:
+    assert policy_of([0.9, 0.9], 0.9, per_unseen=0.03).allot(BudgetStep(batch_of(4, 40), (2, 2))) == [2, 0]
+
+
+def test_a_long_row_drafts_less_and_a_model_that_drafts_is_not_run_where_reading_kv_takes_the_time() -> None:
+    policy = policy_of([0.9, 0.9], 0.7, per_pair=1e-4)
+    short, long = policy.allot(BudgetStep(batch_of(10, 1500), (8, 8)))
+    assert short == 8 > long > 0
+    assert policy.allot(BudgetStep(batch_of(9000, 9000), (8, 8))) == [0, 0]
+
+
+def drafts_by_chance(chance: float, seed: int = 0) -> Callable[[int, int], int]:
+    random = np.random.default_rng(seed)
+    return lambda row, drafted: min(drafted, int(random.geometric(1 - chance)) - 1)
+
+
+@pytest.mark.parametrize("num_rows", [1, 8, 100])
+def test_the_first_steps_draft_few_tokens_and_some_none(num_rows: int) -> None:
+    world = World(AdaptiveBudget(), num_rows, flat, lambda row, drafted: 0)
+    kept = world.run(4, 15)
+    assert [sum(lengths) for lengths in kept] == [0, min(8, 2 * num_rows), 0, min(8, 4 * num_rows)]
+
+
+def test_no_step_drafts_far_more_than_was_ever_measured() -> None:
+    world = World(AdaptiveBudget(), 2, flat, lambda row, drafted: drafted)
+    kept = [sum(lengths) for lengths in world.run(9, 100)]
+    assert all(kept[step] <= 1.5 * (2 + max(kept[:step])) for step in range(4, 9))
+    assert kept[-1] > 60, "all are right"
+
+
+def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on_drafting() -> None:
+    world = World(AdaptiveBudget(), 8, lambda tokens: 6 * steep(tokens), drafts_by_chance(0.6)).run_with(8, 0)
+    world.seconds = steep
+    kept = world.run_with(8, 2).run_with(8, 7).run(150, 7)[-50:]
+    assert sum(map(sum, kept)) <= 8, "a drafted token takes as long as one that is sure, and is right in 6 of 10 cases"
+
+
+def test_it_says_what_drafts_gain() -> None:
+    world = World(AdaptiveBudget(), 4, flat, lambda row, drafted: 5)
+    world.run(24, 5)
+    assert world.policy.summary == ""
+    world.run(200, 5)
+    expected = r"about [56]\.\d times as fast as without drafts, as budget=adaptive measures it"
+    assert re.fullmatch(expected, world.policy.summary)
+
+
+def test_each_row_has_a_length_of_its_own() -> None:
+    world = World(AdaptiveBudget(), 2, lambda tokens: 0.04 + 0.01 * tokens, lambda row, drafted: drafted if row else 0)
+    kept = [lengths for lengths in world.warm().run(100, 5)[-60:] if any(lengths)]  # a few compare, without drafts
+    assert len(kept) >= 58
+    assert all(good >= 4 for _, good in kept)
+    assert sum(bad for bad, _ in kept) < 0.35 * len(kept), "it is tried again now and then"
+
+
+@pytest.mark.parametrize(("accepts", "seconds"), [(0, steep), (5, gentle)])
+def test_the_other_choice_is_tried_for_half_a_percent_of_the_time(accepts: int, seconds: Curve) -> None:
+    world = World(AdaptiveBudget(probe_interval=4), 8, seconds, lambda row, drafted: min(drafted, accepts)).warm()
+    pays, num_tries, lost = accepts > 0, 0, 0.0
+    world.run(40, 5)
+    world.time = 0.0
+    for lengths in world.run(1000, 5):
+        if pays != any(lengths):
+            num_tries += 1
+            lost += (
+                seconds(8) * (1 - 8 / seconds(8) / (48 / seconds(48)))
+                if pays
+                else seconds(8 + sum(lengths)) - seconds(8)
+            )
+    assert num_tries > 2
+    assert lost < 0.006 * world.time
+
+
+class TreeWorld(World):
+    """A world whose drafter draws trees of one shape.
+
+    Args:
+        policy: the policy.
+        shape: parents of the nodes.
+        seconds: of a step without drafting, by its number of tokens.
+        chances: by rank, how likely a child is what the target says; what is left is none of them.
+        confidence: what the drafter says of a node of that rank; ``None``: nothing.
+    """
+
+    def __init__(
+        self,
+        policy: AdaptiveBudget,
+        shape: Seq[int],
+        seconds: Curve,
+        chances: Seq[float],
+        confidence: Callable[[int], float] | None = None,
+    ) -> None:
+        super().__init__(policy, 4, seconds, lambda row, drafted: pytest.fail("chances decide"))
+        self.shape, self.chances = tuple(shape), chances
+        self.confidence, self._random = confidence, np.random.default_rng(0)
+        self.ranks = [self.shape[:node].count(parent) for node, parent in enumerate(shape)]
+
+    def gain(self, num_steps: int) -> float:
+        """Tokens per second of so many steps, ÷ those without drafting."""
+        self.tokens = self.time = 0.0
+        self.run(num_steps, len(self.shape))
+        return self.tokens / self.time / (len(self.rows) / self.seconds(len(self.rows)))
+
+    def run(self, num_steps: int, limit: int) -> list[list[int]]:
+        return super().run(num_steps, min(limit, len(self.shape)))
+
+    def draft(self, budget: Seq[int]) -> Draft:
+        parents = tuple(parent for limit in budget for parent in self.shape[:limit])
+        confidence = (
+            tuple(self.confidence(rank) for limit in budget for rank in self.ranks[:limit]) if self.confidence else None
+        )
+        return Draft(torch.ones(sum(budget), dtype=torch.int64), (0, *accumulate(budget)), parents, confidence)
+
+    def accepted(self, draft: Draft) -> Seq[Seq[int]]:
+        return [self._path(draft.tree(row)) for row in range(draft.num_rows)]
+
+    def _path(self, tree: Seq[int]) -> list[int]:
+        """Down the tree as chance goes; what the target says does not depend on what is verified."""
+        path: list[int] = []
+        while True:
+            rank = int(np.searchsorted(np.cumsum(self.chances), self._random.random(), side="right"))
+            children = [node for node, parent in enumerate(tree) if parent == (path[-1] if path else -1)]
+            if rank >= min(len(children), len(self.chances)):
+                return path
+            path.append(children[rank])
+
+
+SHAPE = (-1, 0, 1, -1, 2, 0, 3, 1, -1, 5)  # the first three are a chain
+CONFIDENCES = [None, lambda rank: 0.9 if rank == 0 else 0.3, lambda rank: 0.0, lambda rank: 1.0, lambda rank: rank / 9]
+"""No confidence, a plausible one, and such as mean nothing."""
+
+
+@looped("confidence", CONFIDENCES)
+def test_hopeless_trees_cost_next_to_nothing(confidence: Callable[[int], float] | None) -> None:
+    world = TreeWorld(AdaptiveBudget(), SHAPE, steep, (0.02,), confidence).warm()
+    world.run(100, 10)
+    assert world.gain(300) > 0.985
+
+
+@looped("confidence", CONFIDENCES)
+def test_good_trees_are_faster_than_their_chain_and_than_nothing(confidence: Callable[[int], float] | None) -> None:
+    def gain(shape: Seq[int]) -> float:
+        world = TreeWorld(AdaptiveBudget(), shape, gentle, (0.5, 0.4), confidence).warm()
+        world.run(60, len(shape))
+        return world.gain(200)
+
+    chain, tree = gain((-1, 0, 1, 2)), gain(SHAPE)
+    assert tree > 1.05 * chain > 1.05 * 1.4
+
+
+@pytest.mark.parametrize("confidence", CONFIDENCES[:2])
+def test_the_chain_is_taken_of_a_tree_whose_siblings_are_never_right(
+    confidence: Callable[[int], float] | None,
+) -> None:
+    shape = (-1, 0, 1, 2, -1, -1, -1, 0, 0, 0)
+    world = TreeWorld(AdaptiveBudget(), shape, lambda n: 0.05 + 0.004 * n, (0.95, 0.0, 0.0, 0.0), confidence).warm()
+    world.run(200, 10)
+    kept = [length for lengths in world.run(60, 10) for length in lengths if any(lengths)]
+    assert len(kept) >= 4 * 56
+    assert sum(length == 4 for length in kept) > 0.85 * len(kept)
+
+
+@looped("confidence", CONFIDENCES)
+def test_trees_that_become_good_are_found_out(confidence: Callable[[int], float] | None) -> None:
+    world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), confidence).warm()
+    assert sum(map(sum, world.run(150, 10)[-50:])) < 50
+    world.chances = (0.9, 0.08)
+    kept = [lengths for lengths in world.run(500, 10)[-50:] if any(lengths)]
+    assert len(kept) >= 47
+    assert sum(map(sum, kept)) >= 11.5 * len(kept), "three nodes of each row are best"
+
+
+def kneed(num_tokens: int) -> float:
+    """Milliseconds of a step on two cores: further tokens are nearly free up to the 8th."""
+    return 10.0 + 0.2 * min(num_tokens, 8) + 0.8 * max(0, num_tokens - 8)
+
+
+def relative_rate(chance: float, wander: float, seed: int, num_rows: int) -> float:
+    """Tokens a second under the policy ÷ those without drafts, as if the machine had never wandered.
+
+    Args:
+        chance: of each drafted token, given those before it.
+        wander: how far the logarithm of the machine's slowness strays, over some hundred steps; beside it, each step is
+            up to 30 % longer by chance.
+        seed: of all that is random.
+        num_rows: of the batch.
+    """
+    random, pace, steady = np.random.default_rng(seed), 0.0, 0.0
+    world = World(AdaptiveBudget(), num_rows, kneed, drafts_by_chance(chance, seed))
+
+    def seconds(num_tokens: int) -> float:
+        nonlocal pace, steady
+        pace = 0.99 * pace + wander * math.sqrt(0.02) * random.normal()
+        steady += kneed(num_tokens)
+        return kneed(num_tokens) * math.exp(pace + min(0.1 * abs(random.normal()), 0.3))
+
+    world.seconds = seconds
+    world.warm()
+    before, steady = sum(len(row.tokens) for row in world.rows), 0.0
+    world.run(1200, 4)
+    num_tokens = sum(len(row.tokens) for row in world.rows) - before
+    return num_tokens / steady / (num_rows / kneed(num_rows))
+
+
+@looped("wander", [0.0, 0.15])
+@looped("seed", range(3))
+def test_on_a_machine_that_wanders_drafts_that_cost_more_than_they_bring_stay_undone(wander: float, seed: int) -> None:
+    assert relative_rate(0.5, wander, seed, 8) > 0.98
+
+
+@looped("wander", [0.0, 0.15])
+@looped("seed", range(3))
+def test_on_a_machine_that_wanders_drafts_that_pay_are_drawn(wander: float, seed: int) -> None:
+    chance, num_rows = 0.6, 4
+    best = max(
+        sum(chance**i for i in range(length + 1)) * kneed(num_rows) / kneed(num_rows * (length + 1))
+        for length in range(5)
+    )
+    assert best > 1.4
+    assert relative_rate(chance, wander, seed, num_rows) > 0.9 * best

@@ -1,0 +1,253 @@
+"""Recorded passes that are compiled: any size, the check, what is refused; and what is not recorded."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from emssd_flashinfer.compiled import Compile, CompiledPasses, compiled
+from emssd_heads import HeadRunner
+from emssd_heads.config import DecoderConfig
+from emssd_heads.head import LayerHead
+from emssd_testing.drafters import RandomDrafter
+from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
+
+from emssd.attention import Kept, KVCacheSpec, PagedBackend
+from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack_nodes
+from emssd.errors import PluginError
+from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.compile.tracing import export
+from emssd.model.run.target import Computed
+from tests.support.backends import runner_of as reference_runner
+from tests.support.reference_kernels import ReferenceKernels, rerun
+
+PROMPTS = [[1, 5, 6], [9], [8, 2, 8], [4, 4]]
+
+
+def traced(module: Any, inputs: Any) -> Any:
+    """A `Compile` without a compiler: the traced operations, one after another."""
+    return export(module, inputs).module()
+
+
+def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+    """Heads of 16 elements, which are not padded."""
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64} if architecture == "opt" else {"head_dim": 16}
+    return tiny_model(architecture, dtype=dtype, **sizes)
+
+
+def runner_of(
+    model: Any, compile: Compile | None, capture: Any = rerun, head_dims: tuple[int, ...] = (16, 64)
+) -> CausalLMRunner:
+    passes = None if compile is None else CompiledPasses(compile)
+    kernels = ReferenceKernels(head_dims, capture=capture, max_graph_tokens=16, passes=passes)
+    backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
+    return reference_runner(TargetModel(model), backend, trees=True)
+
+
+def passes_of(runner: CausalLMRunner) -> Any:
+    backend: Any = runner.backend
+    return backend._kernels._compiled
+
+
+def history(runner: CausalLMRunner) -> list[torch.Tensor]:
+    """The logits of all steps of a run with drafts, which are accepted and rejected."""
+    compute, logits = runner._compute, list[torch.Tensor]()
+
+    def noted(*args: Any) -> Computed:
+        out = compute(*args)
+        logits.append(out.logits.clone())
+        return out
+
+    runner._compute = noted  # type: ignore[method-assign]
+    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
+    engine.generate(PROMPTS, 6, ignore_eos=True)
+    return logits
+
+
+@pytest.mark.parametrize("head_dims", [(16, 64), (64,)], ids=["heads as they are", "padded heads"])
+def test_one_trace_serves_steps_of_all_sizes_with_the_bits_of_the_model(head_dims: tuple[int, ...]) -> None:
+    model, sizes = model_of(), list[int]()
+
+    def noted(module: Any, inputs: Any) -> Any:
+        program = traced(module, inputs)
+        return lambda *args: (sizes.append(args[0].numel()), program(*args))[1]
+
+    expected = history(runner_of(model, None, head_dims=head_dims))
+    runner = runner_of(model, noted, head_dims=head_dims)
+    assert all(map(torch.equal, expected, history(runner)))
+    assert {1, 2, 3, 12} <= {*sizes}
+    assert len(passes_of(runner)._forwards) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("architecture", ["llama", "opt", "gemma2", "qwen3"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_torch_compile_takes_the_trace_whole(backend: str, architecture: str, dtype: torch.dtype) -> None:
+    model = model_of(architecture, dtype)
+    runner = runner_of(model, partial(compiled, backend=backend))
+    for expected, logits in zip(history(runner_of(model, None)), history(runner), strict=True):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    assert [forward.has_failed for forward in passes_of(runner)._forwards.values()] == [False]
+
+
+def test_hidden_states_are_those_of_the_model() -> None:
+    model, states = model_of(), list[torch.Tensor]()
+    for compile in (None, traced):
+        runner = runner_of(model, compile)
+        runner.take_hidden([1, -1])
+        packed = pack_nodes("ab", torch.tensor([3, 1, 4, 1]), [3, 1], [3, 1])
+        with torch.inference_mode():
+            states.extend(value.clone() for value in runner.run(packed).hidden.values())
+    assert torch.equal(torch.stack(states[:2]), torch.stack(states[2:]))
+
+
+class TestRefusals:
+    @staticmethod
+    def off_by(share: float) -> Compile:
+        """A program whose logits are off by a share of the largest."""
+
+        def compile(module: Any, inputs: Any) -> Any:
+            def run(*args: Any) -> Any:
+                logits, *states = module(*args)
+                return logits + share * logits.abs().max(), *states
+
+            return run
+
+        return compile
+
+    @staticmethod
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    @pytest.mark.parametrize(
+        ("compile", "why"),
+        [
+            (off_by(0.3), r"a step of 12 tokens on: it differs by 3\d\.\d roundings, and 32 may be"),
+            (off_by(float("nan")), "differs by inf roundings"),
+            (failing, "no compiler"),
+        ],
+        ids=["differs", "NaN", "fails"],
+    )
+    def test_a_program_that_fails_is_not_recorded(self, compile: Compile, why: str) -> None:
+        model, captured = model_of(), list[int]()
+
+        def capture(compute: Any) -> Any:
+            captured.append(1)
+            return rerun(compute)
+
+        runner = runner_of(model, compile, capture)
+        with pytest.warns(
+            RuntimeWarning, match=rf"Llama.*without Inductor.*{why}.*backend\.fused_kernels=false"
+        ) as warned:
+            logits = history(runner)
+        assert all(map(torch.equal, history(runner_of(model, None)), logits))
+        assert len(warned) == 1
+        assert captured, "it is recorded as it is"
+
+    def test_a_difference_of_roundings_is_taken(self) -> None:
+        model = model_of()
+        runner = runner_of(model, self.off_by(0.1))
+        assert not all(map(torch.equal, history(runner_of(model, None)), history(runner)))
+
+    def test_arithmetic_of_our_own_is_not_compiled(self) -> None:
+        target: Any = TargetModel(model_of())
+        target.arithmetic = object()
+        assert CompiledPasses(self.failing)(target, ()) == target.run
+
+
+@pytest.mark.parametrize("change", ["values", "tensor", "hook"])
+def test_a_program_goes_with_the_tensors_that_it_reads_and_follows_their_values(change: str) -> None:
+    model, compiled_times = model_of(), list[int]()
+
+    def noted(module: Any, inputs: Any) -> Any:
+        compiled_times.append(1)
+        return traced(module, inputs)
+
+    runner, weight = runner_of(model, noted), model.lm_head.weight
+    history(runner)
+    with torch.no_grad():
+        if change == "values":
+            weight.mul_(2.0)
+        elif change == "tensor":
+            model.lm_head.weight = torch.nn.Parameter(weight * 2.0)
+        else:
+            model.lm_head.register_forward_hook(lambda module, args, out: out * 2.0)
+    assert all(map(torch.equal, history(runner_of(model, None)), history(runner)))
+    assert len(compiled_times) == (1 if change == "values" else 2)
+
+
+def test_a_pass_stays_as_long_as_its_recording() -> None:
+    """A CUDA graph holds addresses, and no tensor."""
+    passes = list[weakref.ref[Any]]()
+
+    def graph_of(compute: Any) -> Any:
+        passes.append(weakref.ref(compute))
+        return rerun(weakref.proxy(compute))
+
+    runner = runner_of(model_of(), traced, graph_of)
+    Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3).generate([[1, 5]], 3)
+    assert passes
+    assert all(held() is not None for held in passes)
+    runner.backend.forget_steps()
+    assert all(held() is None for held in passes)
+
+
+def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
+    calls = []
+
+    def refuse(compute: Any) -> Any:
+        calls.append(compute)
+        raise PluginError("backend 'flashinfer' cannot record this")
+
+    model = model_of()
+    runner = runner_of(model, None, refuse)
+    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
+    with pytest.warns(RuntimeWarning, match="steps run without a graph"):
+        done = engine.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
+    plain = Engine(runner_of(model, None), RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
+    wanted = plain.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
+    assert [row.token_ids for row in done] == [row.token_ids for row in wanted]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
+def test_a_model_that_keeps_states_is_not_recorded(architecture: str) -> None:
+    """A recording would read the states of the rows that it was made with."""
+    model = tiny_model(architecture, dtype=torch.float64)
+    prompts = [[1, 5, 6], [9], [8, 2, 8], [4, 4]]
+    expected = [greedy_reference(model, prompt, 6) for prompt in prompts]
+    runner = runner_of(model, traced)
+    assert runner._states is not None
+    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
+    done = engine.generate(prompts, 6, ignore_eos=True)
+    assert [list(row.token_ids) for row in done] == expected
+
+
+def test_a_recorded_head_computes_what_it_is_fed() -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
+    torch.manual_seed(0)
+    head = LayerHead(DecoderConfig.read(sizes, "here"), ()).double()
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    spec = KVCacheSpec(head.specs, torch.float64, torch.device("cpu"), 3, 32)
+    outputs = []
+    for kernels in (ReferenceKernels((16,), capture=rerun), ReferenceKernels((16,))):
+        backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
+        backend.allocate(spec)
+        runner, seed = HeadRunner(head, backend), torch.Generator().manual_seed(1)
+        with torch.inference_mode():
+            for lengths in ([4, 5], [1, 2], [2, 1], [4, 5]):  # a recording is replayed, and another is padded
+                kv_lens = [runner.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
+                packed = pack_nodes(["a", "b"], torch.zeros(sum(lengths), dtype=torch.int64), lengths, kv_lens)
+                inputs = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=seed)
+                outputs.append(runner.run(packed, inputs).clone())
+                runner.commit(Kept(("a", "b"), tuple(kv_lens)))
+        assert (len(kernels._recordings) > 1) == (kernels._capture is not None)
+    for recorded, eager in zip(outputs[:4], outputs[4:], strict=True):
+        torch.testing.assert_close(recorded, eager)
