@@ -23,7 +23,7 @@ class DraftCache:
         held: by request id, how many tokens have KV that stays.
     """
 
-    def __init__(self, *caches: AttentionBackend | ModelRunner) -> None:
+    def __init__(self, *caches: AttentionBackend | ModelRunner | DraftCache) -> None:
         self._caches, self._fixed = caches, dict[Hashable, torch.Tensor]()
         self.held: dict[str, int] = {}
 
