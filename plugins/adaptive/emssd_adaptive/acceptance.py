@@ -53,7 +53,7 @@ class Acceptance:
         self._memory, self._run, self._rows, self._step = max(memory, 1.0), Counts(), dict[str, Counts](), 0
 
     def row(self, request_id: str) -> Counts:
-        """What is known of a row by now."""
+        """The record of a row by now."""
         row = self._rows.setdefault(request_id, Counts())
         if row.step < self._step:
             row.fade(_FADE_UNDRAFTED ** (self._step - row.step))

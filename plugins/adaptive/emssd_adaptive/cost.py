@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from itertools import accumulate, pairwise
 from math import inf
-from operator import mul
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class CostLine:
 
     def seconds(self, features: Seq[float]) -> float:
         """Expected seconds."""
-        return sum(map(mul, self.coefficients, features))
+        return sum([coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True)])
 
 
 class StepCost:

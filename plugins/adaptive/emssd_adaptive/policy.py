@@ -122,7 +122,7 @@ class AdaptiveBudget(BudgetPolicy):
         return best_lengths(record.worths, *self._prices(step, sum(lengths)))
 
     def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
-        """What verification of tokens costs, in tokens: ``[count]`` of the first, of the second …; and ``[B]`` of one
+        """The cost of verifying tokens, in tokens: ``[count]`` of the first, of the second …; and ``[B]`` of one
         more of a row, beside that. Of sizes far beyond those of earlier steps nothing is known, so they are ruled out.
         """
         num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens

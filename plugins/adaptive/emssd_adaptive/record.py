@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from math import inf
 
-from emssd.drafting import Draft, Outcome
-from emssd.metrics.stats import StageStats
+from emssd.drafting import Draft, Outcome, StageStats
 from emssd_adaptive.acceptance import FIRST, Acceptance
 from emssd_adaptive.cost import CostLine
 
@@ -38,7 +37,7 @@ class Allowance:
 
 
 class DrafterRecord:
-    """How good a drafter's drafts are, how long they take, and when to try it again.
+    """The worth of a drafter's drafts, the time that they take, and when to try it again.
 
     Attributes:
         cost: of drafting, by a constant, tokens of the longest row, all tokens, and tokens that the drafter has to see.

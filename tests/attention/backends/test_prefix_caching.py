@@ -265,8 +265,8 @@ def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetMod
 
     sharing, text = runner(), list(HEADER)
     step(sharing, Row("a", text))
-    sharing.publish_prefix("a", text)
-    adopted = sharing.adopt_prefix("b", [*text, 7])
+    sharing.backend.publish_prefix("a", text)
+    adopted = sharing.backend.adopt_prefix("b", [*text, 7], 0)
     assert 30 <= adopted <= 32  # whole pages of 1, 3, 4 or 16 tokens
     other = [*text[: adopted - 1], 10, 2]
     changed = step(sharing, Row("b", other, adopted - 1))
