@@ -23,7 +23,7 @@ __all__ = ["Compile", "CompiledPasses", "compiled"]
 Compile = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], Callable[..., tuple[torch.Tensor, ...]]]
 """Makes a program of a `Traced` module and example inputs, for inputs with any number of tokens."""
 
-_ROUNDINGS = 32  # of the largest value; Inductor adds in another order, and each layer passes on what was rounded
+_ROUNDINGS = 8  # of the largest value; Inductor adds in another order, and each layer passes on what was rounded
 
 
 def compiled(
