@@ -115,10 +115,9 @@ class StepPlan:
             step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
-        compile: for recorded passes, called with the `TargetModel` and the indices of wanted hidden states; returns a
-            function that does what its ``run`` does, in fewer launches. ``None`` runs the model as it is.
-        landing: ``[b * m]`` int64, memory of the host for the most probable token of each projected row. The backend
-            owns it; a recording always writes to the same one. ``None`` if nobody asks.
+        compile: of a `TargetModel` and indices of hidden states a function that runs it in fewer launches, or ``None``.
+        landing: ``[b * m]`` int64, the backend's memory on the host for the likeliest token of each projected row, the
+            same in all steps of a recording; or ``None``.
     """
 
     input_ids: torch.Tensor

@@ -14,7 +14,7 @@ __all__ = ["Prefixes"]
 
 @dataclass(frozen=True, slots=True)
 class Prefixes:
-    """The KV that rows share through `runner`; none without one, or if its ``prefix_unit`` is 0.
+    """The KV that rows share through `runner`; none without one, or without its ``shared_kv``.
 
     Only committed tokens are ever published: of prompts that are computed, and of rows that leave.
     """
@@ -23,10 +23,10 @@ class Prefixes:
 
     def adopt(self, row: Row) -> int:
         """Give a row the KV of its longest known beginning. Returns how many of its tokens need not be computed now."""
-        if self.runner is None or not self.runner.prefix_unit:
+        if self.runner is None or (shared := self.runner.shared_kv) is None:
             return 0
         before = row.num_cached
-        row.num_cached = self.runner.adopt_prefix(row.request_id, row.tokens, before)
+        row.num_cached = shared.adopt_prefix(row.request_id, row.tokens, before)
         return row.num_cached - before
 
     def give_back(self, rows: Iterable[Row]) -> None:
@@ -38,11 +38,11 @@ class Prefixes:
 
     def publish(self, rows: Iterable[Row]) -> None:
         """Let other rows adopt the cached tokens of these."""
-        if self.runner is None or not (unit := self.runner.prefix_unit):
+        if self.runner is None or (shared := self.runner.shared_kv) is None:
             return
         for row in rows:
-            if row.num_cached >= unit:
-                self.runner.publish_prefix(row.request_id, row.tokens[: row.num_cached])
+            if row.num_cached >= shared.prefix_unit:
+                shared.publish_prefix(row.request_id, row.tokens[: row.num_cached])
 
     def waits(self, rows: Seq[Row]) -> set[str]:
         """The rows, by request id, whose prefix an earlier row of this step is computing.
@@ -50,8 +50,9 @@ class Prefixes:
         They wait until it is committed, and adopt it then. The earliest never waits, so there is always progress.
         """
         waiting, coming = set[str](), set[tuple[int, ...]]()
-        if self.runner is None or len(rows) < 2 or not (unit := self.runner.prefix_unit):
+        if self.runner is None or len(rows) < 2 or (shared := self.runner.shared_kv) is None:
             return waiting
+        unit = shared.prefix_unit
         for row in rows:
             end = (row.num_cached // unit + 1) * unit
             if end <= len(row.tokens):

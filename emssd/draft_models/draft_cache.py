@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from typing import Protocol
 
 import torch
 
-from emssd.attention import Kept, StepPlan
+from emssd.attention import AttentionBackend, Kept, StepPlan
+from emssd.model import ModelRunner
 
 __all__ = ["DraftCache", "fed"]
-
-
-class KVCache(Protocol):
-    """The methods that a `DraftCache` needs of an `AttentionBackend` or a `ModelRunner`."""
-
-    def commit(self, kept: Kept) -> None: ...
-    def release(self, request_ids: Iterable[str]) -> None: ...
-    def fits(self, kv_lens: Mapping[str, int]) -> bool: ...
 
 
 class DraftCache:
@@ -31,7 +23,7 @@ class DraftCache:
         held: by request id, how many tokens have KV that stays.
     """
 
-    def __init__(self, *caches: KVCache) -> None:
+    def __init__(self, *caches: AttentionBackend | ModelRunner) -> None:
         self._caches, self._fixed = caches, dict[Hashable, torch.Tensor]()
         self.held: dict[str, int] = {}
 

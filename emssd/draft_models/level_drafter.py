@@ -204,10 +204,7 @@ class LevelDrafter(Drafter):
         )
 
     def _grow(self, level: Level, logits: torch.Tensor) -> None:
-        self._add(level, self.choices(level, logits))
-
-    def _add(self, level: Level, choices: Choices) -> None:
-        left = zip(*choices, strict=True)
+        left = zip(*self.choices(level, logits), strict=True)
         for row, expansions in level:
             children = list[Child]()
             for (node, ranks), (tokens, log_probs) in zip(expansions, left, strict=False):

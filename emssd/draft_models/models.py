@@ -22,10 +22,35 @@ from emssd.model import ModelRunner
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
-__all__ = ["ModelDrafter", "load_draft_model", "shallow_runner"]
+__all__ = ["ModelDrafter", "RunnerDrafter", "load_draft_model", "shallow_runner"]
 
 
-class ModelDrafter(LevelDrafter):
+class RunnerDrafter(LevelDrafter):
+    """Drafts with the model of `runner`. Ids beyond `vocab_size`, the target's, are never drafted."""
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape, cache: DraftCache | None = None) -> None:
+        super().__init__(shape, vocab_size, cache)
+        self._runner = runner
+
+    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
+        return self._columns(self._runner.run(pack(rows, Draft.empty(len(rows)))).logits)
+
+    def compute(self, level: Level) -> torch.Tensor:
+        packed = pack_level(level)
+        return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
+
+    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
+        return self._columns(self._runner.run(pack_chain(rows, self.own_ids(tokens), depth)).logits)
+
+    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The model's ids of drafted tokens, where it has others than the target."""
+        return tokens
+
+    def _columns(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits[:, : self._vocab_size]
+
+
+class ModelDrafter(RunnerDrafter):
     """Drafts with a model. Only nodes that get children are computed; the KV of those that are accepted is kept.
 
     The first pass computes whatever the draft model has not cached yet: the prompt at first, later one token, or two
@@ -44,8 +69,7 @@ class ModelDrafter(LevelDrafter):
     _cache: DraftCache
 
     def __init__(self, runner: ModelRunner, vocab_size: int, shape: Shape) -> None:
-        super().__init__(shape, vocab_size, DraftCache(runner))
-        self._runner = runner
+        super().__init__(runner, vocab_size, shape, DraftCache(runner))
         self._trees: dict[str, GrowingTree] = {}  # of the latest draft
 
     def observe(self, outcome: Outcome) -> None:
@@ -108,29 +132,15 @@ class ModelDrafter(LevelDrafter):
         self._trees = {row.request_id: row.tree for row in rows}
 
     def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        logits = self._runner.run(pack(rows, Draft.empty(len(rows)))).logits
+        logits = super().catch_up(rows)
         self._cache.held |= {row.request_id: len(row.tokens) for row in rows}
-        return self._columns(logits)
-
-    def compute(self, level: Level) -> torch.Tensor:
-        packed = pack_level(level)
-        return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
-
-    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._columns(self._runner.run(pack_chain(rows, self.own_ids(tokens), depth)).logits)
+        return logits
 
     def follow_recorded(self, rows: Seq[GrowingRow], tokens: torch.Tensor, lengths: Seq[int]) -> torch.Tensor | None:
         if self.has_own_ids:
             return None
         packed = pack_chain(rows, tokens, 1)
         return self._runner.run_chain(packed, lengths, self._vocab_size, self.shape.temperature)
-
-    def own_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The model's ids of drafted tokens, where it has others than the target."""
-        return tokens
-
-    def _columns(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits[:, : self._vocab_size]
 
     def _keep(self, names: Seq[str], kv_lens: Seq[int], sources: Seq[tuple[int, ...]] = ()) -> None:
         """Keep so many tokens' KV of these rows; `sources` as in `Kept`."""

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-
-import torch
-
-from emssd.decoding.packing import pack
 from emssd.draft_models.growing_tree import GrowingTree
-from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, pack_chain, pack_level
-from emssd.draft_models.shapes import Shape
-from emssd.drafting import Draft
+from emssd.draft_models.models import RunnerDrafter
 from emssd.model import RoundedRunner
 from emssd.sequences import Row
 
 __all__ = ["SharedDrafter"]
 
 
-class SharedDrafter(LevelDrafter):
-    """Drafts for rows whose prompt the target has computed. Verification overwrites the KV of its nodes.
+class SharedDrafter(RunnerDrafter):
+    """Drafts for rows whose prompt the target has computed.
+
+    The first pass computes their newest tokens, as verification will again. That overwrites the KV of its nodes.
 
     Args:
         runner: the rounded copy.
@@ -26,9 +21,7 @@ class SharedDrafter(LevelDrafter):
         shape: of the trees; one child for each node makes chains.
     """
 
-    def __init__(self, runner: RoundedRunner, vocab_size: int, shape: Shape) -> None:
-        super().__init__(shape, vocab_size, None)
-        self._runner = runner
+    _runner: RoundedRunner
 
     def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
         reach = self._runner.max_model_len - len(row.tokens)
@@ -40,13 +33,3 @@ class SharedDrafter(LevelDrafter):
 
     def _num_cached(self, row: Row) -> int:
         return row.num_cached
-
-    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        """Compute the newest token of each row, as verification will again."""
-        return self._runner.run(pack(rows, Draft.empty(len(rows)))).logits[:, : self._vocab_size]
-
-    def compute(self, level: Level) -> torch.Tensor:
-        return self._runner.run(pack_level(level)).logits[:, : self._vocab_size]
-
-    def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        return self._runner.run(pack_chain(rows, tokens, depth)).logits[:, : self._vocab_size]

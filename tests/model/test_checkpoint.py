@@ -51,10 +51,15 @@ def change(name: str, folder: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    weights = load_file(folder / WEIGHTS)
-    change(weights)
-    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+def with_tensor(name: str, *shape: int) -> Callable[[Path], None]:
+    """Puts a tensor into the file of weights; without a shape, takes it out."""
+
+    def change(folder: Path) -> None:
+        weights = {key: weight for key, weight in load_file(folder / WEIGHTS).items() if key != name}
+        weights |= {name: torch.ones(shape)} if shape else {}
+        save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return change
 
 
 def write(name: str, content: str | bytes, folder: Path, *, without: str = "nothing") -> None:
@@ -97,15 +102,12 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         partial(write, INDEX, '{"metadata": {}, "weight_map": {"a": "part-2.safetensors"}}', without=WEIGHTS),
         rf"/part-2\.safetensors is missing, which {INDEX} names",
     ),
-    "more layers": (
-        partial(CONFIG, num_hidden_layers=3),
-        r"weights are not those .*: model\.layers\.2\.input_layernorm\.weight, .* and 6 more are missing",
-    ),
+    "more layers": (partial(CONFIG, num_hidden_layers=3), r": model\.layers\.2\.input_l.*, .* and 6 more are missing"),
     "layers without tensors": (partial(CONFIG, num_hidden_layers=10**9), r"says 1000000000 layers, .* have \d+ byte"),
     "a tied head of another shape": (
         lambda folder: (
             CONFIG(folder, tie_word_embeddings=True),
-            change_weights(folder, lambda weights: weights.update({"lm_head.weight": torch.ones(14, 32)})),
+            with_tensor("lm_head.weight", 14, 32)(folder),
         ),
         r"lm_head\.weight \(14x32 in place of 13x32\) have another shape",
     ),
@@ -116,18 +118,9 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         r"it holds an adapter of PEFT for org/base; .*merge_and_unload\(\)\.save_pretrained\(FOLDER\)",
     ),
-    "other shapes": (
-        partial(CONFIG, intermediate_size=64),
-        r"model\.layers\.0\.mlp\.down_proj\.weight \(32x48 in place of 32x64\), .* have another shape",
-    ),
-    "a tensor is missing": (
-        partial(change_weights, change=lambda weights: weights.pop("model.norm.weight")),
-        r": model\.norm\.weight are missing\. Bring",
-    ),
-    "a tensor too many": (
-        partial(change_weights, change=lambda weights: weights.update({"model.layers.1.bias": torch.ones(3)})),
-        r": model\.layers\.1\.bias have no place",
-    ),
+    "other shapes": (partial(CONFIG, intermediate_size=64), r"mlp\.down_proj\.weight \(32x48 in place of 32x64\), "),
+    "a tensor is missing": (with_tensor("model.norm.weight"), r": model\.norm\.weight are missing\. Bring"),
+    "a tensor too many": (with_tensor("model.layers.1.bias", 3), r": model\.layers\.1\.bias have no place"),
     "no config": (partial(remove, "config.json"), r"there is no config\.json in it"),
     "config no JSON": (partial(write, "config.json", "{"), r"/config\.json is not valid JSON \(.*again"),
     "config no text": (partial(write, "config.json", b"\xff\xfe\x00"), r"/config\.json is not valid JSON"),
@@ -194,7 +187,7 @@ def test_what_older_versions_stored_and_newer_ones_compute_may_be_left_over(
     architecture: str, name: str, tmp_path: Path
 ) -> None:
     folder = save_checkpoint(tmp_path, architecture)
-    change_weights(folder, lambda weights: weights.update({name: torch.ones(4)}))
+    with_tensor(name, 4)(folder)
     load_model(ModelOptions(str(folder), device="cpu"))
 
 
@@ -208,7 +201,7 @@ def test_experts_that_cannot_be_put_together_are_named(
     config = AutoConfig.for_model("mixtral", **values, num_hidden_layers=1, vocab_size=13, num_local_experts=2)
     folder = save_checkpoint(tmp_path)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    change_weights(folder, lambda weights: weights.pop("model.layers.0.block_sparse_moe.experts.1.w1.weight"))
+    with_tensor("model.layers.0.block_sparse_moe.experts.1.w1.weight")(folder)
     missing = r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
     with pytest.raises(ConfigError, match=missing):
         load_model(ModelOptions(str(folder), device="cpu"))

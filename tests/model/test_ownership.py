@@ -11,7 +11,6 @@ from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from emssd_testing.models import tiny_model
@@ -66,7 +65,7 @@ class Twice(nn.Module):
 CHANGES: dict[str, Callable[[Any], object]] = {
     "an optimizer that is fused": step_of_an_optimizer,
     "a write to data": lambda model: weight(model).data.mul_(-1),
-    "a write by NumPy": lambda model: np.negative(weight(model).detach().numpy(), out=weight(model).detach().numpy()),
+    "a write by NumPy": lambda model: weight(model).detach().numpy().__imul__(-1),
     "copy_": lambda model: weight(model).detach().copy_(torch.randn(weight(model).shape)),
     "load_state_dict": lambda model: model.load_state_dict(llama(seed=1).state_dict()),
     "another tensor": lambda model: setattr(mlp(model).down_proj, "weight", nn.Parameter(-weight(model).data)),

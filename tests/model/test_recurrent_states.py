@@ -14,9 +14,9 @@ from emssd_testing.models import HYBRIDS, tiny_model
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model.hf import recurrent_pass
-from emssd.model.hf.recurrent_layers import _MIXER, Convolution, Recurrence, keeps_states
-from emssd.model.hf.recurrent_pass import Mixer
-from emssd.model.hf.recurrent_states import Feed, StateCache
+from emssd.model.hf.recurrent_layers import _STATE_OPS, Convolution, Recurrence, keeps_states
+from emssd.model.hf.recurrent_pass import StatePass
+from emssd.model.hf.recurrent_states import RowTokens, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
@@ -60,11 +60,11 @@ class Layers:
         )
 
     def mixed(self, tokens: Text) -> torch.Tensor:
-        """``[n, numbers]`` of fed tokens, by the mixer of this pass."""
-        mixer: Mixer | None = _MIXER.get()
-        assert mixer is not None
+        """``[n, numbers]`` of fed tokens, by the ops of this pass."""
+        ops: StatePass | None = _STATE_OPS.get()
+        assert ops is not None
         first, *rest = self.fed(tokens)
-        return torch.cat([mixer.convolve(first), *(mixer.recur(inputs).flatten(1) for inputs in rest)], 1)
+        return torch.cat([ops.convolve(first), *(ops.recur(inputs).flatten(1) for inputs in rest)], 1)
 
     def expected(self, text: Text) -> torch.Tensor:
         """The same of the last token of a text, written out."""
@@ -95,7 +95,7 @@ class History:
         self.seen: list[tuple[Text, torch.Tensor]] = []  # texts that ended in some pass, and what it gave there
 
     def step(self) -> None:
-        rng, feeds, fed = self.random, dict[str, Feed](), Text()
+        rng, feeds, fed = self.random, dict[str, RowTokens](), Text()
         nodes: dict[str, list[Text]] = {}
         for name in rng.sample("abc", rng.randint(1, 3)):
             text = self.texts.setdefault(name, [rng.randrange(9) for _ in range(rng.randint(1, 6))])
@@ -108,7 +108,7 @@ class History:
                 paths.append([*before, new[len(text) - start + node]])
             places = range(len(fed), len(fed) + len(new))
             chain = all(parent == node - 1 for node, parent in enumerate(tree))
-            feeds[name] = Feed(tuple(places), start + len(new), len(tree), () if chain else tuple(tree))
+            feeds[name] = RowTokens(tuple(places), start + len(new), len(tree), () if chain else tuple(tree))
             fed, nodes[name] = fed + new, paths
         out = self.run(feeds, fed)
         for name, feed in feeds.items():
@@ -118,7 +118,7 @@ class History:
         for name, feed in feeds.items():
             self.commit(name, feed, nodes[name])
 
-    def run(self, feeds: dict[str, Feed], fed: Text) -> torch.Tensor:
+    def run(self, feeds: dict[str, RowTokens], fed: Text) -> torch.Tensor:
         if self.random.random() < 0.1:
             with suppress(ZeroDivisionError), self.cache.pass_of(feeds):
                 self.layers.mixed(fed)
@@ -126,7 +126,7 @@ class History:
         with self.cache.pass_of(feeds):
             return self.layers.mixed(fed)
 
-    def commit(self, name: str, feed: Feed, paths: list[Text]) -> None:
+    def commit(self, name: str, feed: RowTokens, paths: list[Text]) -> None:
         """Some path from the text to a node is right, and the token after it."""
         rng, text, num_nodes = self.random, self.texts[name], feed.num_drafts
         first = feed.kv_len - num_nodes
@@ -164,7 +164,7 @@ def test_every_token_is_that_of_the_recurrence_written_out(seed: int, arithmetic
         torch.testing.assert_close(out, history.layers.expected(text), rtol=1e-9, atol=1e-9)
     assert len(history.seen) > 30
     history.cache.release("abc")
-    assert history.cache.held == 0
+    assert history.cache.used_bytes == 0
 
 
 @EVERY_ARITHMETIC
@@ -174,7 +174,7 @@ def test_the_bits_of_a_token_depend_on_its_text_alone(seed: int, arithmetic: str
     for _ in range(12):
         history.step()
     for text, out in history.seen:
-        with StateCache().pass_of({"": Feed(tuple(range(len(text))), len(text), 0)}):
+        with StateCache().pass_of({"": RowTokens(tuple(range(len(text))), len(text), 0)}):
             assert torch.equal(history.layers.mixed(text)[-1], out)
 
 
@@ -212,8 +212,8 @@ def test_the_targets_first_layers_draft_on_its_own_states(architecture: str) -> 
 
 
 def test_a_state_that_is_lost_is_found_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Mixer._slots_of
-    monkeypatch.setattr(Mixer, "_slots_of", lambda *arguments: kept(*arguments).zero_())
+    kept = StatePass._slots_of
+    monkeypatch.setattr(StatePass, "_slots_of", lambda *arguments: kept(*arguments).zero_())
     with pytest.raises(UnsupportedModelError, match="gives other logits"):
         texts_of("qwen3_5_text").engine("none")
 

@@ -93,7 +93,7 @@ def expected(case: str, sampling: SamplingParams | None) -> list[tuple[int, ...]
     model = CASES[case].model()
     engine = Engine.from_model(model, drafter="none", backend="ragged", batch_size=3)
     done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
-    return [each.token_ids for each in done]
+    return [row.token_ids for row in done]
 
 
 @cache
@@ -135,36 +135,36 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     engine = Engine.from_model(
         model, drafter=drafter, backend=BACKENDS[backend], batch_size=3, on_drafter_error="fail", budget="fixed"
     )
-    asked, most_asked = list[int](), list[int]()  # for the likeliest tokens after the nodes of a level, or of a chain
+    waited, most_waited = list[int](), list[int]()  # for the likeliest tokens after the nodes of a level, or of a chain
     step = engine.step
-    monkeypatch.setattr(level_drafter, "on_host", lambda *args: (asked.append(1), on_host(*args))[1])
+    monkeypatch.setattr(level_drafter, "on_host", lambda *args: (waited.append(1), on_host(*args))[1])
 
     def counted_step() -> list[Row]:
         device.waits.clear()
-        asked.clear()
+        waited.clear()
         finished = step()
-        waits = [each for each in device.waits if not any(name in each.where for name in ONCE_A_RUN)]
-        assert len(waits) == 1 + len(asked), waits
-        most_asked.append(len(asked))
+        waits = [wait for wait in device.waits if not any(name in wait.where for name in ONCE_A_RUN)]
+        assert len(waits) == 1 + len(waited), waits
+        most_waited.append(len(waited))
         return finished
 
     planned, plan_chain = list[int](), PlannedKernels.plan_chain
     monkeypatch.setattr(
-        PlannedKernels, "plan_chain", lambda *args: (found := plan_chain(*args), planned.append(len(found)))[0]
+        PlannedKernels, "plan_chain", lambda *args: (plans := plan_chain(*args), planned.append(len(plans)))[0]
     )
     captures = set[int]()
     capture = CudaGraphCapture.__call__
     monkeypatch.setattr(
-        CudaGraphCapture, "__call__", lambda own, compute: (captures.add(id(own)), capture(own, compute))[1]
+        CudaGraphCapture, "__call__", lambda self, compute: (captures.add(id(self)), capture(self, compute))[1]
     )
     monkeypatch.setattr(engine, "step", counted_step)
     done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
-    assert [each.token_ids for each in done] == wanted
+    assert [row.token_ids for row in done] == wanted
     assert not device.illegal, device.illegal
     assert backend == "eager" or len(captures) == 1 + (name in RECORDED_TWICE)
     in_one_graph = backend != "eager" and sampling is None and name in IN_ONE_GRAPH
     assert in_one_graph == (max(planned, default=0) > 1), "passes that are one graph"
-    assert not in_one_graph or max(most_asked) <= 1, "the host waits once for a chain"
+    assert not in_one_graph or max(most_waited) <= 1, "the host waits once for a chain"
     if sampling is None and name != "draft_model":
         assert engine.report.num_accepted == accepted_on_cpu(name)
     assert engine.report.num_drafted or name in ("none", "llma", "pld"), "nothing to copy in these texts"
@@ -177,7 +177,7 @@ def test_greedy_and_sampled_steps_of_a_size_are_recorded_apart(request: pytest.F
     engine = Engine.from_model(model, drafter="suffix", backend=BACKENDS["recorded"], batch_size=3, frozen=True)
     for sampling, tokens in zip((SAMPLED, None), wanted, strict=True):
         done = engine.generate(prompts_of(model), NEW, ignore_eos=True, sampling=sampling)
-        assert [each.token_ids for each in done] == tokens
+        assert [row.token_ids for row in done] == tokens
     assert not device.illegal, device.illegal
 
 
@@ -188,7 +188,7 @@ def test_other_backends_decode_the_tokens_of_the_cpu(backend: Any, request: pyte
     model = llama().to("cuda")
     engine = Engine.from_model(model, drafter="suffix", backend=backend, batch_size=3, budget="fixed")
     done = engine.generate(prompts_of(model), NEW, ignore_eos=True)
-    assert [each.token_ids for each in done] == wanted
+    assert [row.token_ids for row in done] == wanted
     assert device.waits
 
 
@@ -200,4 +200,4 @@ def test_two_engines_share_a_cache_one_after_the_other(request: pytest.FixtureRe
     for _ in range(2):
         engine = Engine(CausalLMRunner(target, backend), RandomDrafter(target.vocab_size, 0), batch_size=3)
         done = engine.generate(prompts_of(target.model), NEW, ignore_eos=True)
-        assert [each.token_ids for each in done] == wanted
+        assert [row.token_ids for row in done] == wanted

@@ -153,8 +153,8 @@ def dense_layer(
 ) -> torch.Tensor:
     """A layer for one sequence: ``residual [n, H]`` plus attention over ``attended [n, D]``, plus the MLP.
 
-    Keys and values are also made of ``context [c, D]``, which comes before. A query sees the keys `visible`. What the
-    parts of the layer read is `mixed` first, and so is what they give, by the function that comes with it.
+    Keys and values are also made of ``context [c, D]``, which comes before. A query sees the keys `visible`. The input
+    of each part of the layer is `mixed`, and its output by the function that comes with that.
     """
     attended, finish = mixed("attention", attended)
     read = attended if context is None else torch.cat([context, attended])

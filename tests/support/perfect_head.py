@@ -147,7 +147,7 @@ def write_perfect_eagle3(folder: Path, **config: Any) -> str:
     embedded, featured = math.sqrt(SIZE / 2), math.sqrt(SIZE / 4)
     places = [(0, 0, embedded), *((0, SIZE + block * VOCAB, featured) for block in range(3)), (1, SIZE, featured)]
     out = torch.zeros(SIZE, 5 * DIM, dtype=torch.float64)
-    for block, new, old in ((0, 0, 1), (1, 1, 2), (2, 4, 3)):  # heads that copy what comes, and what goes
+    for block, new, old in ((0, 0, 1), (1, 1, 2), (2, 4, 3)):  # heads that copy the new and the old token
         _put(out, new, block, eye)
         _put(out, old, block, -eye)
     weights = blank_weights(eagle3_shapes(values, 3)) | {

@@ -7,7 +7,6 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -48,23 +47,17 @@ class CompiledForward(ProvenProgram):
             raise CompileError(f"model.compile is for CPUs, and the model is on {target.device}")
         if any(layer.sinks is not None for layer in target.layers):
             raise CompileError(f"{type(target.model).__name__} has attention sinks, which no program is made with")
-        self._target, self._layers, self.hidden, self._module = target, target.layers, hidden, target.model
-        self._dtype = target.dtype
+        self._target, self.hidden = target, hidden
         super().__init__(target.model, only_kept=only_kept)
-        del self._target  # which holds this
 
-    def reread(self, target: HookedModel) -> bool:
+    def reread(self) -> bool:
         """Copy the weights as they are now. Returns whether this still is the program of the model."""
-        self._target = target
-        try:
-            return self._why_wrong(self._module, self._files, self.expected()) is None
-        finally:
-            del self._target
+        return self._why_wrong(self._target.model, self._files, self.expected()) is None
 
     def key(self) -> str:
-        refuse_hooks(self._module)
-        code = sources(__file__, inspect.getfile(type(self._target)), hooked.__file__, interface.__file__)
-        return fingerprint(self._module, (str(self._layers), str(self.hidden), *code))
+        refuse_hooks(self._target.model)
+        code = sources(__file__, hooked.__file__, interface.__file__)
+        return fingerprint(self._target.model, (str(self._target.layers), str(self.hidden), *code))
 
     def expected(self) -> Seq[torch.Tensor]:
         return short_pass(self._target, self._target.run, self.hidden)
@@ -79,8 +72,8 @@ class CompiledForward(ProvenProgram):
 
     @property
     def why_not_invariant(self) -> str | None:
-        if not has_kernel(self._dtype):
-            return f"oneDNN or MKL computes the {self._dtype} layers of its program"
+        if not has_kernel(self._target.dtype):
+            return f"oneDNN or MKL computes the {self._target.dtype} layers of its program"
         others = ", ".join(self._program.other_products)
         return f"its program calls {others}" if others else None
 
@@ -94,13 +87,13 @@ class CompiledForward(ProvenProgram):
         hidden: Hidden | None = None,
         step: NativeStep | None = None,
     ) -> torch.Tensor:
-        """Like `TargetModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled.
+        """Like `HookedModel.run`: ``[b, n]`` tokens in, logits ``[b, m, vocab]`` out, `hidden` filled.
 
-        `step` is what `attend` does, where C++ code can do it.
+        `step` does what `attend` does, where C++ code can do it.
         """
         batch, num_tokens = input_ids.shape
         logits_to_keep = in_one_row(logits_to_keep, batch, num_tokens)
-        layers = self._layers
+        layers = self._target.layers
         inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
 
         def attend_layer(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -115,5 +108,5 @@ class CompiledForward(ProvenProgram):
     def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
         """The same program with linear weights that `round_to` makes of the model's."""
         other = copy.copy(self)
-        other._program = Program(self._files, self._module, round_to)
+        other._program = Program(self._files, self._target.model, round_to)
         return other

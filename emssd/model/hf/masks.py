@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Visible
@@ -25,18 +24,12 @@ def learn_windows(target: HookedModel) -> dict[int, int]:
     Transformers gives masks to the attention function as functions of positions. They are evaluated up to the longest
     sequence, which needs no run of that length.
     """
-    name, windows = type(target.model).__name__, dict[int, int]()
-    passed: dict[int, int | None] = {}
-    masks: dict[int, Visible] = {}
-
-    def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
-        passed[layer] = seen.sliding_window
-
-    look_at_layers(target, note, masks)
+    name, windows, masks = type(target.model).__name__, dict[int, int](), dict[int, Visible]()
+    layers = look_at_layers(target, masks)
     with running(target):
         by_mask = {mask: window_of(mask, target.max_model_len, name, target.device) for mask in {*masks.values()}}
     for layer, visible in masks.items():
-        masked, window = by_mask[visible], passed[layer]
+        masked, window = by_mask[visible], layers[layer][0].sliding_window
         if window is None and masked is not None:
             windows[layer] = masked
         elif masked != window and not (masked is None and window is not None and window >= target.max_model_len):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from emssd.model.hf.batch_invariance import Audit
 from emssd.model.hf.differing_module import differing_module
 from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.interface import Attend, Visible, implementation
-from emssd.model.hf.recurrent_states import Feed, StateCache
+from emssd.model.hf.recurrent_states import RowTokens, StateCache
 
 __all__ = ["PROBE_TOLERANCE", "ProbeRows", "layer_devices", "look_at_layers", "probe_layers", "running"]
 
@@ -74,28 +74,24 @@ class _CalledTwiceError(Exception):
 
 def layer_devices(target: HookedModel) -> tuple[torch.device, ...]:
     """The device on which each layer attends, as a short pass shows."""
-    devices: dict[int, torch.device] = {}
-
-    def note(layer: int, seen: LayerSpec, query: torch.Tensor) -> None:
-        devices[layer] = query.device
-
-    look_at_layers(target, note)
-    return tuple(devices[layer] for layer in sorted(devices))
+    return tuple(device for _, (_, device) in sorted(look_at_layers(target).items()))
 
 
 def look_at_layers(
-    target: HookedModel, note: Callable[[int, LayerSpec, torch.Tensor], None], masks: dict[int, Visible] | None = None
-) -> None:
-    """Run two tokens, and call `note` with each layer's rules and queries. `masks` are those of `HookedModel.run`."""
+    target: HookedModel, masks: dict[int, Visible] | None = None
+) -> dict[int, tuple[LayerSpec, torch.device]]:
+    """Each layer's rules and device, in a run of two tokens. `masks` are those of `HookedModel.run`."""
+    layers: dict[int, tuple[LayerSpec, torch.device]] = {}
 
     def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        note(layer, seen, qkv[0])
+        layers[layer] = seen, qkv[0].device
         return qkv[0].new_zeros(*qkv[0].shape[:2], qkv[2].shape[2])
 
     tokens = torch.tensor([[3 % target.vocab_size, 14 % target.vocab_size]], device=target.device)
     with running(target):
         numbers = torch.arange(2, device=target.device)
         target.run(tokens, numbers.unsqueeze(0), attend, numbers, masks=masks)
+    return layers
 
 
 def _probe_states(target: HookedModel) -> None:
@@ -121,7 +117,7 @@ def _probe_states(target: HookedModel) -> None:
         for size, num_drafts in ((6, 0), (1, 3), (4, 2), (2, 0)):
             new = tokens[start : start + size] + tokens[:num_drafts]
             ids, indices = torch.tensor([new], device=target.device), torch.arange(len(new), device=target.device)
-            with states.pass_of({"": Feed(tuple(range(len(new))), start + len(new), num_drafts)}):
+            with states.pass_of({"": RowTokens(tuple(range(len(new))), start + len(new), num_drafts)}):
                 logits.append(target.run(ids, indices[None] + start, attend, indices)[0, :size])
             start += size
             states.commit(Kept(("",), (start,)))
@@ -200,7 +196,7 @@ class ProbeRows:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""
         owners, states = self.owner.tolist(), StateCache()
         indices = [tuple(i for i, owner in enumerate(owners) if owner == row) for row in range(2)]
-        feeds = {str(row): Feed(fed, len(fed), 0) for row, fed in enumerate(indices)}
+        feeds = {str(row): RowTokens(fed, len(fed), 0) for row, fed in enumerate(indices)}
         with states.pass_of(feeds) if target.keeps_states else nullcontext():
             logits = target.run(self.tokens.unsqueeze(0), self.positions.unsqueeze(0), attend, self.kept)[0]
         target.bytes_per_row = states.bytes_per_row

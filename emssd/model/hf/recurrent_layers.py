@@ -1,8 +1,8 @@
 """Layers that keep a state: Transformers' five functions for them, each as a convolution or one recurrence.
 
 Since 5.16, linear attention, state spaces and short convolutions of all models mix tokens in functions of these names,
-which a modelling module looks up in each call. `install` puts a switch before each. In a pass within `mixed_by`, a
-`Mixer` that knows the rows computes them; at any other time, and in other threads, they are the model's own.
+which a modelling module looks up in each call. `install` puts a switch before each. In a pass within `states_by`, a
+`StateOps` that knows the rows computes them; at any other time, and in other threads, they are the model's own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
 
-__all__ = ["Convolution", "Recurrence", "install", "keeps_states", "mixed_by"]
+__all__ = ["Convolution", "Recurrence", "install", "keeps_states", "states_by"]
 
 
 class Convolution(NamedTuple):
@@ -60,7 +60,7 @@ class Recurrence(NamedTuple):
     rates: torch.Tensor | None = None
 
 
-class Mixer(Protocol):
+class StateOps(Protocol):
     """Computes, in a pass, what the functions of `install` are called for."""
 
     def convolve(self, inputs: Convolution) -> torch.Tensor:
@@ -70,17 +70,17 @@ class Mixer(Protocol):
         """``[n, heads, v]``."""
 
 
-_MIXER: ContextVar[Mixer | None] = ContextVar("_MIXER", default=None)
+_STATE_OPS: ContextVar[StateOps | None] = ContextVar("_STATE_OPS", default=None)
 
 
 @contextmanager
-def mixed_by(mixer: Mixer) -> Iterator[None]:
-    """Within, `mixer` mixes the tokens of models that this thread calls."""
-    token = _MIXER.set(mixer)
+def states_by(ops: StateOps) -> Iterator[None]:
+    """Within, `ops` mixes the tokens of models that this thread calls."""
+    token = _STATE_OPS.set(ops)
     try:
         yield
     finally:
-        _MIXER.reset(token)
+        _STATE_OPS.reset(token)
 
 
 def keeps_states(model_class: type) -> bool:
@@ -99,16 +99,16 @@ def install(model: torch.nn.Module) -> bool:
     return has_any
 
 
-def _switch(original: Callable[..., Any], rule: Callable[[Mixer, Mapping[str, Any]], Any]) -> Callable[..., Any]:
+def _switch(original: Callable[..., Any], rule: Callable[[StateOps, Mapping[str, Any]], Any]) -> Callable[..., Any]:
     signature = inspect.signature(getattr(original, "__wrapped__", original))  # PyTorch's; kernels have the same names
 
     @wraps(original)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        if (mixer := _MIXER.get()) is None:
+        if (ops := _STATE_OPS.get()) is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        return rule(mixer, bound.arguments)
+        return rule(ops, bound.arguments)
 
     switch.emssd_switch = True  # type: ignore[attr-defined]
     return switch
@@ -129,16 +129,16 @@ def _fed(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.flatten(0, 1)
 
 
-def _convolution(mixer: Mixer, of: Mapping[str, Any]) -> torch.Tensor:
+def _convolution(ops: StateOps, of: Mapping[str, Any]) -> torch.Tensor:
     from transformers.activations import ACT2FN
 
     values, weight = of["hidden_states"], of["weight"]  # [b, channels, n]
-    out = mixer.convolve(Convolution(_fed(values.transpose(1, 2)).to(weight.dtype), weight, of["bias"]))
+    out = ops.convolve(Convolution(_fed(values.transpose(1, 2)).to(weight.dtype), weight, of["bias"]))
     out = out if of["activation"] is None else ACT2FN[of["activation"]](out)
     return out.view(values.shape[0], values.shape[2], -1).transpose(1, 2).to(values.dtype)
 
 
-def _delta_rule(mixer: Mixer, of: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
+def _delta_rule(ops: StateOps, of: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
     """The gated delta rule, and Kimi's, whose decay differs along the keys."""
     _refuse_state(of, "initial_state")
     value = of["value"]  # [b, n, heads, v]
@@ -148,11 +148,11 @@ def _delta_rule(mixer: Mixer, of: Mapping[str, Any]) -> tuple[torch.Tensor, None
     groups = value.shape[2] // query.shape[1]
     query, key = (vector.repeat_interleave(groups, 1) for vector in (query * query.shape[-1] ** -0.5, key))
     decay = decay[..., None] if decay.ndim == 3 else decay[..., None, None]
-    out = mixer.recur(Recurrence(query, key, _wide(_fed(value)), decay, _wide(_fed(of["beta"]))))
+    out = ops.recur(Recurrence(query, key, _wide(_fed(value)), decay, _wide(_fed(of["beta"]))))
     return out.view(value.shape).to(of["query"].dtype), None
 
 
-def _mamba2(mixer: Mixer, of: Mapping[str, Any]) -> Any:
+def _mamba2(ops: StateOps, of: Mapping[str, Any]) -> Any:
     _refuse_state(of, "initial_states")
     inputs = of["hidden_states"]  # [b, n, heads, v]
     dt = of["dt"] if of["dt_bias"] is None else of["dt"] + of["dt_bias"].to(of["dt"].dtype)
@@ -161,27 +161,27 @@ def _mamba2(mixer: Mixer, of: Mapping[str, Any]) -> Any:
     groups = inputs.shape[2] // of["B"].shape[2]
     key, query = (_wide(_fed(of[name])).repeat_interleave(groups, 1) for name in ("B", "C"))
     decay = (of["A"].to(dt.dtype) * dt)[..., None, None]
-    out = mixer.recur(Recurrence(query, key, values * dt[..., None], decay))
+    out = ops.recur(Recurrence(query, key, values * dt[..., None], decay))
     if of["D"] is not None:
         out = out + of["D"][..., None] * values
     out = out.view(inputs.shape)
     return (out, None) if of["return_final_states"] else out
 
 
-def _mamba(mixer: Mixer, of: Mapping[str, Any]) -> Any:
+def _mamba(ops: StateOps, of: Mapping[str, Any]) -> Any:
     inputs = of["hidden_states"]  # [b, v, n]
     dt = of["dt"] if of["delta_bias"] is None else of["dt"] + of["delta_bias"].to(of["dt"].dtype)[..., None]
     dt = F.softplus(dt) if of["delta_softplus"] else dt
     value, dt, key, query = (_wide(_fed(part.transpose(1, 2))).unsqueeze(1) for part in (inputs, dt, of["B"], of["C"]))
     rates = of["A"].to(dt.dtype).transpose(0, 1)
-    out = mixer.recur(Recurrence(query, key, value * dt, dt.unsqueeze(2), rates=rates)).to(inputs.dtype)
+    out = ops.recur(Recurrence(query, key, value * dt, dt.unsqueeze(2), rates=rates)).to(inputs.dtype)
     out = out.view(inputs.shape[0], inputs.shape[2], -1).transpose(1, 2)
     out = out if of["D"] is None else out + inputs * of["D"][None, :, None]
     out = out if of["z"] is None else out * F.silu(of["z"])
     return (out, None) if of["return_last_state"] else out
 
 
-_FUNCTIONS: dict[str, Callable[[Mixer, Mapping[str, Any]], Any]] = {
+_FUNCTIONS: dict[str, Callable[[StateOps, Mapping[str, Any]], Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,

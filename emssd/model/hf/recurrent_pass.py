@@ -13,7 +13,7 @@ import torch
 from emssd.model.hf.recurrent_layers import Convolution, Recurrence
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Mixer", "Path", "Paths"]
+__all__ = ["Path", "Paths", "StatePass"]
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class Paths:
         return self._tables
 
 
-class Mixer:
-    """Mixes the tokens of one pass, see `emssd.model.hf.recurrent_layers.Mixer`. What it changes is adopted if it ends.
+class StatePass:
+    """The `emssd.model.hf.recurrent_layers.StateOps` of one pass. Its changes are adopted if the pass ends.
 
     Args:
         carried: ``[tokens, numbers]`` the inputs of each layer in the latest pass, in the order of calls.

@@ -15,14 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from emssd.attention import Kept, PackedInputs
-from emssd.model.hf.recurrent_layers import mixed_by
-from emssd.model.hf.recurrent_pass import Mixer, Path, Paths
+from emssd.model.hf.recurrent_layers import states_by
+from emssd.model.hf.recurrent_pass import Path, Paths, StatePass
 
-__all__ = ["Feed", "StateCache"]
+__all__ = ["RowTokens", "StateCache"]
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class RowTokens:
     """The tokens of one row in a step.
 
     Attributes:
@@ -97,7 +97,7 @@ class StateCache:
         return sum(2 * state[0].numel() * state.itemsize for state in self._states.values())
 
     @property
-    def held(self) -> int:
+    def used_bytes(self) -> int:
         """Bytes of the states of all rows."""
         return self.bytes_per_row * len(self._slots)
 
@@ -111,20 +111,20 @@ class StateCache:
             begin, end = packed.qo_indptr[row : row + 2]
             num_logits, tree = logits[row + 1] - logits[row], packed.trees[row] if packed.trees else ()
             num_drafts = min(len(tree), end - begin) or max(num_logits - 1, 0)
-            feeds[name] = Feed(tuple(places[begin:end]), packed.kv_lens[row], num_drafts, tree)
+            feeds[name] = RowTokens(tuple(places[begin:end]), packed.kv_lens[row], num_drafts, tree)
         with self.pass_of(feeds):
             yield
 
     @contextmanager
-    def pass_of(self, feeds: dict[str, Feed]) -> Iterator[None]:
+    def pass_of(self, feeds: dict[str, RowTokens]) -> Iterator[None]:
         """Within, the model is run on these tokens of rows; nothing changes if that fails."""
         paths, rows = self._plan(feeds)
         num_slots = 2 * max(self._max_rows, 1 + max(self._slots.values(), default=0))
-        mixer = Mixer(paths, self._inputs, self._states, self._history, num_slots)
-        with mixed_by(mixer):
+        ops = StatePass(paths, self._inputs, self._states, self._history, num_slots)
+        with states_by(ops):
             yield
-        mixer.carry_the_rest()
-        self._rows, self._inputs, self._states, self._history = rows, mixer.inputs, mixer.states, mixer.history
+        ops.carry_the_rest()
+        self._rows, self._inputs, self._states, self._history = rows, ops.inputs, ops.states, ops.history
 
     def commit(self, kept: Kept) -> None:
         """Keep these tokens, and move accepted ones to their new places; see `emssd.attention.Kept`."""
@@ -145,7 +145,7 @@ class StateCache:
             self._slots[name] = self._free.pop() if self._free else len(self._slots)
         return self._slots[name]
 
-    def _plan(self, feeds: dict[str, Feed]) -> tuple[Paths, dict[str, _Row]]:
+    def _plan(self, feeds: dict[str, RowTokens]) -> tuple[Paths, dict[str, _Row]]:
         """The paths of a pass, and all rows as they are after it."""
         step, rows = Paths(), dict(self._rows)
         for name, feed in feeds.items():
@@ -168,7 +168,7 @@ class StateCache:
             rows[name] = self._plan_row(step, name, replace(rows[name], kept=(*rows[name].kept, *new)), feed)
         return step, rows
 
-    def _plan_row(self, step: Paths, name: str, row: _Row, feed: Feed) -> _Row:
+    def _plan_row(self, step: Paths, name: str, row: _Row, feed: RowTokens) -> _Row:
         parents = {index: feed.parent(index) for index in range(row.first, feed.kv_len)}
         for index in range(max(row.first, feed.kv_len - len(feed.tree)), feed.start):  # nodes of steps before
             step.parents[row.kept[index - row.first]] = row.kept[parents[index] - row.first]

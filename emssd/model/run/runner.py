@@ -101,19 +101,14 @@ class ModelRunner(ABC):
         """Whether the cache can hold these sequences, each at this many tokens, and no others."""
 
     @property
-    def prefix_unit(self) -> int:
-        """Tokens in a shared piece of KV of rows that begin alike; 0 if none is shared."""
-        return 0
-
-    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
-        """Give a row published KV; see `AttentionBackend.adopt_prefix`."""
-        return num_cached
-
-    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
-        """Let other rows adopt the KV of `tokens`; see `AttentionBackend.publish_prefix`."""
+    def shared_kv(self) -> AttentionBackend | None:
+        """The backend in which rows that begin alike share KV; ``None`` if they share none."""
+        return None
 
     def forget_prefixes(self) -> None:
-        """Forget all published KV."""
+        """Let no row adopt KV that was computed before."""
+        if self.shared_kv is not None:
+            self.shared_kv.forget_prefixes()
 
     @property
     def batch_invariance(self) -> str:
@@ -216,17 +211,9 @@ class CausalLMRunner(ModelRunner):
         return self.backend.fits(kv_lens)
 
     @property
-    def prefix_unit(self) -> int:
-        return 0 if self._states is not None else self.backend.prefix_unit  # a state is that of one row's tokens
-
-    def adopt_prefix(self, request_id: str, tokens: Seq[int], num_cached: int = 0) -> int:
-        return self.backend.adopt_prefix(request_id, tokens, num_cached)
-
-    def publish_prefix(self, request_id: str, tokens: Seq[int]) -> None:
-        self.backend.publish_prefix(request_id, tokens)
-
-    def forget_prefixes(self) -> None:
-        self.backend.forget_prefixes()
+    def shared_kv(self) -> AttentionBackend | None:
+        shares = self.backend.prefix_unit and self._states is None  # a state is that of one row's tokens
+        return self.backend if shares else None
 
     @property
     def batch_invariance(self) -> str:
@@ -240,7 +227,7 @@ class CausalLMRunner(ModelRunner):
         usage = self.backend.kv_usage
         if self._states is None:
             return usage
-        held = usage.held + self._states.held
+        held = usage.held + self._states.used_bytes
         self._peak = max(self._peak, held)
         return replace(usage, held=held, peak_held=self._peak)
 

@@ -125,7 +125,7 @@ class TargetModel(CompilableModel):
             other_code = changed(self._structure.modules, now.modules) is not None
             if other_code or any(layer.sinks is not None for layer in self.layers):
                 self._learn_again()
-            if self._program is not None and (other_code or not self._program.reread(self)):
+            if self._program is not None and (other_code or not self._program.reread()):
                 self._compile_again()
             self.num_renewals += 1
             self._structure = now

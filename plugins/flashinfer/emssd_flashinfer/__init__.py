@@ -57,13 +57,13 @@ def unavailable() -> str | None:
     """One sentence: why the backend cannot run on this machine, and what to do about it; ``None`` if it can."""
     from emssd_flashinfer.availability import reason
 
-    found = reason()
-    return found and f"{found}; use backend=ragged, which runs on any device"
+    why_not = reason()
+    return why_not and f"{why_not}; use backend=ragged, which runs on any device"
 
 
 def _build(config: FlashInferConfig) -> AttentionBackend:
-    if found := unavailable():
-        raise PluginError(f"backend 'flashinfer' is not available: {found}.")
+    if why_not := unavailable():
+        raise PluginError(f"backend 'flashinfer' is not available: {why_not}.")
     from emssd_flashinfer.availability import point_to_toolkit
     from emssd_flashinfer.compiled import CompiledPasses
     from emssd_flashinfer.kernels import FlashInferKernels

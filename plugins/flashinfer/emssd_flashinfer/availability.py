@@ -29,8 +29,8 @@ def reason() -> str | None:
         return f"it needs an NVIDIA GPU, and this PyTorch ({torch.__version__}) is built without CUDA"
     if not torch.cuda.is_available():
         return "it needs an NVIDIA GPU, and PyTorch finds none on this machine"
-    if found := _package() or _compiler():
-        return found
+    if missing := _package() or _compiler():
+        return missing
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
         name = torch.cuda.get_device_name()
@@ -45,14 +45,14 @@ def _package() -> str | None:
     if missing:
         return f"FlashInfer is installed without {', '.join(missing)}, which it imports ({_INSTALL})"
     try:
-        found = version("flashinfer-python")
+        installed = version("flashinfer-python")
     except PackageNotFoundError:
         return f"FlashInfer is not installed as flashinfer-python, so its version is unknown ({_INSTALL})"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", found)[:3])
+    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
     first, beyond = KNOWN_VERSIONS
     if not first <= numbers < beyond:
-        known = f"{_dotted(first)} up to, but not including, {_dotted(beyond)}"
-        return f"FlashInfer {found} is installed, and this version of emssd knows {known} ({_INSTALL})"
+        taken = f"{_dotted(first)} up to, but not including, {_dotted(beyond)}"
+        return f"FlashInfer {installed} is installed, and this version of emssd knows {taken} ({_INSTALL})"
     return None
 
 
@@ -98,15 +98,16 @@ def _toolkit() -> Path | None:
     folders = [_DEFAULT, *sorted(_DEFAULT.parent.glob("cuda-*"), reverse=True), *_wheel_folders()]
     if (on_path := shutil.which("nvcc")) is not None:
         folders = [Path(on_path).parent.parent, Path(on_path).resolve().parent.parent, *folders]
-    found = [folder for folder in folders if (folder / "bin" / "nvcc").is_file()]
-    return next((folder for folder in found if (folder / "include" / "cuda_runtime.h").is_file()), (*found, None)[0])
+    toolkits = [folder for folder in folders if (folder / "bin" / "nvcc").is_file()]
+    with_headers = (folder for folder in toolkits if (folder / "include" / "cuda_runtime.h").is_file())
+    return next(with_headers, (*toolkits, None)[0])
 
 
 def _wheel_folders() -> list[Path]:
     """The folders in which NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
     spec = find_spec("nvidia")
-    places = [] if spec is None else spec.submodule_search_locations or []
-    return [folder for place in places for folder in sorted(Path(place).glob("cu[0-9]*"), reverse=True)]
+    packages = [] if spec is None else spec.submodule_search_locations or []
+    return [folder for package in packages for folder in sorted(Path(package).glob("cu[0-9]*"), reverse=True)]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -76,11 +76,11 @@ class CompiledPasses:
     def _check(self, forward: _Forward) -> Callable[..., torch.Tensor]:
         def run(*inputs: Any, hidden: Hidden) -> torch.Tensor:
             name = type(forward.target.model).__name__
-            found = dict(hidden)
+            states = dict(hidden)
             try:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of PyTorch about its own code
-                    outputs = [forward(*inputs, hidden=found), *found.values()]
+                    outputs = [forward(*inputs, hidden=states), *states.values()]
                 why = None
             except torch.OutOfMemoryError:
                 raise

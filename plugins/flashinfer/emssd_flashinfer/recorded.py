@@ -40,8 +40,8 @@ def ladder(max_tokens: int) -> tuple[int, ...]:
 
 def rung(sizes: tuple[int, ...], num_tokens: int) -> int | None:
     """The smallest of the ascending `sizes` that holds `num_tokens`; ``None`` if none does."""
-    place = bisect_left(sizes, num_tokens)
-    return sizes[place] if place < len(sizes) else None
+    index = bisect_left(sizes, num_tokens)
+    return sizes[index] if index < len(sizes) else None
 
 
 class StepTables(NamedTuple, Generic[T]):
@@ -69,7 +69,7 @@ class Staging:
     """Memory of a device that is filled anew in each step, in one copy from pinned memory of the host.
 
     There are two buffers on the host, which take turns. So a step is written while the one before is still read.
-    `make_event` makes what tells whether the device has come so far, on a GPU ``torch.cuda.Event``.
+    `make_event` makes events, by which the host knows how far the device is; on a GPU ``torch.cuda.Event``.
     """
 
     def __init__(self, num_bytes: int, device: torch.device, make_event: Callable[[], Any] | None = None) -> None:
@@ -137,8 +137,8 @@ class StaticInputs:
             _write(arrays.places, packed.drafted.places.numpy(), 0)
         self._staging.move(self._pages_begin + _INT32 * num_pages)
         if packed.drafted is not None:
-            places = self.tables.places[: len(packed.drafted.places)]
-            self.tables.input_ids.index_copy_(0, places, packed.drafted.token_ids)
+            index = self.tables.places[: len(packed.drafted.places)]
+            self.tables.input_ids.index_copy_(0, index, packed.drafted.token_ids)
         host = self._hosts[turn]
         return PagedMetadata(
             qo_indptr=host.qo_indptr,
@@ -160,9 +160,9 @@ _INT32, _ALIGNMENT = 4, 64  # bytes
 def _sections(shape: FixedShape) -> list[tuple[int, int, torch.dtype]]:
     """The first byte and the last of each of the `StepTables`, and its type. The pages come last, as few are used."""
     tokens, rows = (shape.num_tokens, torch.int64), (shape.num_rows + 1, torch.int32)
-    each = [*[tokens] * 5, rows, rows, (shape.num_rows, torch.int32), (shape.num_pages, torch.int32)]
+    shapes = [*[tokens] * 5, rows, rows, (shape.num_rows, torch.int32), (shape.num_pages, torch.int32)]
     sections, begin = [], 0
-    for count, dtype in each:
+    for count, dtype in shapes:
         end = begin + count * dtype.itemsize
         sections.append((begin, end, dtype))
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT

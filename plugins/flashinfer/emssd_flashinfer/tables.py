@@ -77,7 +77,7 @@ class StepPages(NamedTuple):
 
     def metadata(self) -> PagedMetadata:
         arrays = self.qo_indptr, self.kv_indptr, self.kv_indices, self.kv_last_page_len
-        qo_indptr, kv_indptr, pages, last = (torch.from_numpy(each.astype(np.int32, copy=False)) for each in arrays)
+        qo_indptr, kv_indptr, pages, last = (torch.from_numpy(array.astype(np.int32, copy=False)) for array in arrays)
         return PagedMetadata(qo_indptr, kv_indptr, pages, last, torch.from_numpy(self.slots), self.page_size)
 
 

@@ -150,19 +150,19 @@ class StandIn:
         page_size: int,
         **rules: Any,
     ) -> None:
-        given, total = (qo_indptr, kv_indptr, kv_indices, last_page_len), int(qo_indptr[-1])
+        tables, total = (qo_indptr, kv_indptr, kv_indices, last_page_len), int(qo_indptr[-1])
         assert rules["max_token_per_sequence"] == int(qo_indptr.diff().max())
         if self._graph:
             self._most = self._most or total
             assert total <= self._most, "more queries than the first plan had"
-            for buffer, table in zip(self._tables, given, strict=True):
+            for buffer, table in zip(self._tables, tables, strict=True):
                 assert len(buffer) == len(table) or table is kv_indices, "the number of rows is fixed"
                 buffer[: len(table)].copy_(table)
         else:
-            self._tables = given
+            self._tables = tables
         self._custom_mask_buf, self._mask_indptr_buf = self._masks or (None, None)
         if (bits := rules["packed_custom_mask"]) is not None:
-            kv_lens = PagedMetadata(*given, torch.empty(0), page_size).kv_lens
+            kv_lens = PagedMetadata(*tables, torch.empty(0), page_size).kv_lens
             sizes = [q * kv for q, kv in zip(qo_indptr.diff().tolist(), kv_lens, strict=True)]
             in_bits = torch.tensor(
                 [0, *accumulate(sizes)], dtype=torch.int32

@@ -73,11 +73,11 @@ def test_what_is_missing_is_named_in_one_sentence(
     fault: Callable[[Machine], Any], sentence: str, machine: Machine
 ) -> None:
     fault(machine)
-    said = unavailable()
-    assert said is not None
-    assert sentence.format(home=machine.home) in said
-    assert said.endswith("use backend=ragged, which runs on any device")
-    assert "\n" not in said
+    sentences = unavailable()
+    assert sentences is not None
+    assert sentence.format(home=machine.home) in sentences
+    assert sentences.endswith("use backend=ragged, which runs on any device")
+    assert "\n" not in sentences
 
 
 @pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2.post1"])
@@ -106,20 +106,20 @@ class TestToolkit:
         monkeypatch.setenv("CUDA_HOME", "")
         machine.tools.discard("nvcc")
 
-    def told(self) -> str:
+    def cuda_home(self) -> str:
         """The arguments that FlashInfer gets."""
         availability.point_to_toolkit()
         return os.environ["CUDA_HOME"]
 
     def test_without_any_the_usual_place_is_named(self, machine: Machine, tmp_path: Path) -> None:
         assert f"no nvcc at {tmp_path}/default/cuda/bin/nvcc (set CUDA_HOME, now not set" in (unavailable() or "")
-        assert self.told() == ""
+        assert self.cuda_home() == ""
 
     @pytest.mark.parametrize("name", ["cuda", "cuda-13.0"])
     def test_it_is_found_beside_the_usual_place_too(self, name: str, machine: Machine, tmp_path: Path) -> None:
         folder = toolkit(tmp_path / "default" / name)
         assert unavailable() is None
-        assert self.told() == str(folder)
+        assert self.cuda_home() == str(folder)
 
     def test_that_of_the_nvcc_on_path_comes_first_wherever_it_is_linked_to(
         self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +129,7 @@ class TestToolkit:
         link.parent.mkdir()
         link.symlink_to(folder / "bin" / "nvcc")
         monkeypatch.setattr(availability.shutil, "which", lambda name: str(link))
-        assert self.told() == str(folder)
+        assert self.cuda_home() == str(folder)
 
     def test_a_script_called_nvcc_is_no_toolkit_where_there_is_one_with_headers(
         self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,7 @@ class TestToolkit:
         monkeypatch.setattr(availability.shutil, "which", lambda name: str(script / "bin" / "nvcc"))
         assert availability._toolkit() == script  # it may still know its own headers
         folder = toolkit(tmp_path / "default" / "cuda-12.9")
-        assert self.told() == str(folder)
+        assert self.cuda_home() == str(folder)
 
     def test_wheels_have_one(self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = toolkit(tmp_path / "nvidia" / "cu13")
@@ -146,7 +146,7 @@ class TestToolkit:
         find_spec = availability.find_spec
         monkeypatch.setattr(availability, "find_spec", lambda name: wheels if name == "nvidia" else find_spec(name))
         assert unavailable() is None
-        assert self.told() == str(folder)
+        assert self.cuda_home() == str(folder)
 
     def test_what_the_user_says_is_not_overruled(
         self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +154,7 @@ class TestToolkit:
         toolkit(tmp_path / "default" / "cuda")
         monkeypatch.setenv("CUDA_HOME", "/nowhere")
         assert "no nvcc at /nowhere/bin/nvcc (set CUDA_HOME, now /nowhere" in (unavailable() or "")
-        assert self.told() == "/nowhere"
+        assert self.cuda_home() == "/nowhere"
         monkeypatch.setenv("FLASHINFER_NVCC", "/elsewhere/nvcc")
         assert "no nvcc at /elsewhere/nvcc" in (unavailable() or "")
 

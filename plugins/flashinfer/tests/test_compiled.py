@@ -144,10 +144,10 @@ class TestRefusals:
         runner = runner_of(model, compile, capture)
         with pytest.warns(
             RuntimeWarning, match=rf"Llama.*without Inductor.*{why}.*backend\.fused_kernels=false"
-        ) as told:
+        ) as warned:
             logits = history(runner)
         assert all(map(torch.equal, history(runner_of(model, None)), logits))
-        assert len(told) == 1
+        assert len(warned) == 1
         assert captured, "it is recorded as it is"
 
     def test_a_difference_of_roundings_is_taken(self) -> None:
@@ -212,7 +212,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
         done = engine.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
     plain = Engine(runner_of(model, None), RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
     wanted = plain.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
-    assert [each.token_ids for each in done] == [each.token_ids for each in wanted]
+    assert [row.token_ids for row in done] == [row.token_ids for row in wanted]
     assert len(calls) == 1
 
 
@@ -226,7 +226,7 @@ def test_a_model_that_keeps_states_is_not_recorded(architecture: str) -> None:
     assert runner._states is not None
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
     done = engine.generate(prompts, 6, ignore_eos=True)
-    assert [list(each.token_ids) for each in done] == expected
+    assert [list(row.token_ids) for row in done] == expected
 
 
 def test_a_recorded_head_computes_what_it_is_fed() -> None:
@@ -236,7 +236,7 @@ def test_a_recorded_head_computes_what_it_is_fed() -> None:
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     spec = KVCacheSpec(head.specs, torch.float64, torch.device("cpu"), 3, 32)
-    found = []
+    outputs = []
     for kernels in (ReferenceKernels((16,), capture=rerun), ReferenceKernels((16,))):
         backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
         backend.allocate(spec)
@@ -246,8 +246,8 @@ def test_a_recorded_head_computes_what_it_is_fed() -> None:
                 kv_lens = [runner.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
                 packed = pack_nodes(["a", "b"], torch.zeros(sum(lengths), dtype=torch.int64), lengths, kv_lens)
                 inputs = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=seed)
-                found.append(runner.run(packed, inputs).clone())
+                outputs.append(runner.run(packed, inputs).clone())
                 runner.commit(Kept(("a", "b"), tuple(kv_lens)))
         assert (len(kernels._recordings) > 1) == (kernels._capture is not None)
-    for recorded, eager in zip(found[:4], found[4:], strict=True):
+    for recorded, eager in zip(outputs[:4], outputs[4:], strict=True):
         torch.testing.assert_close(recorded, eager)

@@ -157,7 +157,7 @@ class TestStaging:
             def attention(self, *arguments: Any, **options: Any) -> ReferenceAttention:
                 made = super().attention(*arguments, **options)
                 plan = made.plan
-                made.plan = lambda *given: (log.append("planned"), plan(*given))  # type: ignore[assignment]
+                made.plan = lambda *args: (log.append("planned"), plan(*args))  # type: ignore[assignment]
                 return made
 
         kernels = Logging(capture=rerun, max_graph_tokens=12)

@@ -63,7 +63,7 @@ def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules
 def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None, modules: list[Any]) -> None:
     layer = LayerSpec(4, 2, 64, 64, 0.3, sliding_window=window, softcap=4.0)
     kernels = (CpuKernels(None, "fa2"), ReferenceKernels((64,)))
-    outs = [tree_attention(each, replace(SPEC, layers=(layer,)), page_size=3) for each in kernels]
+    outs = [tree_attention(one, replace(SPEC, layers=(layer,)), page_size=3) for one in kernels]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""A chain, whose tokens stay on the device from pass to pass, is what is drafted level by level.
+"""Chains whose tokens stay on the device from pass to pass are the same as chains that are drafted level by level.
 
 Oracle: the same drafter, level by level. A compiled head is as right as one that is not.
 """
@@ -6,7 +6,6 @@ Oracle: the same drafter, level by level. A compiled head is as right as one tha
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from emssd_testing.models import tiny_model
 
 from emssd.attention import PackedInputs
 from emssd.draft_models import DynamicShape, LevelDrafter
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DrafterContext
+from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.model import TargetModel
 from tests.support.draft_models import draft_model_drafter
 from tests.support.perfect_head import random_head
@@ -39,35 +38,26 @@ class Uneven(BudgetPolicy):
 def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     """The drafts of an engine, and how many tokens each pass of its drafter computed."""
     case, drafts, computed = trial("eagle3"), Drafts(), list[int]()
-    load = case.load
+    if name != "eagle3":
+        model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
+        case.load = lambda *_: draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
+    case.make_engine({"tree": "chain", "depth": 6, "path": random_head("eagle3")}, batch_size=3)
+    case.engine.drafting.policy, drafter = Uneven(), case.engine.drafting.drafters[0].drafter
+    backend = drafter._runner.backend if name != "eagle3" else drafter._runner._backend
+    if name == "eagle3":
+        drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
+    propose, plan = drafter.propose, backend.plan
 
-    def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
-        drafter: Any
-        if name == "eagle3":
-            drafter = load(options, context)
-            drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
-            backend = drafter._runner._backend
-        else:
-            model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
-            drafter = draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
-            backend = drafter._runner.backend
-        propose, plan = drafter.propose, backend.plan
+    def proposed(*arguments: Any) -> Draft:
+        draft: Draft = propose(*arguments)
+        drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
+        return draft
 
-        def proposed(*arguments: Any) -> Draft:
-            draft: Draft = propose(*arguments)
-            drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
-            return draft
+    def planned(packed: PackedInputs) -> Any:
+        computed.append(packed.num_tokens)
+        return plan(packed)
 
-        def planned(packed: PackedInputs) -> Any:
-            computed.append(packed.num_tokens)
-            return plan(packed)
-
-        drafter.propose, backend.plan = proposed, planned
-        return drafter
-
-    case.load = loaded
-    options = {"tree": "chain", "depth": 6, "path": random_head("eagle3")}
-    case.make_engine(options, batch_size=3).drafting.policy = Uneven()
+    drafter.propose, backend.plan = proposed, planned
     case.decode(KINDS[kinds])
     return drafts, computed
 
@@ -87,14 +77,7 @@ def test_a_chain_is_what_is_drafted_level_by_level(name: str, kinds: str, monkey
 @pytest.mark.parametrize("tree", ["chain", "dynamic"])
 def test_a_compiled_head_is_always_right(tree: str, kernels: None) -> None:
     case = trial("eagle3")
-    load = case.load
-
-    def loaded(options: Mapping[str, Any], context: DrafterContext) -> Any:
-        drafter: Any = load(options, context)
-        drafter._runner._compiled = CompiledHead(drafter._head)
-        return drafter
-
-    case.load = loaded
-    case.make_engine({"tree": tree})
+    drafter: Any = case.make_engine({"tree": tree}).drafting.drafters[0].drafter
+    drafter._runner._compiled = CompiledHead(drafter._head)
     case.decode()
     assert case.is_full()

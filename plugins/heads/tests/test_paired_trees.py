@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting import Draft
 from emssd.sequences import Batch, Request
 from tests.support.heads import causal
 from tests.support.hidden import right_states
@@ -88,30 +88,22 @@ class Naive:
 def test_trees_are_those_of_the_papers(head: str, options: Any, wanted: Any, backend: str) -> None:
     num_compared = 0
     plugin, more = (head, {}) if head in ("eagle", "mtp") else ("eagle3", {"layer_ids": "hs"})
-    case = trial(plugin)
-    load = case.load
+    engine = trial(plugin).make_engine(options | more | {"path": random_head(head)}, backend)
+    drafter: Any = engine.drafting.drafters[0].drafter
+    drafter.shape.temperature, propose = 1.0, drafter.propose
 
-    def loaded(options: Any, context: DrafterContext) -> Drafter:
-        drafter: Any = load(options, context)
-        drafter.shape.temperature, propose = 1.0, drafter.propose
+    def compared(batch: Batch, budget: Seq[int]) -> Draft:
+        nonlocal num_compared
+        draft = propose(batch, budget)
+        for index, row in enumerate(batch):
+            paths, start = paths_of(draft, index), draft.indptr[index]
+            if row.num_remaining > 5 and paths:
+                drafted = dict(zip(paths, draft.confidence[start : start + len(paths)], strict=True))
+                assert len(drafted) == len(paths)
+                assert drafted == pytest.approx(wanted(Naive(drafter, row.tokens)), rel=1e-6)
+                num_compared += 1
+        return draft
 
-        def compared(batch: Batch, budget: Seq[int]) -> Draft:
-            nonlocal num_compared
-            draft = propose(batch, budget)
-            for index, row in enumerate(batch):
-                paths, start = paths_of(draft, index), draft.indptr[index]
-                if row.num_remaining > 5 and paths:
-                    shares = (draft.confidence or ())[start : start + len(paths)]
-                    drafted = dict(zip(paths, shares, strict=True))
-                    assert len(drafted) == len(paths)
-                    assert drafted == pytest.approx(wanted(Naive(drafter, row.tokens)), rel=1e-6)
-                    num_compared += 1
-            return draft
-
-        drafter.propose = compared
-        return drafter
-
-    case.load = loaded
-    engine = case.make_engine(options | more | {"path": random_head(head)}, backend)
+    drafter.propose = compared
     list(engine.run([Request(str(row), tuple(prompt), NUM_NEW) for row, prompt in enumerate(PROMPTS[:2])]))
     assert num_compared >= 4

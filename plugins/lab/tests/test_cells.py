@@ -86,20 +86,19 @@ def test_numbers_that_are_missing_are_no_repeats() -> None:
     assert Spread.of(pd.Series(dtype=float)) is None
 
 
-def test_what_may_not_be_compared_is_in_grids_of_its_own_whose_titles_differ() -> None:
-    changes: list[dict[str, Any]] = [
-        {}, {"size": "paper"}, {"max_new_tokens": 8}, {"batching": "continuous"}, {"model": "b"},
-        {"dtype": "bfloat16"}, {"compiled": True},
-    ]  # fmt: skip
-    titles = [grid.title for grid in grids(frame(row(**change) for change in changes))]
-    assert len(set(titles)) == len(changes)
-    assert titles[1].endswith("size paper · static batches")
-    assert "8 new tokens" in titles[2]
-    assert [grid.title for grid in grids(frame([row()]))] == [TITLE]
-
-
-def test_options_that_a_row_has_no_field_for_tell_settings_apart() -> None:
-    every = "data.path=x.txt"
+def test_settings_that_differ_have_grids_of_their_own_and_titles_that_say_in_what() -> None:
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({}, f"{TITLE} · size small · static batches"),
+        ({"size": "paper"}, f"{TITLE} · size paper · static batches"),
+        ({"max_new_tokens": 8}, TITLE.replace("64 new", "8 new")),
+        ({"batching": "continuous"}, f"{TITLE} · size small · continuous batches"),
+        ({"model": "b"}, TITLE.replace("demo", "b", 1)),
+        ({"dtype": "bfloat16"}, TITLE.replace("float32", "bfloat16")),
+        ({"compiled": True}, f"{TITLE}, compiled"),
+    ]
+    titles = [title for _, title in changes]
+    assert [grid.title for grid in grids(frame(row(**change) for change, _ in changes))] == titles
+    every = "data.path=x.txt"  # options that a row has no field for
     swept = [[every, "model.path=a/final"], [every, "model.path=b/final"], [every], [every, "kv_memory=1GiB"]]
     rows = frame(row(method=method, options=options) for options in swept for method in ("greedy", "vanilla"))
     names = ["model.path=a/final", "model.path=b/final", "", "kv_memory=1GiB"]

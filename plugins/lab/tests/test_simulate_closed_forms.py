@@ -47,21 +47,6 @@ def test_without_a_cap_they_are_the_papers_equations(p: float) -> None:
         np.testing.assert_allclose(max_pmf(pmf, b)[:50], printed, atol=ROUNDING)
 
 
-def test_what_the_paper_reads_off_its_figure_holds_where_it_holds() -> None:
-    """With τ at most 8: what its conclusions say, and where they do not apply. docs/simulator.md tells the whole."""
-
-    def ratio(p: float, b: int) -> float:
-        return expected(acceptance_pmf(p, 8), b).padding_ratio
-
-    assert all(ratio(p, b) > 0.5 for p in (0.3, 0.5, 0.7) for b in (16, 32)), "p below 0.8, batch above 8: above 50 %"
-    assert ratio(0.2, 16) < 0.5, "but not for every p below 0.8"
-    assert all(0.27 < ratio(0.9, b) < 0.3 for b in (8, 16, 32)), "p = 0.9: about 30 %"
-    assert ratio(0.9, 8) < ratio(0.8, 8), "the higher p, the lower the ratio …"
-    assert ratio(0.3, 8) < ratio(0.5, 8), "… but only for a high p"
-    lengths = [expected(acceptance_pmf(p, 8), 8).padding_length for p in (0.5, 0.7, 0.9)]
-    assert lengths[0] < lengths[1] > lengths[2], "with a cap, the padding length does not grow with p for ever"
-
-
 POINTS = [(p, batch_size) for p in (0.3, 0.6, 0.8) for batch_size in (2, 8)]
 # A z-score beyond which one of all comparisons falls with a probability of 1e-6 if all is right (Bonferroni).
 Z_BOUND = NormalDist().inv_cdf(1 - 1e-6 / (2 * len(POINTS) * len(QUANTITIES)))

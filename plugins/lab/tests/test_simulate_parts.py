@@ -48,18 +48,18 @@ def test_a_trace_that_contradicts_itself_is_refused(make: Callable[[], object], 
         make()
 
 
-@pytest.mark.parametrize("text", ["", "[]\n", "nonsense", '{"num_speculative_tokens": 2}\n{"request_id": "a"}\n'])
-def test_a_file_that_is_no_trace_says_how_to_make_one(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "file"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=r"holds no acceptance trace .* python -m emssd_lab.simulate record"):
-        load_trace(path)
-
-
-def test_a_wrong_trace_in_a_file_is_named_by_the_file(tmp_path: Path) -> None:
-    save_trace(Trace((4, 4), (REQUEST,)), path := tmp_path / "trace.jsonl")
-    path.write_text(path.read_text().replace('"num_prompt":3', '"num_prompt":0'))
-    with pytest.raises(ConfigError, match=r"trace\.jsonl: request 'a' has 0 prompt tokens"):
+@looped(
+    "text, error",
+    [
+        *((text, r"holds no acceptance trace .* python -m emssd_lab.simulate record") for text in
+          ("", "[]\n", "nonsense", '{"num_speculative_tokens": 2}\n{"request_id": "a"}\n')),
+        (None, r"file: request 'a' has 0 prompt tokens"),
+    ],
+)  # fmt: skip
+def test_a_file_that_holds_no_trace_or_a_wrong_one_is_named(text: str | None, error: str, tmp_path: Path) -> None:
+    save_trace(Trace((4, 4), (REQUEST,)), path := tmp_path / "file")
+    path.write_text(path.read_text().replace('"num_prompt":3', '"num_prompt":0') if text is None else text)
+    with pytest.raises(ConfigError, match=error):
         load_trace(path)
 
 

@@ -35,17 +35,17 @@ class PaddedStep:
     """The inputs of `PaddedBackend.forward`: queries ``[B, n_max]`` attend over keys ``[B, slots]``.
 
     Attributes:
-        places: ``[B * n_max]`` int64, the fed token at each place of the rectangle of queries; places after the end
-            of a row repeat its last token. ``None`` if the fed tokens are the rectangle.
-        real: ``[nnz]`` int64, the place in the rectangle of each fed token; ``None`` as above.
+        token_index: ``[B * n_max]`` int64, the fed tokens of the rectangle of queries; after the end of a row its last
+            token is repeated. ``None`` if the fed tokens are the rectangle.
+        output_index: ``[nnz]`` int64, where each fed token is in the rectangle; ``None`` as above.
         rows: ``[B]`` slab rows; a slice if they are the first ``B`` in order.
         write_rows, write_slots: ``[b * n]`` int64, where the KV of each fed token goes.
         mask: of queries ``[B, n_max]`` over slots; the positions of holes are out of reach.
         watch: of use on devices where a look at each layer's results would make the host wait.
     """
 
-    places: torch.Tensor | None
-    real: torch.Tensor | None
+    token_index: torch.Tensor | None
+    output_index: torch.Tensor | None
     rows: torch.Tensor | slice
     write_rows: torch.Tensor
     write_slots: torch.Tensor
@@ -107,22 +107,22 @@ class PaddedBackend(AttentionBackend):
         self._peak_held = max(self._peak_held, self.kv_usage.held)
         inputs = packed.on(self._spec.device)
         rectangle = packed.rectangle(range(len(rows)))
-        places, real = map(self._index, rectangle)
+        token_index, output_index = map(self._index, rectangle)
         write_rows = self._index(rows).repeat_interleave(longest)
-        write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=places.device)).flatten()
-        self._positions[write_rows[real], write_slots[real]] = inputs.position_ids
+        write_slots = (self._index(starts).unsqueeze(1) + torch.arange(longest, device=token_index.device)).flatten()
+        self._positions[write_rows[output_index], write_slots[output_index]] = inputs.position_ids
         rows_used = slice(len(rows)) if rows == list(range(len(rows))) else self._index(rows)
         key_positions = self._positions[rows_used, : self._width()]
         watch = StepWatch()
         replay = watch.run if self._watched else None
-        positions = inputs.position_ids[places].view(len(rows), longest)
+        positions = inputs.position_ids[token_index].view(len(rows), longest)
         step = PaddedStep(
-            places=None if self._pad_inputs else places,
-            real=None if self._pad_inputs else real,
+            token_index=None if self._pad_inputs else token_index,
+            output_index=None if self._pad_inputs else output_index,
             rows=rows_used,
             # A padding token writes its KV too, to a slot that is a hole or is overwritten later.
-            write_rows=write_rows if self._pad_inputs else write_rows[real],
-            write_slots=write_slots if self._pad_inputs else write_slots[real],
+            write_rows=write_rows if self._pad_inputs else write_rows[output_index],
+            write_slots=write_slots if self._pad_inputs else write_slots[output_index],
             mask=StepMask(positions, key_positions, self._hidden(packed, longest, key_positions.shape[1])),
             watch=watch,
         )
@@ -131,13 +131,13 @@ class PaddedBackend(AttentionBackend):
         wanted = np.array(rectangle[1])[packed.logit_rows.numpy()]  # on the host: no wait
         keep, columns = np.unique(wanted % longest, return_inverse=True)
         return StepPlan(
-            input_ids=inputs.input_ids[places].view(len(rows), longest),
+            input_ids=inputs.input_ids[token_index].view(len(rows), longest),
             position_ids=positions,
             logits_to_keep=self._index(keep.tolist()),
             logit_index=self._index((wanted // longest * len(keep) + columns).tolist()),
             attention=step,
             replay=replay,
-            token_index=real,
+            token_index=output_index,
         )
 
     def forward(
@@ -148,7 +148,7 @@ class PaddedBackend(AttentionBackend):
         keys, values = self._keys[layer], self._values[layer]
         keys[step.write_rows, step.write_slots] = key
         values[step.write_rows, step.write_slots] = value
-        rectangle = query if step.places is None else query[step.places]
+        rectangle = query if step.token_index is None else query[step.token_index]
         out = masked_attention(
             rectangle.view(step.mask.positions.shape[0], -1, *query.shape[1:]),
             keys[step.rows, :num_slots],
@@ -158,7 +158,7 @@ class PaddedBackend(AttentionBackend):
             checked=not step.watch.trusts,
         ).reshape(-1, spec.num_qo_heads, spec.value_dim)
         step.watch.saw(out)
-        return out if step.real is None else out[step.real]
+        return out if step.output_index is None else out[step.output_index]
 
     def commit(self, kept: Kept) -> None:
         self._move(kept)
@@ -272,8 +272,8 @@ class SlabTable:
         """The rows of sequences; a new sequence gets the next row."""
         for request_id in request_ids:
             self._slots.setdefault(request_id, [])
-        places = {request_id: row for row, request_id in enumerate(self._slots)}
-        return [places[request_id] for request_id in request_ids]
+        row_of = {request_id: row for row, request_id in enumerate(self._slots)}
+        return [row_of[request_id] for request_id in request_ids]
 
     def slots(self, request_id: str) -> list[int]:
         return self._slots[request_id]

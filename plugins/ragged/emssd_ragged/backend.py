@@ -23,7 +23,7 @@ def ragged_backend(page_size: int = PAGE_SIZE, kernels: Kernels | str = Kernels.
     try:
         chosen = choice[Kernels(kernels)]
     except ValueError:
-        names = ", ".join(each.value for each in Kernels)
+        names = ", ".join(option.value for option in Kernels)
         raise ConfigError(f"backend.kernels is {kernels!r}; choose {names}") from None
     return PagedBackend(*chosen, page_size=page_size)
 

@@ -144,8 +144,8 @@ class GroupedKernels(PagedKernels):
         pages = {row: len(page_rows[row]) for row in rows}
         groups: list[list[int]] = []
         ordered = sorted(rows, key=pages.__getitem__, reverse=True)
-        for place, row in enumerate(ordered):
-            saved = (pages[groups[-1][0]] - pages[row]) * (len(ordered) - place) if groups else 0
+        for index, row in enumerate(ordered):
+            saved = (pages[groups[-1][0]] - pages[row]) * (len(ordered) - index) if groups else 0
             if not groups or saved * self._page_size >= _WORTH_A_CALL:
                 groups.append([])
             groups[-1].append(row)
@@ -168,7 +168,7 @@ class GroupedKernels(PagedKernels):
         return RowGroup(
             token_index=index,
             output_index=on_device(output_index, device),
-            tokens=on_device([token_index[place] for place in output_index], device),
+            tokens=on_device([token_index[index] for index in output_index], device),
             num_rows=len(rows),
             pages=page_index,
             mask=self._mask(packed, rows, position_ids[index], num_slots),
@@ -182,10 +182,10 @@ class GroupedKernels(PagedKernels):
             return StepMask(positions, torch.arange(num_slots, device=device))
         key_positions = torch.arange(num_slots).repeat(len(rows), 1)  # after a row's KV they are beyond its queries
         branches = []
-        for place, (row, tree) in enumerate(zip(rows, trees, strict=True)):
+        for index, (row, tree) in enumerate(zip(rows, trees, strict=True)):
             nodes = range(packed.kv_lens[row] - len(tree), packed.kv_lens[row])
             if tree:
-                key_positions[place, nodes.start : nodes.stop] = nodes.start - 1 + torch.tensor(depths(tree))
+                key_positions[index, nodes.start : nodes.stop] = nodes.start - 1 + torch.tensor(depths(tree))
             branches.append((tree, packed.lengths[row], nodes))
         hidden = hidden_nodes(branches, positions.shape[1], num_slots)
         return StepMask(positions, on_device(key_positions, device), on_device(hidden, device, torch.bool))

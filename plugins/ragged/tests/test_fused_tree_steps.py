@@ -39,7 +39,7 @@ class WatchedRunner(CausalLMRunner):
         backend = ragged_backend(kernels="fused")
         backend.allocate(_spec(model))
         super().__init__(model, backend)
-        self.said: list[tuple[tuple[int, ...], torch.Tensor]] = []
+        self.seen_logits: list[tuple[tuple[int, ...], torch.Tensor]] = []
         self.num_branches = self.num_moved = 0
         self._tokens: dict[str, list[int]] = {}
 
@@ -53,10 +53,10 @@ class WatchedRunner(CausalLMRunner):
             self._tokens[request_id] = tokens
             tree = packed.trees[row] if packed.trees is not None else ()
             self.num_branches += sum(parent != node - 1 for node, parent in enumerate(tree))
-            for place in range(start, stop):
-                if place in wanted:
-                    visible = seen(packed, row, kv_len - (stop - place))
-                    self.said.append((tuple(tokens[index] for index in visible), wanted[place].clone()))
+            for token in range(start, stop):
+                if token in wanted:
+                    visible = seen(packed, row, kv_len - (stop - token))
+                    self.seen_logits.append((tuple(tokens[index] for index in visible), wanted[token].clone()))
         return output
 
     def commit(self, kept: Kept) -> None:
@@ -78,7 +78,7 @@ def decode(target: TargetModel, references: Mapping[tuple[int, ...], Seq[int]], 
     drafter = TreeDrafter(VOCAB_SIZE, 14, references, seed=seed)
     engine = Engine(runner, drafter, scheduler=ContinuousScheduler(3, 16, headroom=0), on_drafter_error="fail")
     requests = [Request(str(number), prompt, NEW_TOKENS) for number, prompt in enumerate(PROMPTS)]
-    done = {each.prompt_ids: each.token_ids for each in engine.run(requests)}
+    done = {row.prompt_ids: row.token_ids for row in engine.run(requests)}
     assert runner.num_branches > 50
     assert runner.num_moved > 5
     assert engine.report.mean_acceptance_length > 1.2
@@ -117,10 +117,10 @@ def test_in_bfloat16_every_node_has_the_bits_of_plain_decoding_also_by_a_program
         right[prompt] = output
     done, runner = decode(target, right, seed=1)
     assert done == right
-    for tokens, logits in runner.said:
+    for tokens, logits in runner.seen_logits:
         assert torch.equal(logits, logits_after(tokens)), tokens
     target.prepare_hidden([0, 1])
     assert target.compiled is not None
     assert target.compiled.hidden == (0, 1)
-    for tokens, logits in runner.said:
+    for tokens, logits in runner.seen_logits:
         assert torch.equal(logits, logits_after(tokens)), tokens

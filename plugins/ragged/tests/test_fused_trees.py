@@ -178,7 +178,7 @@ def test_a_node_sees_nothing_of_its_siblings_nor_of_what_is_before_its_window(
             tensor[token] = bad
         cache.backend.release("0")
         (out,) = cache.verify([row], [spoilt])
-        unseen = [each for each in range(row.kv_len) if token not in row.way(each)[-(window or row.kv_len) :]]
+        unseen = [node for node in range(row.kv_len) if token not in row.way(node)[-(window or row.kv_len) :]]
         assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
         assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
 

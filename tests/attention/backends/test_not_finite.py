@@ -41,8 +41,8 @@ class DraftsTheBadToken(ChainDrafter):
     def chain(self, row: Row, limit: int) -> list[int]:
         if BAD in row.request.prompt_ids:
             return [BAD] * limit
-        chain, place = self.upcoming(row), len(row.output_ids) % 5
-        return [*chain[:place], BAD, *chain[place:]]
+        chain, index = self.upcoming(row), len(row.output_ids) % 5
+        return [*chain[:index], BAD, *chain[index:]]
 
 
 def decode(target: TargetModel, make: MakeBackend, prompts: Seq[list[int]], drafter: ChainDrafter) -> list[Generation]:
@@ -61,8 +61,8 @@ def with_embedding(architecture: str, bad: Any, dtype: torch.dtype = torch.float
 @cache
 def target_and_references() -> tuple[TargetModel, dict[tuple[int, ...], list[int]]]:
     model = with_embedding("llama", float("nan"))
-    known = {tuple(prompt): greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
-    return TargetModel(model), known
+    references = {tuple(prompt): greedy_reference(model, prompt, NEW_TOKENS) for prompt in PROMPTS}
+    return TargetModel(model), references
 
 
 def with_overflow(dtype: torch.dtype, factor: float) -> Any:
@@ -168,6 +168,6 @@ def test_on_other_devices_than_cpus_the_steps_of_these_backends_are_watched(name
         backend.allocate = watched  # type: ignore[method-assign]  # a CPU that makes the host wait
         return backend
 
-    target, known = target_and_references()
-    for generation in decode(target, make, PROMPTS, DraftsTheBadToken(61, 5, known)):
-        assert list(generation.token_ids) == known[generation.prompt_ids], generation.prompt_ids
+    target, references = target_and_references()
+    for generation in decode(target, make, PROMPTS, DraftsTheBadToken(61, 5, references)):
+        assert list(generation.token_ids) == references[generation.prompt_ids], generation.prompt_ids

@@ -263,14 +263,14 @@ def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetMod
             on.commit(Kept(tuple(row.request_id for row in rows), tuple(len(row.tokens) for row in rows)))
         return logits
 
-    own, text = runner(), list(HEADER)
-    step(own, Row("a", text))
-    own.publish_prefix("a", text)
-    adopted = own.adopt_prefix("b", [*text, 7])
+    sharing, text = runner(), list(HEADER)
+    step(sharing, Row("a", text))
+    sharing.backend.publish_prefix("a", text)
+    adopted = sharing.backend.adopt_prefix("b", [*text, 7], 0)
     assert 30 <= adopted <= 32  # whole pages of 1, 3, 4 or 16 tokens
     other = [*text[: adopted - 1], 10, 2]
-    changed = step(own, Row("b", other, adopted - 1))
-    unchanged = step(own, Row("a", [*text, 6], len(text)))
+    changed = step(sharing, Row("b", other, adopted - 1))
+    unchanged = step(sharing, Row("a", [*text, 6], len(text)))
     fresh = runner()
     assert torch.allclose(changed, step(fresh, Row("b", other))[-1:], atol=1e-9)
     assert torch.allclose(unchanged, step(fresh, Row("a", [*text, 6]))[-1:], atol=1e-9)

@@ -93,19 +93,19 @@ def test_a_slab_holds_the_accepted_tokens_at_their_positions_and_pads_as_for_cha
     backend.allocate(SPEC)
     fed = [len(row.tokens) for row in rows]
     for number, drafted in enumerate(history, start=1):
-        fed = [known + len(parents) for known, (parents, _) in zip(fed, drafted, strict=True)]
+        fed = [count + len(parents) for count, (parents, _) in zip(fed, drafted, strict=True)]
         kept = [count - len(parents) + len(nodes) for count, (parents, nodes) in zip(fed, drafted, strict=True)]
         padding = step(backend, rows, drafted, number)
         assert padding == (sum(max(fed) - count for count in fed) if pad_inputs else 0)
         assert backend.kv_usage.padding == (sum(max(kept) - count for count in kept) if pad_kv else 0)
-        for place, row in enumerate(rows):
-            held = [slot for slot, at in enumerate(backend._positions[place].tolist()) if at < 1000]
+        for index, row in enumerate(rows):
+            held = [slot for slot, at in enumerate(backend._positions[index].tolist()) if at < 1000]
             slots = backend._table.slots(row.request_id)
             assert held == slots, "every other slot is a hole"
-            assert backend._positions[place, slots].tolist() == list(range(row.num_cached))
+            assert backend._positions[index, slots].tolist() == list(range(row.num_cached))
             for sign, slabs in ((1, backend._keys), (-1, backend._values)):
                 for slab in slabs:
-                    assert (sign * slab[place, slots, 0, 0]).tolist() == row.tokens[: row.num_cached]
+                    assert (sign * slab[index, slots, 0, 0]).tolist() == row.tokens[: row.num_cached]
             if not pad_kv:
                 assert all(right == left + 1 for left, right in pairwise(slots)), "unpadded KV has no holes"
         fed = [1] * len(rows)
@@ -121,8 +121,8 @@ WINDOWED = KVCacheSpec(LAYERS, torch.float64, torch.device("cpu"), 4, 64, trees=
 def test_windows_shorter_than_a_tree_is_deep(make: MakeBackend, shapes: list[tuple[int, ...]], cached: int) -> None:
     """The first nodes of each tree are computed in a step before the others."""
     backend, dense, waves = make(), DenseBackend(), Waves(WINDOWED, 0)
-    for each in (backend, dense):
-        each.allocate(WINDOWED)
+    for one in (backend, dense):
+        one.allocate(WINDOWED)
     rows = [Row(Request(str(row), tuple(range(10 * row, 10 * row + 2 + row)), 20)) for row in range(len(shapes))]
     nodes = [[(100 + 10 * row + node, parent) for node, parent in enumerate(tree)] for row, tree in enumerate(shapes)]
     steps = [pack(rows, Draft.from_trees([tree[:cached] for tree in nodes]))]
@@ -140,7 +140,7 @@ def test_windows_shorter_than_a_tree_is_deep(make: MakeBackend, shapes: list[tup
         check_plan(plan, packed)
         places = places_of(plan, packed)
         for layer in range(len(LAYERS)):
-            got, expected = (_forward(each, waves, made, layer) for each, made in ((backend, plan), (dense, right)))
+            got, expected = (_forward(one, waves, made, layer) for one, made in ((backend, plan), (dense, right)))
             wanted = packed.logit_rows  # a prompt's tokens may be repeated as padding
             torch.testing.assert_close(got[places][wanted], expected[wanted], rtol=0, atol=1e-10)
 

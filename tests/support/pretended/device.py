@@ -13,7 +13,7 @@ import torch
 
 from tests.support.pretended.functions import Functions
 from tests.support.pretended.journal import Graph, Journal, Note
-from tests.support.pretended.tensor import Dispatch, OnDevice
+from tests.support.pretended.tensor import Dispatch
 
 __all__ = ["PretendedCuda"]
 
@@ -27,14 +27,10 @@ class PretendedCuda:
     within, as the two do not go together.
 
     Speed, memory, rounding and the order of streams are not pretended. Compiled kernels are replaced with `kernel`.
-
-    Args:
-        num_multiprocessors: what the device says that it has.
     """
 
-    def __init__(self, num_multiprocessors: int = 132) -> None:
+    def __init__(self) -> None:
         self._journal, self._stack = Journal(), ExitStack()
-        self._num_multiprocessors = num_multiprocessors
 
     @property
     def waits(self) -> list[Note]:
@@ -46,11 +42,6 @@ class PretendedCuda:
         """The operations that a graph cannot record, and that ran while one was recorded."""
         return self._journal.illegal
 
-    @property
-    def num_launches(self) -> int:
-        """Kernels that were launched so far, replays aside; views are none."""
-        return self._journal.num_launches
-
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, which stands for one compiled kernel: what it does on the host is not noted."""
         return lambda *args: self._journal.kernel(function, *args)
@@ -59,15 +50,9 @@ class PretendedCuda:
         """`function`, which stands for code of a library that looks only at the host: nothing that it does is noted."""
         return lambda *args: self._journal.unnoted(function, *args)
 
-    def inner(self, value: Any) -> Any:
-        """The values of a tensor of the device, without a note."""
-        return value.on_host if isinstance(value, OnDevice) else value
-
     def __enter__(self) -> Self:
         journal = self._journal
-        properties = SimpleNamespace(
-            multi_processor_count=self._num_multiprocessors, name="pretended", total_memory=2**37, major=9, minor=0
-        )
+        properties = SimpleNamespace(multi_processor_count=132, name="pretended", total_memory=2**37, major=9, minor=0)
         # All work on the device is done when it is launched, so only the host ever waits.
         stream = SimpleNamespace(
             synchronize=lambda: journal.waited("stream.synchronize()"), wait_stream=lambda other: None

@@ -79,8 +79,8 @@ class Functions(TorchFunctionMode):
         return copied
 
     def _attention(self, *args: Any, **options: Any) -> torch.Tensor:
-        tensors = [each for each in (*args, *options.values()) if isinstance(each, torch.Tensor)]
-        there = [each for each in tensors if isinstance(each, OnDevice)]
+        tensors = [value for value in (*args, *options.values()) if isinstance(value, torch.Tensor)]
+        there = [value for value in tensors if isinstance(value, OnDevice)]
         if there and len(there) < len(tensors):
             raise DeviceMixError("scaled_dot_product_attention: tensors on cuda:0 and on cpu")
         if not there:
@@ -96,18 +96,18 @@ class Functions(TorchFunctionMode):
         return OnDevice(out, self._journal)
 
     def _to(self, tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        found = {name: options.get(name) for name in ("device", "dtype", "non_blocking", "copy")}
-        given = [options["other"], *args] if "other" in options else [*args]
-        for value in given:
+        target = {name: options.get(name) for name in ("device", "dtype", "non_blocking", "copy")}
+        values = [options["other"], *args] if "other" in options else [*args]
+        for value in values:
             if isinstance(value, torch.Tensor):
-                found |= {"device": value.device, "dtype": value.dtype}
+                target |= {"device": value.device, "dtype": value.dtype}
             elif isinstance(value, torch.dtype):
-                found["dtype"] = value
+                target["dtype"] = value
             elif isinstance(value, bool):
-                found["copy" if found["non_blocking"] is not None else "non_blocking"] = value
+                target["copy" if target["non_blocking"] is not None else "non_blocking"] = value
             elif value is not None:
-                found["device"] = value
-        return self._moved(tensor, **found)
+                target["device"] = value
+        return self._moved(tensor, **target)
 
     def _moved(
         self, tensor: torch.Tensor, device: Any = None, dtype: Any = None, non_blocking: Any = None, copy: Any = None

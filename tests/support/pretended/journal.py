@@ -14,7 +14,7 @@ import torch
 __all__ = ["DeviceMixError", "Graph", "Journal", "Note"]
 
 _PASSED_OVER = (
-    *(str(Path(str(each.__file__)).parent) for each in (torch, sys.modules[__package__])),
+    *(str(Path(str(package.__file__)).parent) for package in (torch, sys.modules[__package__])),
     contextlib.__file__,
 )
 
@@ -36,7 +36,6 @@ class Journal:
     Attributes:
         illegal: what a CUDA graph cannot record, and was done while one was recorded.
         recording: what the graph that is being recorded does; ``None`` if there is none.
-        num_launches: operations that a GPU would launch a kernel for; views are none.
     """
 
     def __init__(self) -> None:
@@ -44,7 +43,6 @@ class Journal:
         self.illegal: list[Note] = []
         self.recording: list[Callable[[], object]] | None = None
         self.made: list[weakref.ref[torch.Tensor]] = []
-        self.num_launches = 0
         self._depth = 0  # of kernels that stand for compiled ones
         self._pinned: dict[int, torch.Tensor] = {}  # by address of their storage
         self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []  # memory of the host, and what is to arrive there
@@ -89,10 +87,7 @@ class Journal:
 
     def launched(self, again: Callable[[], object]) -> None:
         """A kernel was launched; `again` does what a replay of it does."""
-        if self.in_kernel:
-            return
-        self.num_launches += 1
-        if self.recording is not None:
+        if self.recording is not None and not self.in_kernel:
             self.recording.append(again)
 
     def kernel(self, function: Callable[..., Any], *args: Any) -> Any:

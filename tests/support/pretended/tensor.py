@@ -60,7 +60,7 @@ class OnDevice(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        journal = next(each.journal for each in tree_leaves((args, kwargs)) if isinstance(each, OnDevice))
+        journal = next(value.journal for value in tree_leaves((args, kwargs)) if isinstance(value, OnDevice))
         return _run(journal, func, args, kwargs)
 
 
@@ -74,7 +74,7 @@ class Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         concerned = is_cuda(kwargs.get("device")) or kwargs.get("pin_memory") or func in _PINNING
-        if concerned or any(isinstance(each, OnDevice) for each in tree_leaves((args, kwargs))):
+        if concerned or any(isinstance(value, OnDevice) for value in tree_leaves((args, kwargs))):
             return _run(self._journal, func, args, kwargs)
         return func(*args, **kwargs)
 
@@ -100,11 +100,13 @@ def _run(journal: Journal, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return journal.is_pinned(args[0])
     if func is _A._pin_memory.default:
         return journal.pin(args[0].clone())
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
-    there = [each for each in tensors if isinstance(each, OnDevice)]
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+    there = [value for value in tensors if isinstance(value, OnDevice)]
     if there:
         _note_waits(journal, func, args)
-        _check_devices(journal, func, args, [each for each in tensors if each.dim() and not isinstance(each, OnDevice)])
+        _check_devices(
+            journal, func, args, [value for value in tensors if value.dim() and not isinstance(value, OnDevice)]
+        )
     device, pinned = kwargs.get("device"), kwargs.get("pin_memory")
     inner_args, inner_kwargs = tree_map(unwrapped, args), tree_map(unwrapped, kwargs)
     if is_cuda(device):
@@ -153,25 +155,25 @@ def _check_devices(journal: Journal, func: Any, args: Any, on_host: list[torch.T
     if on_host and func in _INDEXED and isinstance(args[0], OnDevice):
         journal.waited("index on the host")
     elif on_host:
-        shapes = [tuple(each.shape) for each in on_host]
+        shapes = [tuple(tensor.shape) for tensor in on_host]
         raise DeviceMixError(f"{func._schema.name}: tensors on cuda:0, and on cpu those of shapes {shapes}")
 
 
 def _wrapped(journal: Journal, func: Any, args: Any, kwargs: dict[str, Any], out: Any, again: Callable[[], Any]) -> Any:
     """The result of an operation: what was written to as it was given, views, or new tensors."""
     schema = func._schema
-    aliases = [each.alias_info for each in schema.returns]
+    aliases = [returned.alias_info for returned in schema.returns]
     if aliases and aliases[0] is not None and aliases[0].is_write:
         journal.launched(again)
-        given = {each.name: value for each, value in zip(schema.arguments, args, strict=False)} | kwargs
+        passed = {argument.name: value for argument, value in zip(schema.arguments, args, strict=False)} | kwargs
         written = {
-            frozenset(each.alias_info.before_set): given.get(each.name)
-            for each in schema.arguments
-            if each.alias_info is not None
+            frozenset(argument.alias_info.before_set): passed.get(argument.name)
+            for argument in schema.arguments
+            if argument.alias_info is not None
         }
-        found = [written[frozenset(each.before_set)] for each in aliases]
-        return found[0] if len(found) == 1 else tuple(found)
-    results = [each for each in tree_leaves(out) if isinstance(each, torch.Tensor)]
+        outputs = [written[frozenset(alias.before_set)] for alias in aliases]
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    results = [value for value in tree_leaves(out) if isinstance(value, torch.Tensor)]
     if results and aliases[0] is None:
 
         def replay() -> None:
@@ -180,4 +182,4 @@ def _wrapped(journal: Journal, func: Any, args: Any, kwargs: dict[str, Any], out
 
         if not schema.name.startswith("aten::empty") and not schema.name.startswith("aten::new_empty"):
             journal.launched(replay)
-    return tree_map(lambda each: OnDevice(each, journal) if isinstance(each, torch.Tensor) else each, out)
+    return tree_map(lambda value: OnDevice(value, journal) if isinstance(value, torch.Tensor) else value, out)

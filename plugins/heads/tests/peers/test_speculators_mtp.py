@@ -1,4 +1,4 @@
-"""A layer for multi-token prediction drafts what `speculators` computes that takes it from the same checkpoint.
+"""A layer for multi-token prediction drafts as `speculators` computes, from the same checkpoint.
 
 Run by `nox -s speculators`. float64. Its classes know the layout of Qwen3-Next, and take targets of Qwen3's kind.
 """

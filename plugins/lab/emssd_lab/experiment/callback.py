@@ -9,7 +9,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.utils import JobReturn
+from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig
 
 from emssd.cli.config import RunConfig
@@ -60,8 +60,8 @@ class Experiment(SweepCallback):
         return config.experiment.simulated
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        run: SweptRun | None = job_return.return_value
-        if run is None:  # it is composed, and has not begun
+        run: SweptRun | None = job_return.return_value if job_return.status is JobStatus.COMPLETED else None
+        if run is None:  # Hydra's own call: it is composed, and has not begun
             return
         if self._rows is None or run.result is None:
             kept = run.result and dataclasses.replace(run.result, generations=(), engine=None)

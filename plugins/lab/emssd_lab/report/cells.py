@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,18 +23,6 @@ __all__ = [
 WITHOUT_BASELINE = ("padding_ratio", "acceptance", "step_time")
 """Experiments that count, or time single steps, and so run no plain greedy decoding."""
 
-_BASELINES = dict.fromkeys(("vanilla", "unpad_kv", "unpad_inputs", "unpad_both"), "greedy")
-_NAMES = {  # in the paper's order
-    "greedy": "greedy",
-    "vanilla": "vanilla",
-    "unpad_kv": "unpad KV",
-    "unpad_inputs": "unpad inputs",
-    "unpad_both": "EMS-SD (both unpadded)",
-    "ragged_greedy": "greedy on ragged",
-    "ragged": "ragged",
-    "flashinfer_greedy": "greedy on flashinfer",
-    "flashinfer": "flashinfer",
-}
 _REPEAT = ["source", "repeat"]
 
 
@@ -103,9 +94,15 @@ def setting_names(settings: Iterable[Setting]) -> dict[Setting, str]:
     return names
 
 
+@cache
+def methods() -> dict[str, dict[str, str]]:
+    """The table of methods, in the paper's order."""
+    return tomllib.loads(Path(__file__).with_name("methods.toml").read_text(encoding="utf-8"))
+
+
 def line_name(method: str | None, backend: str = "", budget: str = "") -> str:
     """The name of a method in tables and legends; without one, its budget and backend. Plain decoding has no budget."""
-    return _NAMES.get(method or "", method or f"{budget or 'greedy'} on {backend}")
+    return methods().get(method or "", {}).get("name") or method or f"{budget or 'greedy'} on {backend}"
 
 
 def frame(rows: Iterable[Row]) -> pd.DataFrame:
@@ -119,8 +116,8 @@ def frame(rows: Iterable[Row]) -> pd.DataFrame:
 
 def _line(row: Row) -> dict[str, Any]:
     budget = row.budget_options if row.speculate else ""
-    order = list(_NAMES).index(row.method) if row.method in _NAMES else len(_NAMES)
-    base = None if row.method is None else _BASELINES.get(row.method, f"{row.method}_greedy")
+    order = [*methods(), row.method].index(row.method)
+    base = None if row.method is None else methods().get(row.method, {}).get("baseline", f"{row.method}_greedy")
     origin = msgspec.structs.asdict(row.provenance.hardware)
     return {**msgspec.structs.asdict(row.metrics), **asdict(row.costs), **origin} | {
         "row": row, "setting": Setting.of(row), "line": line_name(row.method, row.backend_options, budget),

@@ -12,21 +12,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from emssd_lab.report.cells import Spread
+from emssd_lab.report.cells import Spread, methods
 
 __all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
 
-_COLOURS = {  # told apart by the colour-blind, too
-    "vanilla": "#d55e00",
-    "unpad_kv": "#e69f00",
-    "unpad_inputs": "#cc79a7",
-    "unpad_both": "#0072b2",
-    "ragged": "#009e73",
-    "flashinfer": "#009e73",
-    "greedy": "#555555",
-    "ragged_greedy": "#8a8a8a",
-    "flashinfer_greedy": "#8a8a8a",
-}
 _CYCLE = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555", "#882255", "#999933",
     "#44aa99",
@@ -58,7 +47,7 @@ class Curve(NamedTuple):
 
 def colour(method: str | None, index: int = 0) -> str:
     """The colour of a method wherever it is shown; for anything else the `index`-th of a cycle."""
-    return _COLOURS.get(method or "", _CYCLE[index % len(_CYCLE)])
+    return methods().get(method or "", {}).get("colour", _CYCLE[index % len(_CYCLE)])
 
 
 def coloured(lines: Mapping[str, Points], style: str = "measured") -> list[Curve]:

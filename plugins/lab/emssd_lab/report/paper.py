@@ -8,9 +8,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["CNN_DAILYMAIL", "Paper", "paper"]
-
-CNN_DAILYMAIL = "CNN/Daily Mail"
+__all__ = ["Paper", "paper"]
 
 
 class Paper(msgspec.Struct, frozen=True):
@@ -20,14 +18,22 @@ class Paper(msgspec.Struct, frozen=True):
     step_ms: dict[int, float]
     padding: list[dict[str, Any]]
     datasets: list[dict[str, Any]]
+    experiments: dict[str, dict[str, Any]]
+    tasks: dict[str, str]
     speedups: list[dict[str, Any]]
 
-    def methods(self, drafter: str, model: str, data: str) -> dict[str, dict[int, float]]:
-        """The speed-ups of a drafter, model and data by method and batch size; none where nothing is printed."""
-        key = {"drafter": drafter, "model": model, "data": data}
+    def beside(self, experiment: str, model: str, task: str) -> tuple[str, dict[str, dict[int, float]]]:
+        """The printed model and data for rows of this model, and their speed-ups by method and batch size, if any."""
+        if experiment not in self.experiments:
+            return "", {}
+        printed = self.experiments[experiment]
+        model = model if model in printed["models"] else printed["models"][0]
+        data = self.tasks.get(task, "CNN/Daily Mail") if experiment == "datasets" else "CNN/Daily Mail"
+        key = {"drafter": printed["drafter"], "model": model, "data": data}
         tables = (table["methods"] for table in self.speedups if key.items() <= table.items())
         methods: dict[str, dict[str, float]] = next(tables, {})
-        return {name: {int(size): speed for size, speed in sizes.items()} for name, sizes in methods.items()}
+        by_size = {name: {int(size): gain for size, gain in gains.items()} for name, gains in methods.items()}
+        return f"{model.replace('opt', 'OPT')}, {data}", by_size
 
 
 @cache

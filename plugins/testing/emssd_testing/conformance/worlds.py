@@ -84,7 +84,7 @@ class World:
             self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
 
     def outputs(self, name: str) -> list[Any]:
-        """The plugins' outputs for a request, those of steps in which it runs alone at the end."""
+        """All outputs so far: a drafter's for this request, a policy's for all requests."""
         raise NotImplementedError
 
     def release(self, request_ids: Iterable[str]) -> None:

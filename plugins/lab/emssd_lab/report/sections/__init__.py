@@ -30,26 +30,26 @@ _WRITERS: dict[str, Callable[[Section, Any], None]] = {  # the others compare me
 
 def sections(material: Material) -> list[Section]:
     """All sections that `material` has rows for; the last one says where all of it comes from."""
-    about = tomllib.loads(Path(__file__).with_name("sections.toml").read_text(encoding="utf-8"))
-    rows = material.rows
+    texts = tomllib.loads(Path(__file__).with_name("sections.toml").read_text(encoding="utf-8"))
+    about, rows = texts["experiments"], material.rows
     parts: list[tuple[str, str, list[Any]]] = []  # kind of the section, its name, and its rows or simulation
     for kind in about:
         if kind == "appendix":
-            parts += [(kind, f"{kind}_{number}", [point]) for number, point in enumerate(material.simulations)]
+            parts += [(kind, f"{kind}_{number}", [points]) for number, points in enumerate(material.simulations)]
         elif kind == "own":
             names = dict.fromkeys(row.experiment for row in rows if row.experiment not in about)
             parts += [(kind, f"{kind}{i}", [row for row in rows if row.experiment == n]) for i, n in enumerate(names)]
-        elif kind == "time":  # drafters side by side are so many that nobody would read them
-            left_out = (*WITHOUT_BASELINE, "drafters")
-            timed = [row for row in rows if row.experiment not in left_out and row.metrics.decode_row_steps]
-            parts.append((kind, kind, timed))
         else:
             parts.append((kind, kind, [row for row in rows if row.experiment == kind]))
+    left_out = (*WITHOUT_BASELINE, "drafters")  # drafters side by side are so many that nobody would read them
+    timed = [row for row in rows if row.experiment not in left_out and row.metrics.decode_row_steps]
+    parts.append(("time", "time", timed))
     made = []
     for kind, name, mine in parts:
         if not mine:
             continue
-        section = Section(name, escape(about[kind]["title"].format(first=mine[0])), about[kind]["claim"])
+        text = about.get(kind) or texts["page"][kind]
+        section = Section(name, escape(text["title"].format(first=mine[0])), text["claim"])
         if kind != "time":
             section.say(f"Made by {listed(dict.fromkeys(code(row.provenance.command) for row in mine))}.")
         section.warn_if_busy(*(row.metrics.other_cpu_share for row in mine if isinstance(row, Row)))
@@ -58,5 +58,5 @@ def sections(material: Material) -> list[Section]:
         if len(section.blocks) > introduction:
             made.append(section)
     if material.runs:
-        made.append(origins.plain_runs(material.runs))
-    return [*made, origins.provenance(material)]
+        made.append(origins.plain_runs(material.runs, **texts["page"]["runs"]))
+    return [*made, origins.provenance(material, **texts["page"]["provenance"])]

@@ -22,7 +22,7 @@ from emssd_lab.report.cells import (
     table_of,
 )  # fmt: skip
 from emssd_lab.report.figures import Curve, colour, speed_chart
-from emssd_lab.report.paper import CNN_DAILYMAIL, paper
+from emssd_lab.report.paper import paper
 from emssd_lab.report.sections.common import Section
 from emssd_lab.report.tables import Table, listed
 
@@ -30,30 +30,14 @@ __all__ = ["compare", "crossings", "crossover", "never_slower", "speed_table"]
 
 _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method and batch size
 
-_PRINTED = {
-    "fig1": ("llma", ["opt-6.7b"]),
-    "ablation": ("llma", ["opt-6.7b"]),
-    "llma_models": ("llma", ["opt-2.7b", "opt-13b"]),
-    "draft_models": ("draft_model", ["opt-2.7b", "opt-6.7b", "opt-13b"]),
-    "datasets": ("draft_model", ["opt-13b"]),
-}
-"""The paper's drafter and models, by experiment; the first model stands beside rows of other models."""
-
-_DATA = {"gsm8k": "GSM8K", "spec_math": "GSM8K", "mt_bench": "MT-Bench", "spec_mt_bench": "MT-Bench"}
-"""Tasks with prompts of the paper's datasets; others stand beside those of CNN/Daily Mail."""
-
 
 def compare(section: Section, rows: pd.DataFrame) -> None:
     """A table and a plot for each setting, beside the paper's figures where it has some."""
     shown = grids(rows)
     if section.name == "datasets":
         _datasets(section, shown)
-    drafter, models = _PRINTED.get(section.name, ("", [""]))
     for grid in shown:
-        model = grid.setting.model if grid.setting.model in models else models[0]
-        task = grid.setting.data.partition(",")[0] if section.name == "datasets" else ""
-        data = _DATA.get(task, CNN_DAILYMAIL)
-        printed, title = paper().methods(drafter, model, data), f"{model.replace('opt', 'OPT')}, {data}"
+        title, printed = paper().beside(section.name, grid.setting.model, grid.setting.data.partition(",")[0])
         theirs = {method: printed[method] for method in printed if method in {*grid.rows.method}}
         section.head(grid)
         section.table(speed_table(grid, theirs, title, padding=section.name == "ablation"))

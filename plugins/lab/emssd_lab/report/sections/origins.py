@@ -24,15 +24,9 @@ _Metrics = Mapping[str, Any]
 _SPEED = "decode_tokens_per_second"
 
 
-def plain_runs(runs: Mapping[str, _Metrics]) -> Section:
+def plain_runs(runs: Mapping[str, _Metrics], title: str = "", claim: str = "") -> Section:
     """The section of runs that are no part of an experiment."""
-    section = Section(
-        "runs",
-        "Single runs",
-        "Speed-ups are over decoding without drafts in the same run (check=plain; brackets hold two standard errors on "
-        "each side), else over the run with drafter=none that is equal in all but drafter and budget. τ is the number "
-        "of new tokens of a sequence in a step of the model.",
-    )
+    section = Section("runs", title, claim)
     metrics = list(runs.values())
     titles = [str(run["title"]).split(" · ") for run in metrics]
     common = [part for part in titles[0] if len(runs) > 1 and all(part in title for title in titles)]
@@ -98,10 +92,10 @@ def failed_runs(paths: Iterable[Path]) -> list[Section]:
     return [Section("failed", "Runs that failed", "\n".join(lines))] if lines else []
 
 
-def provenance(material: Material) -> Section:
+def provenance(material: Material, title: str) -> Section:
     """The section of commands, commits, machines, versions and dates, with a warning of what was mixed."""
     warnings = [f"**Warning**: {warning}" for warning in mixtures(material)]
-    section = Section("provenance", "Where this comes from", *warnings)
+    section = Section("provenance", title, *warnings)
     origins = _origins(material)
     if len(origins):
         counts = origins.groupby([*origins], sort=False).size().reset_index(name="rows")
