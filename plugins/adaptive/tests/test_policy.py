@@ -276,7 +276,7 @@ def test_the_chain_is_taken_of_a_tree_whose_siblings_are_never_right(
     assert sum(length == 4 for length in kept) > 0.85 * len(kept)
 
 
-@looped("confidence", CONFIDENCES[::3])
+@looped("confidence", CONFIDENCES[::2])
 def test_trees_that_become_good_are_found_out(confidence: Callable[[int], float] | None) -> None:
     world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), confidence).warm()
     assert sum(map(sum, world.run(150, 10)[-50:])) < 50
