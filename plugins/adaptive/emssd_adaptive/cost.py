@@ -38,15 +38,23 @@ class CostLine:
             self._fit()
 
     def _fit(self) -> None:
-        """Least squares without the features whose coefficients would be negative."""
+        """Least squares without negative coefficients, as by Lawson and Hanson: features enter as long as one helps."""
         sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))
         # In units in which all features are alike. Where observations leave a choice, coefficients stay as they were.
         gram = self._gram / np.outer(sizes, sizes) + _KEPT * np.eye(len(sizes))
         moment = self._moment / sizes + _KEPT * sizes * self.coefficients
-        used, values = np.arange(len(sizes)), np.zeros(len(sizes))
-        while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=0.0) < 0.0:
-            used = np.delete(used, solution.argmin())
-        values[used] = solution
+        values, used = np.zeros(len(sizes)), np.zeros(len(sizes), bool)
+        for _ in range(3 * len(sizes)):
+            gradient = np.where(used, 0.0, moment - gram @ values)
+            if gradient.max() <= 1e-9 * np.abs(moment).max():
+                break
+            used[gradient.argmax()] = True
+            while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=1.0) <= 0.0:
+                before, wrong = values[used], solution <= 0.0
+                before += (before / (before - solution))[wrong].min() * (solution - before)
+                values[used] = np.where(before > 1e-12, before, 0.0)
+                used &= values > 0.0
+            values[used] = solution
         self.coefficients = (values / sizes).tolist()
 
     def seconds(self, features: Seq[float]) -> float:

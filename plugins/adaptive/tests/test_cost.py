@@ -26,6 +26,19 @@ def test_a_line_finds_coefficients_that_are_not_negative(start: float, slopes: l
     assert line.seconds([*features[0]]) == pytest.approx(features[0] @ line.coefficients)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_no_noise_makes_tokens_free(seed: int) -> None:
+    """Sizes that were rarely seen, KV that grows step by step, and a pace that nobody knows: a fit has much choice."""
+    cost, random = StepCost(), np.random.default_rng(seed)
+    for step in range(100):
+        drafted = {1: 8, 3: 8}.get(step, 0)
+        seconds = (2.4 + 0.3 * (4 + drafted)) * float(np.exp(0.05 * abs(random.normal())))
+        cost.observe(4 + drafted, 240 + 4 * step, drafted * 60, seconds)
+        if step > 3:
+            assert cost.plain(4, 240 + 4 * step) == pytest.approx(3.6, rel=0.2)
+            assert 8 * (cost.rises(4, 1)[0] + 60 * cost.per_pair) > 1.2, "2.4 in truth"
+
+
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9000), st.floats(1e-4, 1)), min_size=1, max_size=60))
 def test_a_step_is_convex_in_its_tokens_and_never_falls(stream: list[tuple[int, int, float]]) -> None:
     cost = StepCost()
