@@ -14,6 +14,7 @@ import torch
 
 from emssd.attention.packed import on_device
 from emssd.attention.trees import Parents, depths, is_chain
+from emssd.drafting.growth import Tree
 from emssd.drafting.hidden import HiddenStates
 from emssd.errors import DraftError
 
@@ -297,3 +298,15 @@ def check_ids(token_ids: Seq[int], vocab_size: int) -> None:
             f"of {vocab_size}; ids must be in 0..{vocab_size - 1}",
             "vocabulary",
         )
+
+
+def joined_trees(trees: Iterable[Tree], *, chains: bool = False) -> Draft:
+    """A draft of one tree per row; `chains` says that all of them are chains."""
+    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
+    for tree in trees:
+        token_ids += tree.token_ids
+        parents += tree.parents
+        confidence += tree.confidence
+        indptr.append(len(token_ids))
+    tokens = torch.tensor(token_ids, dtype=torch.int64)
+    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from typing import NamedTuple, TypeVar
-
-import torch
-
-from emssd.drafting.draft import Draft
 
 _State = TypeVar("_State")
 
@@ -78,15 +74,3 @@ def grow_tree(
         if level < depth:
             offer(len(tree.token_ids) - 1, -product, level + 1, state)
     return tree
-
-
-def joined_trees(trees: Iterable[Tree], *, chains: bool = False) -> Draft:
-    """A draft of one tree per row; `chains` says that all of them are chains."""
-    token_ids, parents, confidence, indptr = list[int](), list[int](), list[float](), [0]
-    for tree in trees:
-        token_ids += tree.token_ids
-        parents += tree.parents
-        confidence += tree.confidence
-        indptr.append(len(token_ids))
-    tokens = torch.tensor(token_ids, dtype=torch.int64)
-    return Draft(tokens, tuple(indptr), None if chains else tuple(parents), tuple(confidence))

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from enum import Enum
 
-from emssd.drafting.draft import Draft
+from emssd.drafting.draft import Draft, joined_trees
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.growth import Tree, grow_tree, joined_trees
+from emssd.drafting.growth import Tree, grow_tree
 from emssd.sequences import Batch, Row
 
 

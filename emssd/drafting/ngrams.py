@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
-from emssd.drafting.draft import Draft, Outcome
+from emssd.drafting.draft import Draft, Outcome, joined_trees
 from emssd.drafting.drafter import Drafter
-from emssd.drafting.growth import Tree, grow_tree, joined_trees
+from emssd.drafting.growth import Tree, grow_tree
 from emssd.sequences import Batch, Request, Row
 
 _NONE: Mapping[int, int] = {}

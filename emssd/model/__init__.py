@@ -1,6 +1,7 @@
 """The model: loaded, probed, and run on ragged inputs, with its KV in an attention backend."""
 
 from emssd.data.model_options import ModelOptions
+from emssd.model.compile.inductor import CompiledPasses
 from emssd.model.hf.interface import ATTENTION_NAME, Attend
 from emssd.model.load.checkpoint import load_tokenizer
 from emssd.model.load.loading import load_model
@@ -15,6 +16,7 @@ __all__ = [
     "Attend",
     "BorrowedTarget",
     "CausalLMRunner",
+    "CompiledPasses",
     "ModelOptions",
     "ModelOutput",
     "ModelRunner",

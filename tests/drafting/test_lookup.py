@@ -17,7 +17,8 @@ from emssd_pld import Occurrence, PLDConfig, PLDDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting.growth import Tree, grow_tree, joined_trees
+from emssd.drafting.draft import joined_trees
+from emssd.drafting.growth import Tree, grow_tree
 from emssd.drafting.lookup import NGramIndex
 from emssd.sequences import Row
 from tests.support.trees import paths, paths_of, row_of, tree_of

@@ -58,7 +58,11 @@ def test_as_a_library_it_shows_no_messages() -> None:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = sorted(path for path in ROOT.glob("plugins/*") if path.is_dir() and not path.name.startswith((".", "_")))
 NAMES = [f"emssd_{path.name}" for path in PACKAGES]
-FAMILIES = [path for path in ROOT.glob("plugins/*/emssd_*/*/__init__.py") if "@hookimpl" in path.read_text("utf-8")]
+PARTS = [
+    path.parent
+    for path in ROOT.glob("plugins/*/emssd_*/*/__init__.py")
+    if any(hook in path.read_text("utf-8") for hook in ("@hookimpl", "emssd_drafters = "))
+]
 KITS = ("heads", "lab", "testing")  # of which parts are offered
 # One that has no hook yet cannot be chosen, and nobody gets it.
 OFFERED = [
@@ -77,8 +81,9 @@ def test_every_plugin_is_one_package_named_after_its_folder() -> None:
 def test_every_plugin_that_offers_something_has_an_entry_point() -> None:
     points = PROJECT["project"]["entry-points"]["emssd"]
     named = {path.name.removesuffix("_draft"): f"emssd_{path.name}" for path in OFFERED}  # `self` is no good folder
-    families = {path.parent.name: ".".join(path.parent.parts[-2:]) for path in FAMILIES}
-    assert points == {"builtin": "emssd.hooks.builtin"} | named | families
+    parts = {path.name: ".".join(path.parts[-2:]) for path in PARTS}
+    core = {"builtin": "emssd.hooks.builtin", "openai_batch": "emssd.integrations.openai_batch"}
+    assert points == core | named | parts
     assert len(OFFERED) >= 12
 
 

@@ -9,11 +9,11 @@ import emssd_flashinfer
 import pytest
 import torch
 from emssd_flashinfer import FlashInferConfig
-from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.recorded import CudaGraphCapture
 from emssd_flashinfer.tables import PagedMetadata, TreeMask
 
 from emssd.attention import LayerSpec, PagedBackend
+from emssd.model.compile.inductor import CompiledPasses
 from emssd.model.compile.program import attend
 from tests.support.pretended import PretendedCuda
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels
@@ -49,7 +49,7 @@ class PretendedAttention:
 
 
 def untraced(module: Any, inputs: Any) -> Any:
-    """A `emssd_flashinfer.compiled.Compile` without a trace, as no compiler knows the device."""
+    """A `emssd.model.compile.inductor.Compile` without a trace, as no compiler knows the device."""
     module._attend = attend  # the operator would hide its operations
     return module
 

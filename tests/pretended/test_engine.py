@@ -46,7 +46,7 @@ IN_ONE_GRAPH = ("draft_model", "early_exit", "eagle_chain", "eagle3_chain", "mtp
 RECORDED_TWICE = (*IN_ONE_GRAPH, "eagle", "eagle3", "dflash")
 """Drafters whose own passes are recorded beside the target's."""
 
-ONCE_A_RUN = ("model/run/borrowed.py", "emssd_flashinfer/compiled.py")
+ONCE_A_RUN = ("model/run/borrowed.py", "model/compile/inductor.py")
 """Where the host looks at the model's tensors, and at what a recording gives; paths end as they are noted."""
 
 

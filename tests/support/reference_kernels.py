@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from emssd_flashinfer.compiled import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Compute, StaticInputs
 from emssd_flashinfer.tables import PagedMetadata, TreeMask, step_pages, tree_mask
@@ -14,6 +13,7 @@ from emssd.attention.pages import PageTable
 from emssd.attention.pool import KVPool
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
+from emssd.model.compile.inductor import CompiledPasses
 from emssd.sequences import Request, Row
 
 __all__ = ["ReferenceAttention", "ReferenceKernels", "rerun", "seen_of", "tree_attention"]

@@ -52,11 +52,6 @@ class PassAttention:
     calls: Iterator[int] | None = None
     masks: dict[int, Visible] | None = None
 
-    @property
-    def name(self) -> str:
-        """The name under which Transformers knows it."""
-        return ATTENTION_NAME if self.masks is None else MASKED_NAME
-
 
 # Keywords that models hand to every attention function and that do not change what attention computes here:
 # positions are applied already, caching is ours, and the rest is bookkeeping of other implementations.
@@ -125,7 +120,9 @@ def _getter(original: property, field: str) -> Callable[[Any], Any]:
             return value
         attention, experts_in_loops = chosen
         if field == "_attn_implementation":
-            return attention.name if isinstance(attention, PassAttention) else attention or value
+            if isinstance(attention, PassAttention):
+                return ATTENTION_NAME if attention.masks is None else MASKED_NAME
+            return attention or value
         return "eager" if experts_in_loops and value == "grouped_mm" else value
 
     return get
@@ -155,7 +152,7 @@ def _attention(
         raise UnsupportedModelError(f"{name} attends outside of a pass of emssd, where there is no KV cache")
     visible = getattr(attention_mask, "emssd_visible", None)
     attention_mask = attention_mask if visible is None else None
-    refused = {key for key in features.keys() - _HARMLESS if features[key] is not None}
+    refused = [key for key in unknown if features[key] is not None] if (unknown := features.keys() - _HARMLESS) else []
     if refused or dropout or attention_mask is not None:
         what = ", ".join(sorted(refused)) or ("dropout" if dropout else "an attention mask of its own")
         raise UnsupportedModelError(f"{name} asks its attention for {what}, which emssd does not compute")

@@ -183,7 +183,7 @@ class TargetModel(CompilableModel):
             run: Callable[..., torch.Tensor] = self.run
             if num_layers is not None:
                 run = partial(self.run, num_layers=num_layers)
-            elif (chosen := program or self.compiled) is not None:
+            elif (chosen := program or (self.compiled if self._is_untried else self._program)) is not None:
                 run = partial(chosen, step=backend.native_step(plan))
             elif plan.compile is not None:
                 run = plan.compile(self, indices)

@@ -9,7 +9,7 @@ import torch
 
 from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
 from emssd.errors import ConfigError, OutOfMemoryError, PluginError
-from emssd_flashinfer.compiled import CompiledPasses
+from emssd.model import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
 from emssd_flashinfer.sizes import eager_workspace, recorded_rows

@@ -27,7 +27,7 @@ from emssd.attention import (
     on_device,
 )
 from emssd.errors import PluginError
-from emssd_flashinfer.compiled import CompiledPasses
+from emssd.model import CompiledPasses
 from emssd_flashinfer.recorded import Capture, Compute, Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, PagedMetadata, StepPages, TreeMask, step_pages, tree_mask
 

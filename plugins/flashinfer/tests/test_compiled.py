@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.compiled import Compile, CompiledPasses, compiled
 from emssd_heads import HeadRunner
 from emssd_heads.config import DecoderConfig
 from emssd_heads.head import LayerHead
@@ -21,6 +20,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.compile.inductor import Compile, CompiledPasses, compiled
 from emssd.model.compile.tracing import export
 from emssd.model.run.target import Computed
 from tests.support.backends import runner_of as reference_runner

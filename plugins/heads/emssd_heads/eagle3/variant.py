@@ -52,6 +52,7 @@ def variant_of(files: HeadFiles, meaning: LayerIds = LayerIds.auto) -> Variant:
     The config's numbers of layers have this `meaning`.
     """
     names, target, config = files.names, files.target, files.config
+    files.check_sizes(None, config.get("vocab_size"))
     container = config.get("speculators_model_type") is not None
     is_parallel = "mask_hidden" in names or config.get("speculators_model_type") == "peagle"
     inner = config.get("eagle_config") or {}
@@ -97,7 +98,6 @@ def _check(files: HeadFiles, variant: Variant, num_states: int | None, *, is_par
     mask: object = variant.mask_token_id
     target, size, trained_for = files.target, variant.decoder.hidden_size, files.config.get("target_hidden_size")
     borrowed = [name for name in ("embed_tokens", "lm_head") if f"{name}.weight" not in files.names]
-    files.check_sizes(None, files.config.get("vocab_size"))
     if trained_for not in (None, target.hidden_size):
         why = f"it was trained for a hidden size of {trained_for}, and the target's is {target.hidden_size}"
     elif size != target.hidden_size and (borrowed or not variant.num_features):

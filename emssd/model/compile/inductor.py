@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from emssd.errors.faults import described
 from emssd.model.compile.program import handle_of
 from emssd.model.compile.tracing import Traced, export
 from emssd.model.hf.hooked import HookedModel
@@ -85,7 +84,7 @@ class CompiledPasses:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # tracing and compiling raise almost anything
-                why = described(error)
+                why = f"{type(error).__name__}: {error}"
             logits = forward.target.run(*inputs, hidden=hidden)
             if why is None:
                 most = max(map(_roundings, outputs, [logits, *hidden.values()]))
