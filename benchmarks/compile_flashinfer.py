@@ -127,7 +127,7 @@ def main() -> None:
             subprocess.run([sys.executable, *script, "--variants", *arguments.variants], env=environment, check=True)
             return
         if arguments.test:
-            tests = [str(ROOT / "tests" / "backends" / "test_flashinfer_wrapper.py"), "-q", "-p", "no:cacheprovider"]
+            tests = [str(ROOT / "plugins" / "flashinfer" / "tests" / "test_wrapper.py"), "-q", "-p", "no:cacheprovider"]
             subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, check=True, cwd=ROOT)
         nvcc = str(Path(environment["CUDA_HOME"]) / "bin" / "nvcc")
         release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout

@@ -214,7 +214,7 @@ class PageTable:
         self._holders[page] += 1
 
     def _drop(self, page: int) -> None:
-        """One sequence holds this page no longer."""
+        """One sequence holds this page no longer: it is free after its last holder, or idle if known."""
         self._holders[page] -= 1
         if not self._holders[page]:
             if page in self._known:

@@ -1,6 +1,6 @@
 """An adapter drafts as far as it is sure and reaches, from files of its own kind.
 
-Oracles: plain decoding and sampling by hand. float64. `tests/heads` tests that it is always right.
+Oracles: plain decoding and sampling by hand. float64. `test_always_right` tests that it is always right.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
     compiler = tmp_path / "compiler"
     compiler.write_text(f'#!/bin/bash\nexec c++ "${{@/-march=native/-march={processor}}}"\n')
     compiler.chmod(0o755)
-    models = Path(__file__).parents[3] / "tests" / "models"
-    files = [__file__, *(str(models / name) for name in ("test_bits.py", "test_int8.py"))]
+    models = Path(__file__).parents[3] / "tests" / "model"
+    files = [__file__, *(str(models / name) for name in ("test_batch_invariance.py", "test_int8.py"))]
     environment = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
