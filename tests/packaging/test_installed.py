@@ -52,11 +52,17 @@ def test_it_is_not_the_checkout_and_small(wheel: Path) -> None:
 
 def test_the_wheel_holds_the_marker_the_presets_and_the_demo(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
-    assert {"emssd/py.typed", "emssd/conf/config.yaml", "emssd/conf/backend/unpad_kv.yaml"} <= set(names)
+    assert {
+        "emssd/py.typed",
+        "emssd_heads/py.typed",
+        "emssd_testing/py.typed",
+        "emssd/conf/config.yaml",
+        "emssd/conf/backend/unpad_kv.yaml",
+    } <= set(names)
     for model in ("target", "draft"):
         assert f"emssd/data/demo/weights/{model}/model.safetensors" in names
         assert f"emssd/data/demo/weights/{model}/tokenizer.json" in names
-    ours = [name for name in names if not name.startswith("plugins/testing/")]  # with tests
+    ours = [name for name in names if not name.startswith("emssd_testing/authoring/templates/")]  # with tests
     assert ours != names
     assert not [name for name in names if name.startswith("tools") or "muon" in name]  # the demo's trainer
     assert not [name for name in ours if name.startswith("tests") or "/tests/" in name or name.endswith(".pyc")]
