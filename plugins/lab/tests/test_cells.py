@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from random import Random
 from typing import Any
 
 import pandas as pd
 import pytest
 from emssd_lab.report.cells import Spread, frame, grids, over, speedup_text
 from emssd_lab.report.rows import Row
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.tiers import looped
@@ -39,6 +40,7 @@ def speedups(rows: list[Row]) -> dict[str, str | None]:
 
 @settings(max_examples=max(1, settings.default.max_examples // 8))
 @given(RATES, st.randoms())
+@example([(10.0, 20.0, 1.0), (10.0, 30.0, 4.0)], Random(0))
 def test_a_speedup_is_the_median_ratio_within_a_repeat(rates: list[tuple[float, float, float]], random: Any) -> None:
     rows = [
         made
