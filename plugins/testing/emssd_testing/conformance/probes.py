@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
@@ -39,9 +40,9 @@ class Probes(ScriptedSuite):
     learns_across_requests: ClassVar[bool] = False
     _not_compared = ""  # why drafts were left uncompared, if some were
 
+    @abstractmethod
     def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         """A new drafter without a past, or those that are given."""
-        raise NotImplementedError("`DrafterConformance` makes it")
 
     @_rule("drafter.zero_budget")
     def test_a_budget_of_zero(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -146,7 +147,7 @@ class Suite:
         self._settings(default)(given(st.data())(check))()
 
 
-class ScriptedSuite(Suite):
+class ScriptedSuite(Suite, ABC):
     """Tests of plugins in an engine that follows scripts.
 
     Attributes:
@@ -174,9 +175,9 @@ class ScriptedSuite(Suite):
             self._test_simpler_rules(error.rule.partition(".")[2], drawn)
             raise
 
+    @abstractmethod
     def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
         """Test the rules that may be the reason for a broken one."""
-        raise NotImplementedError
 
     def _come_again(
         self,
@@ -218,9 +219,9 @@ class ScriptedSuite(Suite):
         again, new = outputs
         return again, new
 
+    @abstractmethod
     def test_limits(self) -> None:
         """Steps at the limits of the interface."""
-        raise NotImplementedError
 
 
 @cache

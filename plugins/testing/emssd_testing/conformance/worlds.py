@@ -6,6 +6,7 @@ clock of a budget policy is a formula.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -32,7 +33,7 @@ _LONGEST = 9  # that a drafter proposes
 _CONFIDENCES = (0.0, 0.1, 0.5, 0.5, 0.9, 1.0)
 
 
-class World:
+class World(ABC):
     """Plugins in an engine that follows scripts.
 
     Attributes:
@@ -83,9 +84,9 @@ class World:
         with named(f"{self.kind}.raises", "a step"):
             self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
 
+    @abstractmethod
     def outputs(self, name: str) -> list[Any]:
         """All outputs so far: a drafter's for this request, a policy's for all requests."""
-        raise NotImplementedError
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify the plugins that these requests are gone, if there are any."""
