@@ -215,7 +215,7 @@ DRAFTED = [0, 1, 3, 4, 8]  # by the heads of EAGLE-3
 
 
 @cache
-def random_head(head: str) -> str:
+def random_head(head: str, seed: int = 0) -> str:
     """The folder of a head of a kind. Heads of EAGLE-3 and P-EAGLE read the target's streams 0 and 2."""
     config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
     config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
@@ -235,5 +235,5 @@ def random_head(head: str) -> str:
     if head == "peagle":
         config |= {"pard_token": 7}
         shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
-    weights = random_weights(shapes) | ids
+    weights = random_weights(shapes, seed) | ids
     return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)

@@ -10,7 +10,7 @@ from emssd_heads.formats import Format
 from emssd_heads.head import LayerHead
 from emssd_heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary
 from emssd_heads.loading import HeadFiles, Loaded, TargetWeights
-from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, offered, shape_of
+from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd_heads.paired import PairedDrafter, PairedHead
 from emssd_heads.runner import HeadRunner
 from emssd_heads.states import StatesDrafter
@@ -42,6 +42,5 @@ __all__ = [
     "TreeKind",
     "TreeOptions",
     "keep_bytes",
-    "offered",
     "shape_of",
 ]

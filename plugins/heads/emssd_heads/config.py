@@ -54,35 +54,31 @@ class DecoderConfig:
         Raises:
             ConfigError: a size is missing, or the head has a kind of attention that is not supported.
         """
+        from transformers.activations import ACT2FN
+
         if values.get("kv_lora_rank"):
             raise cannot_load(path, "its attention is of the kind MLA (kv_lora_rank), which emssd's heads do not have")
         missing = [name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if not values.get(name)]
         if missing:
             raise cannot_load(path, f"its config.json has no {', '.join(missing)}")
         with reading_config(path):
-            return cls._of(values, path)
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any], path: str) -> DecoderConfig:
-        from transformers.activations import ACT2FN
-
-        if (act := values.get("hidden_act") or "silu") not in ACT2FN:
-            raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
-        num_heads, num_layers = _size(values, "num_attention_heads"), _size(values, "num_hidden_layers", 1)
-        longest = int(values.get("max_position_embeddings") or 2048)
-        return cls(
-            hidden_size=_size(values, "hidden_size"),
-            intermediate_size=_size(values, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_size(values, "num_key_value_heads", num_heads),
-            head_dim=_size(values, "head_dim", _size(values, "hidden_size") // num_heads),
-            rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
-            hidden_act=str(values.get("hidden_act") or "silu"),
-            rope=_rope(values, longest, path),
-            max_position_embeddings=longest,
-            windows=tuple(_window(values, layer) for layer in range(num_layers)),
-        )
+            if (act := values.get("hidden_act") or "silu") not in ACT2FN:
+                raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
+            num_heads, num_layers = _size(values, "num_attention_heads"), _size(values, "num_hidden_layers", 1)
+            longest = int(values.get("max_position_embeddings") or 2048)
+            return cls(
+                hidden_size=_size(values, "hidden_size"),
+                intermediate_size=_size(values, "intermediate_size"),
+                num_layers=num_layers,
+                num_heads=num_heads,
+                num_kv_heads=_size(values, "num_key_value_heads", num_heads),
+                head_dim=_size(values, "head_dim", _size(values, "hidden_size") // num_heads),
+                rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
+                hidden_act=str(act),
+                rope=_rope(values, longest, path),
+                max_position_embeddings=longest,
+                windows=tuple(_window(values, layer) for layer in range(num_layers)),
+            )
 
     @property
     def max_len(self) -> int | None:

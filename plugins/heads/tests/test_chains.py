@@ -1,6 +1,6 @@
 """Chains whose tokens stay on the device from pass to pass are the same as chains that are drafted level by level.
 
-Oracle: the same drafter, level by level. A compiled head is as right as one that is not.
+Oracle: the same drafter, level by level.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 import pytest
-from emssd_heads.compiled import CompiledHead
 from emssd_testing.models import tiny_model
 
 from emssd.attention import PackedInputs
@@ -71,13 +70,3 @@ def test_a_chain_is_what_is_drafted_level_by_level(name: str, kinds: str, monkey
     assert decoded(name, kinds) == drafted
     assert max(indptr[-1] for indptr, *_ in drafted[0]) > 6
     assert name == "draft_model" or sum(min(sure) < 0.3 for _, _, sure in drafted[0] if sure) > 3
-
-
-@pytest.mark.costly("compiles a head")
-@pytest.mark.parametrize("tree", ["chain", "dynamic"])
-def test_a_compiled_head_is_always_right(tree: str, kernels: None) -> None:
-    case = trial("eagle3")
-    drafter: Any = case.make_engine({"tree": tree}).drafting.drafters[0].drafter
-    drafter._runner._compiled = CompiledHead(drafter._head)
-    case.decode()
-    assert case.is_full()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from emssd.hooks import RuleSpec, hookimpl
+from emssd.hooks import RuleSpec, offering
 
 if TYPE_CHECKING:
     from emssd.drafting.rule import VerificationRule
@@ -30,7 +30,4 @@ def _build(config: ResidualConfig) -> VerificationRule:
     return ResidualRule()
 
 
-@hookimpl
-def emssd_verification_rules() -> list[RuleSpec]:
-    """Offer the rule."""
-    return [RuleSpec("residual", ResidualConfig, _build)]
+emssd_verification_rules = offering(RuleSpec("residual", ResidualConfig, _build))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["RestConfig"]
 
@@ -42,7 +42,4 @@ def _build(config: RestConfig, context: DrafterContext) -> Drafter:
     return RestDrafter.load(config, context)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("rest", RestConfig, _build)]
+emssd_drafters = offering(DrafterSpec("rest", RestConfig, _build))

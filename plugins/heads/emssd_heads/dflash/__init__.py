@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd_heads import Format, offered
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["DFlashConfig"]
 
@@ -36,4 +36,4 @@ def _build(config: DFlashConfig, context: DrafterContext) -> Drafter:
     return DFlashDrafter.load(config, context)
 
 
-emssd_drafters = offered("dflash", DFlashConfig, _build, Format.dflash)
+emssd_drafters = offering(DrafterSpec("dflash", DFlashConfig, _build, reads=("dflash",)))

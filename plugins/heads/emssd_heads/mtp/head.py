@@ -64,10 +64,6 @@ class MtpHead(PairedHead):
         return (self._spec,)
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The normed output after each token, which is fed back as well.
-
-        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-        """
         (spec,) = self.specs
 
         def checked(

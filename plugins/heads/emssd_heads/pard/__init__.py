@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, AtLeastZero
-from emssd_heads import Format, offered
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["PardConfig"]
 
@@ -39,4 +39,4 @@ def _build(config: PardConfig, context: DrafterContext) -> Drafter:
     return PardDrafter.load(config, context)
 
 
-emssd_drafters = offered("pard", PardConfig, _build, Format.pard)
+emssd_drafters = offering(DrafterSpec("pard", PardConfig, _build, reads=("pard",)))
