@@ -1,14 +1,16 @@
-"""`DecoderConfig`: the sizes and rules of a head's decoder layers, from a config of Llama's kind."""
+"""The sizes and rules of a head's decoder layers, from a config of Llama's kind, and the sizes of its target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from emssd_heads.files import cannot_load, reading_config
 
-__all__ = ["DecoderConfig"]
+__all__ = ["LAST_NORMED", "DecoderConfig", "Embed", "Project", "TargetSizes"]
 
 # Types of rotary frequencies that do not depend on the other sequences of a batch, and the parameters of each.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -20,6 +22,30 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 # Far beyond any published head; a larger one would take all memory before it is compared with a file of weights.
 _MOST, _MOST_LAYERS = 2**20, 2**10
+
+
+_CPU = torch.device("cpu")
+
+LAST_NORMED = -1
+"""Among numbers of hidden states: the last one, after the final norm. Number k is the residual stream before layer k,
+counted from 0, and the number of layers is the stream after the last layer, before the norm."""
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""The target's embeddings ``[…, hidden_size]`` of token ids ``[…]``, as its first layer reads them."""
+
+Project = Callable[[torch.Tensor], torch.Tensor]
+"""The target's logits ``[n, vocab]`` of hidden states ``[n, hidden_size]`` that are normed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """Sizes of the model that a head drafts for, and the type and device of the head's weights."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,10 @@ from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model import BorrowedTarget
+from emssd_heads.config import TargetSizes
 from emssd_heads.files import Checkpoint, cannot_load, read_checkpoint
 from emssd_heads.formats import Format, expect, unwrapped
 from emssd_heads.head import Head
-from emssd_heads.target import TargetSizes
 
 __all__ = ["HeadFiles", "Loaded", "TargetWeights"]
 

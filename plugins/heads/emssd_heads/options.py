@@ -62,10 +62,7 @@ class HeadTreeOptions:
 
 @dataclass
 class TreeOptions(HeadTreeOptions):
-    """Options of drafters with an EAGLE head.
-
-    A level of a tree costs one pass of the head, and a node one token of the target. The defaults are for batches, and
-    for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
+    """Options of drafters whose heads run once a level.
 
     Attributes:
         depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.

@@ -16,7 +16,7 @@ from emssd.draft_models import DynamicShape, LevelDrafter
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft
 from emssd.model import TargetModel
 from tests.support.draft_models import draft_model_drafter
-from tests.support.perfect_head import random_head
+from tests.support.random_drafters import random_head
 from tests.support.right_drafters import trial
 from tests.support.right_drafts import KINDS
 
@@ -44,7 +44,7 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     case.engine.drafting.policy, drafter = Uneven(), case.engine.drafting.drafters[0].drafter
     backend = drafter._runner.backend if name != "eagle3" else drafter._runner._backend
     if name == "eagle3":
-        drafter.shape.temperature, drafter.shape.least = 3.0, math.log(0.3)
+        drafter.shape.temperature, drafter.shape.least = 1.5, math.log(0.3)
     propose, plan = drafter.propose, backend.plan
 
     def proposed(*arguments: Any) -> Draft:

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads.compiled import CompiledHead
+from emssd_heads.config import TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.target import TargetSizes
 
 from emssd.model.compile import proven, tracing
 from emssd.native import NativeError
 from tests.support.heads import assert_same, drawn_rows, numbers, run_ragged
-from tests.support.perfect_head import SIZE, VOCAB, random_head
+from tests.support.perfect_head import SIZE, VOCAB
+from tests.support.random_drafters import random_head
 from tests.support.right_drafters import trial
 
 ROWS = drawn_rows(2 * SIZE)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_heads.config import TargetSizes
 from emssd_heads.eagle.head import EagleHead, load_eagle
 from emssd_heads.loading import Loaded
-from emssd_heads.target import TargetSizes
 
 from tests.support.heads import (
     SMALL,

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads import Loaded
+from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from emssd.errors import ConfigError
 from tests.support.heads import (

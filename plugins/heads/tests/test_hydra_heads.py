@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads import Loaded
+from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.hydra.drafter import load_hydra
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from tests.support.heads import (
     SMALL,

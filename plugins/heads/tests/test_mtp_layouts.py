@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from emssd_heads.config import TargetSizes
 from emssd_heads.loading import TargetWeights
 from emssd_heads.mtp.loading import load_mtp
-from emssd_heads.target import TargetSizes
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.pard import PardConfig
+from emssd_heads.pard import PardConfig, emssd_drafters
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_testing.models import tiny_model
@@ -93,7 +93,7 @@ def test_it_does_not_draft_beyond_its_length_or_its_memory() -> None:
         assert make_drafter(random_model(VOCAB - 3), mask=0).propose(Batch((unknown,)), [4]).lengths == [0]
 
 
-def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDrafter:
+def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> Any:
     def load_runner(path: str, **_: Any) -> tuple[CausalLMRunner, Any]:
         model = random_model(VOCAB)
         return CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry())), None
@@ -101,7 +101,8 @@ def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDra
     context = DrafterContext(VOCAB, None, load_runner, lambda name, values: pytest.fail("asks for no other"))
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
-    return PardDrafter.load(PardConfig(**({"path": str(folder)} | options)), context)
+    (spec,) = emssd_drafters()
+    return spec.build(PardConfig(**({"path": str(folder)} | options)), context)
 
 
 @looped(

@@ -25,7 +25,7 @@ class ResidualConfig:
 
 
 def _build(config: ResidualConfig) -> VerificationRule:
-    from emssd_residual.rule import ResidualRule
+    from emssd_residual.rules import ResidualRule
 
     return ResidualRule()
 

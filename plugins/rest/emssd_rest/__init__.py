@@ -37,9 +37,9 @@ class RestConfig:
 
 
 def _build(config: RestConfig, context: DrafterContext) -> Drafter:
-    from emssd_rest.drafter import RestDrafter
+    from emssd_rest.drafter import RestDrafter, open_store
 
-    return RestDrafter.load(config, context)
+    return RestDrafter(config, open_store(config, context))
 
 
 emssd_drafters = offering(DrafterSpec("rest", RestConfig, _build))

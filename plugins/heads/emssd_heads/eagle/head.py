@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from emssd_heads import LAST_NORMED, Attend, DecoderConfig, Format, HeadFiles, HeadLayer, Loaded, PairedHead, Rotary
-from emssd_heads.target import TargetSizes
+from emssd_heads.config import TargetSizes
 
 __all__ = ["load_eagle"]
 

@@ -17,7 +17,7 @@ from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
 from emssd_heads import Attend, PairedHead
-from emssd_heads.target import attending
+from emssd_heads.layers import attending
 
 __all__ = ["MtpHead"]
 
