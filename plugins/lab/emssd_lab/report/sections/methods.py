@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from math import log2
-from statistics import mean
 
 import pandas as pd
 
@@ -33,10 +31,7 @@ _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method 
 
 def compare(section: Section, rows: pd.DataFrame) -> None:
     """A table and a plot for each setting, beside the paper's figures where it has some."""
-    shown = grids(rows)
-    if section.name == "datasets":
-        _datasets(section, shown)
-    for grid in shown:
+    for grid in grids(rows):
         title, printed = paper().beside(section.name, grid.setting.model, grid.setting.data.partition(",")[0])
         theirs = {method: printed[method] for method in printed if method in {*grid.rows.method}}
         section.head(grid)
@@ -110,29 +105,6 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
         f"By this machine's rates a padded input costs {1e6 * token:,.3g} µs of arithmetic, once; a lost KV slot costs "
         f"{1e6 * slot:,.3g} µs of reading in every later step, which is as much after {token / slot:,.0f} steps."
     )
-
-
-def _datasets(section: Section, shown: Seq[Grid]) -> None:
-    """Lengths, padding and speed-ups of all datasets at one batch size."""
-    common = set.intersection(*(set(grid.rows.batch_size) for grid in shown))
-    if not common:
-        return
-    size = 8 if 8 in common else max(common)
-    lines = []
-    for grid in shown:
-        rows = grid.rows[grid.rows.batch_size == size]
-        cells = dict(list(rows.groupby("method")))
-        ours = "ragged" if "ragged" in cells else "flashinfer"
-        texts = [(speedup_text(cells[name]) or "") if name in cells else "" for name in ("vanilla", "unpad_both", ours)]
-        padding = f"{cells['vanilla'].padding_per_new_token.median():.1%}" if "vanilla" in cells else ""
-        samples = rows.sort_values("rank", kind="stable").row.iloc[0].samples
-        lengths = [f"{mean(samples.num_prompt_tokens):.0f}", f"{max(samples.num_new_tokens):.0f}"]
-        lines.append([grid.title, *lengths, padding, *texts])
-    for data in paper().datasets:
-        figures = [f"{data['input_length']:.0f}", str(data["output_length"]), f"{data['padding']:.1%}"]
-        lines.append([f"paper: {data['name']}", *figures, f"{data['vanilla']:.2f}", f"{data['ours']:.2f}", ""])
-    columns = ["data", "input length", "longest output", "padding / new token", "vanilla", "EMS-SD", "emssd's backend"]
-    section.table(Table(columns, lines), f"Speed-ups at batch size {size}; the paper's are of batch size 8.")
 
 
 def crossover(section: Section, rows: pd.DataFrame) -> None:
