@@ -84,7 +84,6 @@ class RequestTrace:
 
     @property
     def output_length(self) -> int:
-        """Tokens that the target generates."""
         return len(self.stages[0].drafted)
 
     def row(self) -> Row:

@@ -74,7 +74,6 @@ class Suite:
             request.node.user_properties.append(("emssd_cost", self.cost))
 
     def make_config(self) -> Any:
-        """A new instance of the plugin's config."""
         config = self._config()
         assert config is not None, "name the plugin, or its config"
         with named(f"{self.kind}.options", f"{config.__name__} with the options {dict(self.options)}"):

@@ -27,7 +27,6 @@ class Section:
         self.blocks: list[str | Table | Plot] = [*paragraphs]
 
     def say(self, text: str) -> None:
-        """A paragraph."""
         self.blocks.append(text)
 
     def head(self, grid: Grid, before: str = "") -> None:

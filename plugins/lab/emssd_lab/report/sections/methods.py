@@ -108,11 +108,11 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
 
 
 def crossover(section: Section, rows: pd.DataFrame) -> None:
-    """Up to which batch size speculation pays, and the fastest at each."""
+    """Up to which batch size speculation pays."""
     for grid in grids(rows):
         section.head(grid)
-        for table in (crossings(grid), advice(grid), speed_table(grid)):
-            section.table(table)
+        section.table(crossings(grid))
+        section.table(speed_table(grid))
         _draw(section, grid)
 
 
@@ -137,7 +137,7 @@ def crossings(grid: Grid) -> Table:
     for name, rows in grid.lines().items():
         if by_size := speedups(rows):
             pays = [size for size, spread in by_size.items() if spread.median >= 1]
-            unclear = [size for size, spread in by_size.items() if spread.count > 1 and spread.covers(1)]
+            unclear = [size for size, spread in by_size.items() if spread.count > 1 and spread.low <= 1 <= spread.high]
             at = crossing_at(by_size)
             near = "" if at is None else f"{at:.2g}" if at < 10 else f"{at:.0f}"
             lines.append([name, listed(pays), listed(unclear), near])
@@ -151,21 +151,3 @@ def crossing_at(by_size: Mapping[int, Spread]) -> float | None:
         if high >= 1 > low:
             return float(2 ** (log2(left) + (high - 1) / (high - low) * (log2(right) - log2(left))))
     return None
-
-
-def advice(grid: Grid) -> Table:
-    """The fastest at each batch size, and how sure that is."""
-    lines = []
-    for size, rows in grid.rows.groupby("batch_size"):
-        gains = {cell.line.iloc[0]: spread for _, cell in rows.groupby("rank") if (spread := Spread.of(cell.speedup))}
-        if not gains:
-            tried = rows.speculate.any()
-            why = "no row of plain greedy decoding" if tried else "nothing but plain greedy decoding was run"
-            lines.append([str(size), "", f"not known: {why}"])
-            continue
-        line = max(gains, key=lambda name: gains[name].median)
-        gain = gains[line]
-        use = f"{grid.setting.drafter}, {line}" if gain.median > 1 else "plain greedy decoding"
-        note = " (one repeat)" if gain.count == 1 else " (too close to call)" if gain.covers(1) else ""
-        lines.append([str(size), gain.text(), use + note])
-    return Table(["batch", "largest speed-up", "use"], lines, left=3)
