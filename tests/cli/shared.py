@@ -1,4 +1,4 @@
-"""What the commands of these tests share, and each process would make anew: loaded models, and Hydra's store."""
+"""Loaded models and Hydra's store, shared by the commands of these tests, as each would make them anew."""
 
 from __future__ import annotations
 
