@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -19,9 +18,8 @@ from emssd.decoding.engine import Engine, RunReport
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
-from emssd.integrations.custom_generate import Call, evaluating
+from emssd.integrations.custom_generate import Call, evaluating, without_autocast
 from emssd.integrations.installed import check_installed
-from emssd.model.hf.streams import lock_of, replaced_forward
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 
@@ -140,7 +138,7 @@ class Rollouts:
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
         """The generations of `requests`, in their order."""
-        with evaluating(model), _without_autocast(model, bool(self._options.get("compile"))):
+        with evaluating(model), without_autocast(model, bool(self._options.get("compile"))):
             engine = self._engine(model, tokenizer, len(requests))
             longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
             if longest > engine.target.max_model_len:
@@ -175,31 +173,3 @@ def _model_of(trainer: Any) -> Any:
     if adapter is not None and adapter.is_prompt_learning:
         raise ConfigError(f"emssd does not see the learned prompts of {adapter.peft_type.value}; use LoRA, say")
     return model
-
-
-@contextmanager
-def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
-    """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
-
-    For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
-    Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
-    own, and of no other.
-    """
-    before = vars(model).get("_original_forward")
-    left: Any = getattr(vars(model).get("forward") if before is None else before, "__func__", None)
-    if getattr(left, "__globals__", {}).get("__name__") == "trl.trainer.utils":  # which names it so
-        left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
-    is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
-    plain = nullcontext() if before is None else replaced_forward(model, before)
-    with lock_of(model), torch.autocast(model.device.type, enabled=False):
-        if compiles and is_own:
-            attributes: dict[str, Any] = vars(model)
-            names = [name for name in ("forward", "_original_forward") if name in attributes]
-            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
-            try:
-                yield
-            finally:
-                attributes.update(patched)
-        else:
-            with plain:
-                yield
