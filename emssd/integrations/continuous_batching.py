@@ -23,21 +23,26 @@ A request may have options of its own beside those: ``add_request(ids, sampling=
 The texts of ``n`` samples (or ``num_return_sequences``) are delivered each by itself, as
 ``f"{request_id}__child#{sample}"``, and the last one as ``request_id``. ``output.generation`` is the `Generation` of a
 request that has finished, with its text, finish reason and log-probabilities. A request that cannot be decoded fails
-alone: ``output.error`` has the sentence, and ``output.generation`` is ``None``. ``cancel_request(request_id)`` ends all of its samples; nothing more is
-delivered of it.
+alone: ``output.error`` has the sentence. ``cancel_request(request_id)`` ends all of its samples, and nothing more of
+them is delivered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from copy import copy
 from dataclasses import dataclass, replace
-from threading import Lock
+from functools import partial
+from queue import Queue
+from threading import Event, Lock
+from time import perf_counter, sleep
 from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig
+from transformers import __version__
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import continuous_api as api
+from transformers.generation.continuous_batching.distributed import DistributedHelper
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import drain_queue
 
@@ -52,70 +57,72 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request, Row, StopStrings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
 __all__ = ["Speculation", "SpeculativeManager", "SpeculativeOutput", "speculate"]
 
-_CACHED = "_cached_continuous_batching_manager"  # how Transformers calls the manager that it keeps
+_CACHED, _OURS = "_cached_continuous_batching_manager", "init_continuous_batching"  # what a model has here for a while
 _NOT_HERE = frozenset({"min_length", "min_new_tokens", "max_time"})  # which `generate` makes processors and criteria of
 _OPTIONS = ("sampling", "stop", "temperature", "top_k", "top_p")  # of one request
 _CHILD = "__child#"  # names the samples of a request but the last
 _PLAIN = SamplingParams(temperature=0.0)
 
 
-def speculate(
-    model: PreTrainedModel,
-    tokenizer: Any = None,
-    *,
-    drafter: Any = DEFAULT_DRAFTER,
-    backend: Any = "ragged",
-    budget: Any = "adaptive",
-    **options: Any,
-) -> Speculation:
-    """Decode ``model.generate_batch`` and ``model.init_continuous_batching`` with an engine: the same tokens, faster.
+class Speculation(AbstractContextManager["Speculation"]):
+    """Decodes ``model.generate_batch`` and ``model.init_continuous_batching`` with an engine: the same tokens, faster.
 
-    It lasts until `Speculation.close`, or to the end of a ``with`` block.
+    It lasts until `close`, or to the end of a ``with`` block. ``emssd.speculate`` is its name.
+
+    The engine is made when a manager first starts, and lives as long as this, so that a drafter may remember texts. It
+    takes the model as it is then, in evaluation mode, and as it is when a manager starts again.
 
     Args:
         tokenizer: the model's, for stop strings, grammars, and drafters that compare vocabularies.
         drafter, backend, budget: as in `Engine.from_model`.
         options: as in `Engine.from_model`; ``batch_size`` is 32 by default.
 
-    Raises:
-        ConfigError: an option that cannot be, or the model decodes so already.
-    """
-    return Speculation(model, tokenizer, drafter, backend, budget, {"batch_size": 32} | options)
-
-
-class Speculation(AbstractContextManager["Speculation"]):
-    """A model whose continuous batching is an engine's; see `speculate`.
-
-    The engine is made when a manager first starts, and lives as long as this, so that a drafter may remember texts.
-
     Attributes:
-        engine: ``None`` before.
+        engine: ``None`` before the first start.
+
+    Raises:
+        ConfigError: an option that cannot be, the model decodes so already, or Transformers is too old.
     """
 
     def __init__(
-        self, model: PreTrainedModel, tokenizer: Any, drafter: Any, backend: Any, budget: Any, options: dict[str, Any]
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any = None,
+        *,
+        drafter: Any = DEFAULT_DRAFTER,
+        backend: Any = "ragged",
+        budget: Any = "adaptive",
+        **options: Any,
     ) -> None:
+        if not hasattr(api.BackgroundThreadStatus, "pause_and_wait"):
+            raise ConfigError(f"emssd.speculate needs Transformers 5.23 or later, and {__version__} is installed")
         options_of(options, OF_A_LOADED_MODEL)
         find_plugins(Registry(), drafter, backend, budget)
-        if "init_continuous_batching" in vars(model):
-            raise ConfigError("this model's continuous batching is an engine's already; close that one first")
-        self.model, self.tokenizer, self.engine = model, tokenizer, None
+        if _OURS in vars(model):
+            raise ConfigError("the continuous batching of this model is an engine's already; close that one first")
+        self.model: Any = model
+        self.tokenizer = tokenizer
+        self.engine: Engine | None = None
         self._plugins = {"drafter": drafter, "backend": backend, "budget": budget}
-        self._options, self._in_use = options, Lock()
+        self._options = {"batch_size": 32} | options
+        self._lock = Lock()
+        self._running: SpeculativeManager | None = None
         self._cached = vars(model).pop(_CACHED, None)
-        model.init_continuous_batching = self._manager
+        setattr(model, _OURS, self._manager)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Give the model back as it was. Managers that run are stopped, once their requests have finished."""
-        self.model.destroy_cached_continuous_batching_manager()
-        vars(self.model).pop("init_continuous_batching", None)
+        """Give the model back as it was. Requests that still wait or run fail."""
+        if (manager := self._running) is not None:
+            manager.stop(hard_stop=True)
+        for name in (_CACHED, _OURS):
+            vars(self.model).pop(name, None)
         if self._cached is not None:
             setattr(self.model, _CACHED, self._cached)
 
@@ -126,35 +133,45 @@ class Speculation(AbstractContextManager["Speculation"]):
         workload_hints: Any = None,
     ) -> SpeculativeManager:
         """As `PreTrainedModel.init_continuous_batching`. Hints at the work change nothing."""
-        if (kept := getattr(self.model, _CACHED, None)) is not None:
+        if isinstance(kept := getattr(self.model, _CACHED, None), SpeculativeManager):
             return kept
         config = generation_config or self.model.generation_config
         batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
         return SpeculativeManager(self, config, batching or ContinuousBatchingConfig())
 
     @contextmanager
-    def running(self, batching: ContinuousBatchingConfig) -> Iterator[Engine]:
-        """Within, the engine decodes the model as it is now, in evaluation mode; for one manager at a time."""
-        if not self._in_use.acquire(blocking=False):
+    def running(self, manager: SpeculativeManager, memory: float | None) -> Iterator[Engine]:
+        """Within, the engine decodes for `manager`, and for no other.
+
+        Args:
+            memory: the share of the free memory for its KV cache, if nothing else says; where it is not that of a CPU.
+        """
+        if not self._lock.acquire(blocking=False):
             raise ConfigError("another manager of this model is running; stop that one first")
         with ExitStack() as stack:
-            stack.callback(self._in_use.release)
+            stack.callback(self._lock.release)
             stack.enter_context(evaluating(self.model))
             stack.enter_context(without_autocast(self.model, bool(self._options.get("compile"))))
             if self.engine is None:
-                options = dict(self._options)
-                if self.model.device.type != "cpu" and batching.max_memory_percent is not None:
-                    options = {"kv_memory": str(batching.max_memory_percent)} | options
+                options = self._options
+                if self.model.device.type != "cpu" and memory is not None:
+                    options = {"kv_memory": str(memory)} | options
                 self.engine = Engine.from_model(self.model, self.tokenizer, **self._plugins, **options, frozen=True)
             else:
                 self.engine.refresh()
-            self.engine.report = RunReport()
-            yield self.engine
+            self.engine.report, self._running = RunReport(), manager
+            try:
+                yield self.engine
+            finally:
+                self._running = None
+
+
+speculate = Speculation
 
 
 @dataclass
 class SpeculativeOutput(GenerationOutput):
-    """What Transformers gives of a request so far; when it has finished, also its `Generation`."""
+    """The tokens of a request so far, as Transformers gives them; when it has finished, also its `Generation`."""
 
     generation: Generation | None = None
 
@@ -168,17 +185,27 @@ class SpeculativeManager(api.ContinuousBatchingManager):
         ConfigError: the generation config asks for what cannot be honoured.
     """
 
+    batch_processor: Any
+    _generation_thread: Any
+
     def __init__(
         self, speculation: Speculation, generation_config: GenerationConfig, batching: ContinuousBatchingConfig
     ) -> None:
         check_config(generation_config, refused=_NOT_HERE)
         self.sampling = sampling_of(generation_config, batching.seed)
-        self.speculation = speculation
-        with evaluating(speculation.model):  # Transformers would leave it so; and it makes processors of a config
-            super().__init__(speculation.model, GenerationConfig(), batching)
-        self.generation_config = generation_config
+        self._running = partial(speculation.running, self, batching.max_memory_percent)
+        # What `super().__init__` sets, without what it refuses, such as models whose layers keep a state.
+        self.model, self.continuous_batching_config = speculation.model, batching
+        self.input_queue, self.cancel_queue = Queue(maxsize=batching.max_queue_size), Queue()
+        self.background_thread_status, self.output_router = api.BackgroundThreadStatus(), api.OutputRouter()
+        self._request_counter, self._request_lock, self._wake_up_loop = 0, Lock(), Event()
+        self.batch_processor = self._generation_thread = self._original_attn_impl = None
+        self.distributed_helper = DistributedHelper(None, None, {})
+        self._use_prefix_sharing, self.is_tp_driver, self.warmed_up = False, True, True
         self.num_return_sequences = generation_config.num_return_sequences or 1
-        self.warmed_up = True
+        self.generation_config = copy(generation_config)
+        if generation_config.eos_token_id is None:
+            self.generation_config.eos_token_id = -1  # none, as for Transformers
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         """Nothing: the engine's attention is its own."""
@@ -188,16 +215,17 @@ class SpeculativeManager(api.ContinuousBatchingManager):
 
     def start(self) -> None:
         """Start the thread. Raises what keeps the engine from being made."""
-        self.batch_processor = None
+        if not self.is_running():
+            self.batch_processor = None
         super().start()
         while self.is_running() and self.batch_processor is None:
-            self._generation_thread.join(0.001)
+            sleep(0.001)
         if self.background_thread_status.fatal_error is not None:
             raise self.background_thread_status.fatal_error
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:
-            with self.speculation.running(self.continuous_batching_config) as self._engine:
+            with self._running() as self._engine:
                 super()._run_generation_loop(*args, **kwargs)
         except Exception as error:  # from making the engine; the loop has handled its own
             self._handle_critical_error(error, None)
@@ -237,7 +265,7 @@ class _Batch:
 
     def update_batch(self) -> None:
         """Deliver the new tokens of all requests that stream or have finished."""
-        outputs = []
+        outputs = list[GenerationOutput]()
         for name, (state, row) in list(self.active.items()):
             has_new, generation = self._extend(state, row), None
             if row.finish_reason is not None:
@@ -259,7 +287,7 @@ class _Batch:
             state.generated_tokens += new
             state.logprobs += [token.logprob for token in row.logprobs[start:]]
             if state.record_timestamps:
-                state._timestamps += [api.perf_counter()] * len(new)
+                state._timestamps += [perf_counter()] * len(new)
         return bool(new)
 
     def has_pending_requests(self) -> bool:
@@ -284,15 +312,16 @@ class _Batch:
 
     def _add(self, state: RequestState) -> None:
         """Queue the samples of a request. One that cannot be decoded fails alone."""
-        states = [state]
+        states, added = [state], list[str]()
         try:
             request, num_samples = self._request(state)
             states = [*(state.fork(f"{state.request_id}{_CHILD}{sample}") for sample in range(num_samples - 1)), state]
             for sample, one in enumerate(states):
                 (row,) = self.engine.add(replace(request, request_id=one.request_id, sample=sample))
                 self.active[one.request_id] = one, row
+                added.append(one.request_id)
         except Exception as error:
-            self._drop([one.request_id for one in states if one.request_id in self.active])
+            self._drop(added)
             for one in states:
                 self._handle_request_error(error, one)
 
@@ -302,9 +331,9 @@ class _Batch:
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise ConfigError(f"unknown option {unknown[0]!r} of a request; it takes {', '.join(_OPTIONS)}")
         identity, num_samples = state.request_id.removeprefix("req_"), state.num_children + 1
-        sampling = options.get("sampling", self.manager.sampling)
+        sampling: SamplingParams | None = options.get("sampling") or self.manager.sampling
         if options.get("sampling") is not None:
-            identity, num_samples = "0", sampling.n
+            identity, num_samples = "0", options["sampling"].n
         changes = {name: value for name, value in options.items() if name in ("temperature", "top_k", "top_p")}
         if self.manager.continuous_batching_config.return_logprobs and (sampling or _PLAIN).logprobs is None:
             changes |= {"logprobs": 0, "processed_logprobs": True}
@@ -322,4 +351,5 @@ class _Batch:
 
 
 def _output(state: RequestState, generation: Generation | None = None) -> SpeculativeOutput:
-    return SpeculativeOutput(**vars(state.to_generation_output()), generation=generation)
+    so_far: Any = state.to_generation_output()  # type: ignore[no-untyped-call]
+    return SpeculativeOutput(**vars(so_far), generation=generation)

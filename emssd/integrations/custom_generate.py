@@ -321,7 +321,8 @@ def without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
         if compiles and is_own:
             stack.enter_context(lock_of(model))
             names = [name for name in ("forward", "_original_forward") if name in attributes]
-            stack.callback(attributes.update, {name: attributes.pop(name) for name in names})
+            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
+            stack.callback(lambda: attributes.update(patched))
         elif before is not None:
             stack.enter_context(lock_of(model))
             stack.enter_context(replaced_forward(model, before))
