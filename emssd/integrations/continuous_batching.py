@@ -29,11 +29,9 @@ them is delivered.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from queue import Queue
 from threading import Event, Lock
 from time import perf_counter, sleep
@@ -46,13 +44,11 @@ from transformers.generation.continuous_batching.distributed import DistributedH
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestState, RequestStatus
 from transformers.generation.continuous_batching.utils import drain_queue
 
-from emssd.decoding.assembly import OF_A_LOADED_MODEL, find_plugins, options_of
-from emssd.decoding.engine import Engine, RunReport
+from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError, PluginError
-from emssd.hooks.registry import Registry
-from emssd.integrations.custom_generate import evaluating, without_autocast
 from emssd.integrations.generate_options import check_config, sampling_of
+from emssd.integrations.kept_engine import KeptEngine
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request, Row, StopStrings
 
@@ -64,11 +60,12 @@ __all__ = ["Speculation", "SpeculativeManager", "SpeculativeOutput", "speculate"
 _CACHED, _OURS = "_cached_continuous_batching_manager", "init_continuous_batching"  # what a model has here for a while
 _NOT_HERE = frozenset({"min_length", "min_new_tokens", "max_time"})  # which `generate` makes processors and criteria of
 _OPTIONS = ("sampling", "stop", "temperature", "top_k", "top_p")  # of one request
+_BATCH_SIZE = 32  # by default
 _CHILD = "__child#"  # names the samples of a request but the last
 _PLAIN = SamplingParams(temperature=0.0)
 
 
-class Speculation(AbstractContextManager["Speculation"]):
+class Speculation(KeptEngine, AbstractContextManager["Speculation"]):
     """Decodes ``model.generate_batch`` and ``model.init_continuous_batching`` with an engine: the same tokens, faster.
 
     It lasts until `close`, or to the end of a ``with`` block. ``emssd.speculate`` is its name.
@@ -100,33 +97,28 @@ class Speculation(AbstractContextManager["Speculation"]):
     ) -> None:
         if not hasattr(api.BackgroundThreadStatus, "pause_and_wait"):
             raise ConfigError(f"emssd.speculate needs Transformers 5.23 or later, and {__version__} is installed")
-        options_of(options, OF_A_LOADED_MODEL)
-        find_plugins(Registry(), drafter, backend, budget)
         if _OURS in vars(model):
             raise ConfigError("the continuous batching of this model is an engine's already; close that one first")
+        super().__init__(drafter, backend, budget, options)
         self.model: Any = model
         self.tokenizer = tokenizer
-        self.engine: Engine | None = None
-        self._plugins = {"drafter": drafter, "backend": backend, "budget": budget}
-        self._options = {"batch_size": 32} | options
-        self._lock = Lock()
-        self._running: SpeculativeManager | None = None
+        self.manager: SpeculativeManager | None = None  # that is running
         self._cached = vars(model).pop(_CACHED, None)
-        setattr(model, _OURS, self._manager)
+        setattr(model, _OURS, self._manager_of)
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
         """Give the model back as it was. Requests that still wait or run fail."""
-        if (manager := self._running) is not None:
-            manager.stop(hard_stop=True)
+        if self.manager is not None:
+            self.manager.stop(hard_stop=True)
         for name in (_CACHED, _OURS):
             vars(self.model).pop(name, None)
         if self._cached is not None:
             setattr(self.model, _CACHED, self._cached)
 
-    def _manager(
+    def _manager_of(
         self,
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
@@ -138,32 +130,6 @@ class Speculation(AbstractContextManager["Speculation"]):
         config = generation_config or self.model.generation_config
         batching = continuous_batching_config or getattr(config, "continuous_batching_config", None)
         return SpeculativeManager(self, config, batching or ContinuousBatchingConfig())
-
-    @contextmanager
-    def running(self, manager: SpeculativeManager, memory: float | None) -> Iterator[Engine]:
-        """Within, the engine decodes for `manager`, and for no other.
-
-        Args:
-            memory: the share of the free memory for its KV cache, if nothing else says; where it is not that of a CPU.
-        """
-        if not self._lock.acquire(blocking=False):
-            raise ConfigError("another manager of this model is running; stop that one first")
-        with ExitStack() as stack:
-            stack.callback(self._lock.release)
-            stack.enter_context(evaluating(self.model))
-            stack.enter_context(without_autocast(self.model, bool(self._options.get("compile"))))
-            if self.engine is None:
-                options = self._options
-                if self.model.device.type != "cpu" and memory is not None:
-                    options = {"kv_memory": str(memory)} | options
-                self.engine = Engine.from_model(self.model, self.tokenizer, **self._plugins, **options, frozen=True)
-            else:
-                self.engine.refresh()
-            self.engine.report, self._running = RunReport(), manager
-            try:
-                yield self.engine
-            finally:
-                self._running = None
 
 
 speculate = Speculation
@@ -193,7 +159,7 @@ class SpeculativeManager(api.ContinuousBatchingManager):
     ) -> None:
         check_config(generation_config, refused=_NOT_HERE)
         self.sampling = sampling_of(generation_config, batching.seed)
-        self._running = partial(speculation.running, self, batching.max_memory_percent)
+        self.speculation = speculation
         # What `super().__init__` sets, without what it refuses, such as models whose layers keep a state.
         self.model, self.continuous_batching_config = speculation.model, batching
         self.input_queue, self.cancel_queue = Queue(maxsize=batching.max_queue_size), Queue()
@@ -224,15 +190,19 @@ class SpeculativeManager(api.ContinuousBatchingManager):
             raise self.background_thread_status.fatal_error
 
     def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
+        owner, memory = self.speculation, self.continuous_batching_config.max_memory_percent
         try:
-            with self._running() as self._engine:
+            with owner.running(owner.model, owner.tokenizer, _BATCH_SIZE, memory):
+                owner.manager = self
                 super()._run_generation_loop(*args, **kwargs)
+                owner.manager = None
         except Exception as error:  # from making the engine; the loop has handled its own
             self._handle_critical_error(error, None)
             self.background_thread_status.mark_as_stopped()
 
     def _create_batch_processor(self) -> Any:
-        return _Batch(self, self._engine)
+        assert self.speculation.engine is not None
+        return _Batch(self, self.speculation.engine)
 
 
 class _Batch:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import FrameType
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from emssd.sampling import SamplingParams
     from emssd.sequences import Generation, Request, Stop
 
-__all__ = ["Call", "check_inputs", "custom_generate", "evaluating", "prompts_of", "without_autocast"]
+__all__ = ["Call", "check_inputs", "custom_generate", "prompts_of"]
 
 # Keywords that `generate` itself passes on; each is checked or without influence on the tokens.
 _CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like
@@ -298,32 +297,3 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
-
-
-@contextmanager
-def without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
-    """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
-
-    For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
-    Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
-    own, and of no other.
-    """
-    from emssd.model.hf.streams import lock_of, replaced_forward
-
-    attributes: dict[str, Any] = vars(model)
-    before = attributes.get("_original_forward")
-    left: Any = getattr(attributes.get("forward") if before is None else before, "__func__", None)
-    if getattr(left, "__globals__", {}).get("__name__") == "trl.trainer.utils":  # which names it so
-        left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
-    is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
-    with ExitStack() as stack:
-        stack.enter_context(torch.autocast(model.device.type, enabled=False))
-        if compiles and is_own:
-            stack.enter_context(lock_of(model))
-            names = [name for name in ("forward", "_original_forward") if name in attributes]
-            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
-            stack.callback(lambda: attributes.update(patched))
-        elif before is not None:
-            stack.enter_context(lock_of(model))
-            stack.enter_context(replaced_forward(model, before))
-        yield

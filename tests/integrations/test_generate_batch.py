@@ -293,7 +293,7 @@ def test_one_engine_and_one_manager_at_a_time() -> None:
         manager.start()
         with pytest.raises(ConfigError, match="close that one first"):
             emssd.speculate(model)
-        with pytest.raises(ConfigError, match="another manager of this model is running"):
+        with pytest.raises(ConfigError, match="for another manager; stop that one"):
             model.generate_batch(PROMPTS, generation_config=config_of())
         results_of(manager, PROMPTS[0])
         change(model)
