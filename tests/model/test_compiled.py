@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
-from emssd_llma import LLMAConfig, Search
 from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
@@ -42,7 +41,8 @@ from tests.support.backends import CONFIGS
 from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states
 
-VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
+from .conftest import LLMA, PROMPTS, VOCAB_SIZE
+
 MODELS: dict[str, dict[str, Any]] = {
     # Biases, and embeddings that are tied.
     "opt-float32": {"architecture": "opt", "dtype": torch.float32, "num_hidden_layers": 1},
@@ -51,14 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Rounding of other orders of the same sums. Gemma takes norms in float32, whatever the model.
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-5}
-PROMPTS = (
-    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
-    (8,),
-    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
-    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
-)
 BACKENDS = {name: CONFIGS[name] for name in ("fused", "torch", "padded", "unpad_inputs")}
-LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 

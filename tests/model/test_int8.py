@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_llma import LLMAConfig, Search
 from filelock import FileLock
 
 from emssd.cli.config import changed_options
@@ -23,7 +22,7 @@ from emssd.model.compile.int8 import bytes_of, round_drafter, round_weights, sca
 from emssd.native import cache_dir, load_kernels
 from emssd.sequences import Request
 
-from .conftest import opt
+from .conftest import LLMA, opt
 
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
 
@@ -71,9 +70,8 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     assert {*added} == {torch.int8}
     got, right = (short_pass(target, run)[0] for run in (target.compiled, target.run))
     assert torch.allclose(got, right, atol=1e-4 * float(right.std()))
-    llma = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
     texts = []
-    for drafter in ("none", llma):
+    for drafter in ("none", LLMA):
         options = EngineOptions(batch_size=3)
         engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options)
         requests = [Request(str(row), prompt, 50, frozenset()) for row, prompt in enumerate(PROMPTS)]
