@@ -101,7 +101,6 @@ class OutputFolder:
         self._config, self._failed, self._describe = config, failed, made_with
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
-        """Append one finished row."""
         record = {
             "id": prompt.prompt_id,
             "prompt": as_asked(prompt),
