@@ -24,7 +24,7 @@ from emssd.cli.provenance import hardware, plugins, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
 from emssd.cli.setting import label_of, setting_of
 from emssd.cli.terminal import plain_console
-from emssd.cli.text_stream import TextStream
+from emssd.cli.text_stream import TerminalStream
 from emssd.cli.turns import Turns, ratio_interval
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
@@ -249,14 +249,14 @@ class _Run:
         }
         return rows[engine], rows[engines[1]], metrics
 
-    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
+    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TerminalStream | None:
         """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
         console, tokenizer = plain_console(), engine.tokenizer
         is_one = self.config.prompt is not None and len(requests) == 1 and not (self.output.is_stdout or self.brief)
         if not (is_one and console.is_terminal) or getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return None
         self.is_streamed = True
-        return TextStream(console, tokenizer, requests[0].stop)
+        return TerminalStream(console, tokenizer, requests[0].stop)
 
     def _compare(self, engine: Engine, requests: Seq[Request], done: _Done, expected: _Done) -> CheckReport:
         """Compare what `engine` has done with plain decoding by the same target."""
