@@ -75,7 +75,8 @@ def main() -> None:
     sys.argv[1:] = [_quoted_prompt(_with_folder(argument)) for argument in arguments]
     _check_flags(sys.argv[1:])
     if is_server:
-        return _serve(registry)
+        _serve(registry)
+        return
     with closing(Jobs(registry)) as jobs:
         composed = _compose(jobs, registry)
         for job in composed:

@@ -201,7 +201,7 @@ class _Stdout:
 
 def record_of(generation: Generation) -> dict[str, Any]:
     """What ``generations.jsonl`` has of a row, apart from its prompt and from what it was made with."""
-    record = {
+    record: dict[str, Any] = {
         "text": generation.text,
         "token_ids": list(generation.token_ids),
         "finish_reason": generation.finish_reason.value,

@@ -1,4 +1,4 @@
-"""The text of one row as it grows: `TextStream`, and on a terminal `TerminalStream`, with what was drafted in colour."""
+"""`TextStream`: the text of one row as it grows; on a terminal, `TerminalStream` shows drafted tokens in a colour."""
 
 from __future__ import annotations
 

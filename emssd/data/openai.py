@@ -20,9 +20,9 @@ __all__ = ["CHAT", "COMPLETIONS", "answer_to", "part_of", "prompt_of", "refusal"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 # Fields that are options of `SamplingParams` by the same name.
-_SAMPLING = ("temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty", "logit_bias")
-_SAMPLING += ("top_k", "min_p", "repetition_penalty")  # which servers of open models know as well
-_BOTH = {"max_tokens", "stop", "logprobs", *_SAMPLING}
+_SAMPLING = {"temperature", "top_p", "seed", "n", "presence_penalty", "frequency_penalty", "logit_bias"}
+_SAMPLING |= {"top_k", "min_p", "repetition_penalty"}  # which servers of open models know as well
+_BOTH = {"max_tokens", "stop", "logprobs"} | _SAMPLING
 _HONOURED = {
     CHAT: _BOTH | {"messages", "max_completion_tokens", "top_logprobs", "response_format"},
     COMPLETIONS: _BOTH | {"prompt"},
@@ -56,7 +56,7 @@ def prompt_of(prompt_id: str, line: str, url: str, body: Mapping[str, Any]) -> P
     """
     body = {name: value for name, value in body.items() if value is not None}
     _check_fields(line, url, body)
-    sampling = {name: body[name] for name in _SAMPLING if name in body}
+    sampling = {name: value for name, value in body.items() if name in _SAMPLING}
     sampling |= _logprobs(line, url, body) | _grammar(line, body.get("response_format"))
     prompt = Prompt(prompt_id, max_new_tokens=_limit(line, body), sampling=sampling, stop=_stop(line, body))
     if url == CHAT:
