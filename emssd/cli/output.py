@@ -200,7 +200,7 @@ class _Stdout:
 
 
 def record_of(generation: Generation) -> dict[str, Any]:
-    """What ``generations.jsonl`` has of a row, apart from its prompt and from what it was made with."""
+    """The fields of a row in ``generations.jsonl``, apart from its prompt and from what it was made with."""
     record: dict[str, Any] = {
         "text": generation.text,
         "token_ids": list(generation.token_ids),

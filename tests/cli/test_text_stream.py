@@ -27,7 +27,8 @@ def test_what_is_printed_is_never_cut_and_in_the_end_all(seed: int) -> None:
     ids += draw.sample(range(3, len(tokenizer)), 4)  # bytes that are no character
     stop = StopStrings([draw.choice(["b", "aba", "a\n", "é", "b</s>", "😀ab"])], tokenizer) if seed % 3 else None
     file = io.StringIO()
-    stream = TerminalStream(Console(file=file, force_terminal=True, markup=False, emoji=False, width=9), tokenizer, stop)
+    console = Console(file=file, force_terminal=True, markup=False, emoji=False, width=9)
+    stream = TerminalStream(console, tokenizer, stop)
     row, printed = Row(Request("0", (5,), len(ids), stop=stop)), list[str]()
     while row.finish_reason is None:
         index = len(row.output_ids)
