@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import cache
@@ -19,8 +20,8 @@ from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 
 __all__ = [
-    "Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "template_of",
-    "to_requests",
+    "Failures", "check_options", "make_engine", "most_steps", "num_samples", "prompts_of", "sampling_of",
+    "template_of", "to_requests",
 ]  # fmt: skip
 
 _LONGEST_ID = 19  # digits of a token id that no model has
@@ -163,6 +164,19 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     number = (prompt.sampling or {}).get("n")
     number = config.sampling.n if number is None else number
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
+
+
+def most_steps(config: RunConfig, prompts: Iterable[Prompt], longest: int) -> int:
+    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
+    limits = [
+        min(prompt.max_new_tokens or config.max_new_tokens, longest)
+        for prompt in prompts
+        for _ in range(num_samples(config, prompt))
+    ]
+    ends = [0] * min(config.batch_size, len(limits))
+    for limit in limits:
+        heapq.heapreplace(ends, ends[0] + limit)  # in the row of the batch that is free first
+    return max(ends, default=0)
 
 
 def template_of(config: DecodeConfig) -> str | None:

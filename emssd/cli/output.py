@@ -149,20 +149,17 @@ class OutputFolder:
 
     def answered(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, list[dict[str, Any]]]]:
         """Each of `prompts` that has rows, with these in the order of their samples."""
-        path = self.path / "generations.jsonl"
-        offsets: defaultdict[str, dict[int, int]] = defaultdict(
-            dict
-        )  # a job may have more rows than memory has room for
-        offset = 0
+        path, end = self.path / "generations.jsonl", 0
+        starts = defaultdict[str, list[tuple[int, int]]](list)  # there may be more rows than memory has room for
         with path.open("rb") if path.exists() else BytesIO() as file:  # all prompts may have failed
             for line in file:
                 row = read_json(line)
-                offsets[row["id"]][row.get("sample", 0)] = offset
-                offset += len(line)
+                starts[row["id"]].append((row.get("sample", 0), end))
+                end += len(line)
             for prompt in prompts:
                 rows = []
-                for _, offset in sorted(offsets.get(prompt.prompt_id, {}).items()):
-                    file.seek(offset)
+                for _, start in sorted(starts.get(prompt.prompt_id, ())):
+                    file.seek(start)
                     rows.append(read_json(file.readline()))
                 if rows:
                     yield prompt, rows

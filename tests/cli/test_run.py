@@ -18,7 +18,7 @@ from emssd import __version__
 from emssd.__main__ import _spin_briefly
 from emssd.cli import job, provenance
 from emssd.cli.config import RunConfig
-from emssd.cli.job import _most_steps
+from emssd.cli.intake import most_steps
 from emssd.data.prompts import Prompt
 from emssd.errors import OutOfMemoryError
 from emssd.model.load.checkpoint import _MadeEmpty
@@ -132,7 +132,7 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
 def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size: int, steps: int) -> None:
     """So many steps a run has to do at most, by which ``model.compile=auto`` decides."""
     prompts = [Prompt(str(number), max_new_tokens=limit) for number, limit in enumerate(limits)]
-    assert _most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
+    assert most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
 
 
 @pytest.mark.nightly

@@ -15,7 +15,7 @@ from emssd_draft_model import DraftModelConfig
 from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, dynamic_module_utils
+from transformers import PreTrainedTokenizerFast, dynamic_module_utils
 
 from emssd import Engine
 from emssd.errors import ConfigError
@@ -197,10 +197,7 @@ def test_experts_that_cannot_be_put_together_are_named(
 ) -> None:
     """Transformers stacks them while it loads, and its error refers to a table, which the user may have silenced."""
     caplog.set_level(level, "transformers")
-    values = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("mixtral", **values, num_hidden_layers=1, vocab_size=13, num_local_experts=2)
-    folder = save_checkpoint(tmp_path)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    folder = save_checkpoint(tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=2)
     with_tensor("model.layers.0.block_sparse_moe.experts.1.w1.weight")(folder)
     missing = r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
     with pytest.raises(ConfigError, match=missing):

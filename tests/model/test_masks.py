@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from emssd_llma import LLMAConfig, Search
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.llama import modeling_llama
 
 from emssd import Engine
@@ -197,24 +197,16 @@ class TestExperts:
 
 SINK_PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
 LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
-SINK_TOKENS = 16
 
 
-def gpt_oss(vocab_size: int = 13) -> PreTrainedModel:
+def gpt_oss() -> Any:
     """A tiny one whose sinks take much of the attention, with windows of 6 in every other layer."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gpt_oss", vocab_size=vocab_size, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
-        sliding_window=6, max_position_embeddings=64, initializer_range=0.5, eos_token_id=None, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    config._experts_implementation = "eager"  # the default has no float64
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.normal_(1.0, 2.0)
-    return cast("PreTrainedModel", model.eval())
+    more: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6}
+    model: Any = random_model("gpt_oss", vocab_size=13, std=0.5, **more)
+    model.set_experts_implementation("eager")  # the default has no float64
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.tensor([-2.0, 0.0, 2.0, 4.0], dtype=torch.float64)
+    return model
 
 
 @pytest.mark.parametrize("backend", [CONFIGS[name] for name in ("fused", "torch", "padded")], ids=str)
@@ -224,8 +216,8 @@ def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backen
     for change in (0.0, 3.0):
         for layer in model.model.layers:
             layer.self_attn.sinks.data.add_(change)
-        runs.append([[*row.token_ids] for row in engine.generate(SINK_PROMPTS, SINK_TOKENS)])
-        assert runs[-1] == [greedy_reference(model, prompt, SINK_TOKENS) for prompt in SINK_PROMPTS]
+        runs.append([[*row.token_ids] for row in engine.generate(SINK_PROMPTS, 16, ignore_eos=True)])
+        assert runs[-1] == [greedy_reference(model, prompt, 16) for prompt in SINK_PROMPTS]
         assert engine.report.num_accepted > 0
     assert runs[0] != runs[1]
 

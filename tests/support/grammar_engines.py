@@ -21,6 +21,8 @@ from emssd.drafting.budget import FixedBudget
 from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
+from emssd.sampling.grammar import Grammar
+from emssd.sampling.matching import Grammars, MatcherState
 from emssd.sequences import FinishReason, Generation, Request
 from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.every_drafter import COINS, EveryDrafter
@@ -31,6 +33,7 @@ __all__ = [
     "DRAFTERS",
     "VOCAB",
     "Tally",
+    "begun",
     "check",
     "decode",
     "drafter_of",
@@ -56,6 +59,10 @@ OWN: dict[str, Any] = {
     "random chains": lambda texts, seed: RandomDrafter(VOCAB, 5, texts, seed=seed),
 }
 DRAFTERS = [*OWN, *EVERY, *COINS]
+
+
+def begun(grammar: Any) -> MatcherState:
+    return Grammars(tokenizer(), VOCAB).begin(Grammar.of(grammar), [EOS])
 
 
 def drafter_of(name: str, texts: Texts, seed: int) -> Any:

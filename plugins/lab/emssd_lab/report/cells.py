@@ -41,10 +41,6 @@ class Spread:
         numbers = pd.Series(values, dtype=float).dropna()
         return cls(numbers.median(), numbers.min(), numbers.max(), len(numbers)) if len(numbers) else None
 
-    def covers(self, value: float) -> bool:
-        """Whether repeats are on both sides of `value`, or at it; a single repeat covers nothing but itself."""
-        return self.low <= value <= self.high
-
     def text(self, form: str = ".2f") -> str:
         """As in ``1.37 (1.20–1.52)``; of a single repeat only the value."""
         middle = format(self.median, form)
@@ -66,7 +62,6 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Setting:
-        """The setting that `row` belongs to."""
         lengths = row.samples.num_prompt_tokens
         return cls(
             row.model,
@@ -157,12 +152,10 @@ class Grid(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """The marks of its rows."""
         return marks(self.rows)
 
     @property
     def title(self) -> str:
-        """Its name with its marks."""
         return f"{self.name} ({self.mark})" if self.mark else self.name
 
     def cells(self, **columns: pd.Series) -> Any:
@@ -174,7 +167,6 @@ class Grid(NamedTuple):
         return {rows.line.iloc[0]: rows for _, rows in self.rows.groupby("rank")}
 
     def of(self, method: str) -> pd.DataFrame:
-        """The rows of a method; none where it was not run."""
         return self.rows[self.rows.method == method]
 
 

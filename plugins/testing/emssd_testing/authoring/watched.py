@@ -42,7 +42,6 @@ class Notes:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody reads them."""
         return self._path is not None
 
     def registry(self) -> Registry:
@@ -58,7 +57,6 @@ class Notes:
         self._write({"owner": owner, "doing": doing, "limit": limit})
 
     def done(self, status: int) -> None:
-        """The command has come to its end."""
         self._write({"status": status, "limit": _EXIT_SECONDS})
 
     def _write(self, values: dict[str, Any]) -> None:

@@ -51,12 +51,10 @@ class Setting:
 
     @property
     def target(self) -> TargetModel:
-        """The model."""
         return self.references.target
 
     @property
     def vocab_size(self) -> int:
-        """Of the target."""
         return self.target.vocab_size
 
 
@@ -170,7 +168,6 @@ class Run:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest row at its end."""
         return max(len(request.prompt_ids) + request.max_new_tokens for request in self.requests)
 
     def scheduler(self, *, continuous: bool) -> Scheduler:
