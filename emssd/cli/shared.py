@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
 from emssd.decoding.engine import Engine
-from emssd.errors import EmssdError, PluginError
+from emssd.errors import EmssdError
 from emssd.sequences import Request, Row
 
 __all__ = ["SharedEngine"]
@@ -74,12 +73,7 @@ class SharedEngine:
             rows.append(row)
 
     def _take_step(self) -> None:
-        try:
-            self.engine.step()
-        except BaseException:
-            with suppress(PluginError):  # what ended the step matters more than a drafter that cannot forget
-                self.engine.clear()
-            raise
+        self.engine.step()
         for rows, watch in self._watched.values():
             for row in rows:
                 watch(row)

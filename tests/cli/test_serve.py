@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import httpx2
+import psutil
 import pytest
 
 from emssd import Engine, SamplingParams
@@ -29,6 +32,7 @@ from emssd.cli.server import Server  # noqa: E402
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ASK = [{"role": "user", "content": "hi"}]
+ROUNDS = 250  # of each client in a night, some five minutes
 LONG = {"max_tokens": 80, "temperature": 0, "logit_bias": {"2": -1e9}}  # without EOS
 
 
@@ -303,3 +307,60 @@ def test_the_help_of_the_server(emssd: Callable) -> None:
     assert "port=8000" in shown
     assert "drafter=cascade" in shown
     assert "check=" not in shown
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_many_clients_of_which_some_leave(chat_model: str, alone: Callable) -> None:
+    """Whoever stays gets the text of the prompt alone; nothing is left of those who do not."""
+    draw, bodies = random.Random(0), list[tuple[dict[str, Any], list[str]]]()
+    for number in range(48):
+        text, limit, seed = "".join(draw.choices("abc ", k=draw.randrange(1, 40))), draw.randrange(1, 50), number
+        options = {"n": draw.choice((1, 3)), "temperature": 0.8, "seed": seed} if number % 2 else {"temperature": 0}
+        stop = draw.choice([[], ["e"], ["T", "*"]])
+        rows = alone(text, limit, stop=stop, sampling=SamplingParams(**options) if number % 2 else None)
+        body = {"prompt": text, "max_tokens": limit, "stop": stop, "stream": draw.random() < 0.5} | options
+        bodies.append((body, [row.text or "" for row in rows]))
+
+    async def ask(http: httpx2.AsyncClient, choices: random.Random) -> bool:
+        body, wanted = choices.choice(bodies)
+        leaves, texts = choices.random() < 0.3, [""] * len(wanted)
+        async with http.stream("POST", COMPLETIONS, json=body) as answer:
+            assert answer.status_code == 200
+            events = answer.aiter_lines() if body["stream"] else aiter_one(await answer.aread())
+            async for line in events:
+                if leaves and choices.random() < 0.3:
+                    return False
+                if line and line != "data: [DONE]":
+                    for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                        texts[choice["index"]] += choice["text"]
+        assert texts == wanted
+        return True
+
+    async def aiter_one(content: bytes) -> AsyncIterator[str]:
+        yield content.decode()
+
+    async def client_of(url: str, number: int, num_rounds: int) -> int:
+        choices, num_answers = random.Random(number), 0
+        async with httpx2.AsyncClient(base_url=url, timeout=300) as http:
+            for _ in range(num_rounds):
+                if choices.random() < 0.2:  # it leaves whenever
+                    asking = asyncio.create_task(ask(http, choices))
+                    await asyncio.sleep(choices.random() / 10)
+                    asking.cancel()
+                    num_answers += (await asyncio.gather(asking, return_exceptions=True)) == [True]
+                else:
+                    num_answers += await ask(http, choices)
+        return num_answers
+
+    async def clients(url: str, num_rounds: int) -> int:
+        return sum(await asyncio.gather(*(client_of(url, number, num_rounds) for number in range(64))))
+
+    with serving(chat_model, batch_size=16, kv_memory="4MiB") as client:
+        memory = list[int]()
+        for num_rounds in (ROUNDS // 5, ROUNDS):
+            assert asyncio.run(clients(str(client.http.base_url), num_rounds)) > 32 * num_rounds
+            client.ask(COMPLETIONS, prompt="x", max_tokens=1)
+            assert not client.server.shared._watched
+            memory.append(psutil.Process().memory_info().rss)
+        assert memory[1] - memory[0] < 2**25, memory
