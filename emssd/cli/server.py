@@ -16,6 +16,7 @@ from uuid import uuid4
 
 from msgspec import Struct
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -82,6 +83,8 @@ class Server:
                     if await http.is_disconnected():
                         return Response(status_code=_LEFT)
             return _json(call.answer(await call.records()))
+        except ClientDisconnect:
+            return Response(status_code=_LEFT)
         except Exception as error:
             return _json(*_refused(error))
 
