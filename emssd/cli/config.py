@@ -143,7 +143,7 @@ class DecodeConfig(EngineOptions):
 
 @dataclass
 class ServeConfig(DecodeConfig):
-    """Options of ``emssd serve``, beside those of `DecodeConfig`.
+    """Options of ``emssd serve``, beside those of a run that say how to decode.
 
     Attributes:
         host: the address that is listened on; ``0.0.0.0`` is every one of this machine.
