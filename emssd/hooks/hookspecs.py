@@ -226,7 +226,19 @@ def check_spec(spec: Spec, kind: str) -> None:
 
 def held(made: Any, kind: str, owner: str) -> Any:
     """The object that `owner` built, tested against its interface; prompts as a list, so that all of them were made."""
-    wanted, described = _wanted(kind)
+    from emssd.attention import AttentionBackend  # here, because these bring torch
+    from emssd.data import FailedPrompt, Prompt
+    from emssd.drafting import BudgetPolicy, Drafter
+    from emssd.drafting.rule import VerificationRule
+
+    wanted: tuple[type, ...]
+    wanted, described = {
+        "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
+        "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
+        "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
+        "rule": ((VerificationRule,), "an emssd.drafting.rule.VerificationRule"),
+    }[kind]
     parts = made if kind == "drafter" and isinstance(made, (list, tuple)) else [made]
     if kind == "data" and isinstance(made, Iterable):
         parts = made = list(made)
@@ -239,19 +251,3 @@ def held(made: Any, kind: str, owner: str) -> Any:
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise PluginError(f"{owner} has num_speculative_tokens {most!r}; give a whole number, 0 or more")
     return made
-
-
-def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
-    """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
-    from emssd.attention import AttentionBackend
-    from emssd.data import FailedPrompt, Prompt
-    from emssd.drafting import BudgetPolicy, Drafter
-    from emssd.drafting.rule import VerificationRule
-
-    return {
-        "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
-        "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
-        "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
-        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
-        "rule": ((VerificationRule,), "an emssd.drafting.rule.VerificationRule"),
-    }[kind]
