@@ -41,6 +41,7 @@ CONFIG: dict[str, Any] = SMALL | {
     "draft_vocab_size": VD,
     "max_position_embeddings": 8,  # shorter than the sequences, as in published heads
 }
+CONTAINED: dict[str, Any] = {"speculators_model_type": "eagle3"}
 DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
 
 
@@ -173,17 +174,9 @@ def test_norms_before_fc(tmp_path: Path) -> None:
 
 
 def test_biases_and_norms_of_heads_as_in_qwen(tmp_path: Path) -> None:
-    more = random_weights(
-        {
-            "midlayer.self_attn.q_norm.weight": (4,),
-            "midlayer.self_attn.k_norm.weight": (4,),
-            "midlayer.self_attn.q_proj.bias": (16,),
-            "midlayer.self_attn.k_proj.bias": (8,),
-            "midlayer.self_attn.v_proj.bias": (8,),
-        },
-        seed=4,
-    )
-    weights = head_weights() | more
+    sizes = {"q_norm.weight": 4, "k_norm.weight": 4, "q_proj.bias": 16, "k_proj.bias": 8, "v_proj.bias": 8}
+    more = {f"midlayer.self_attn.{name}": (size,) for name, size in sizes.items()}
+    weights = head_weights() | random_weights(more, seed=4)
     head = load(write_head(tmp_path, CONFIG | {"attention_bias": True}, weights)).head
     assert_ragged(head, drawn_rows(2 * H), partial(dense_outputs, weights))
 
@@ -286,16 +279,8 @@ def test_logits_of_the_whole_vocabulary_may_be_the_targets_and_scaled(tmp_path: 
         ({"speculators_model_type": "peagle"}, {}, "it drafts in parallel, and its mask_token_id is None"),
         ({"mask_token_id": V}, {"mask_hidden": torch.ones(1, 1, 3 * H)}, "its mask_token_id is 40; that must be"),
         ({"mask_token_id": 3}, {"mask_hidden": torch.ones(1, 1, H)}, "mask_hidden (1x1x16 in place of 1x1x48)"),
-        (
-            {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "mamba"}},
-            {},
-            "its layers are those of mamba",
-        ),
-        (
-            {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": "wide"}},
-            {},
-            "Transformers does not take its transformer_layer_config",
-        ),
+        (CONTAINED | {"transformer_layer_config": {"model_type": "mamba"}}, {}, "its layers are those of mamba"),
+        (CONTAINED | {"transformer_layer_config": {"hidden_size": "wide"}}, {}, "does not take its transformer_layer"),
     ],
 )
 def test_what_does_not_fit_is_one_sentence(config: Any, change: Any, words: str, tmp_path: Path) -> None:
