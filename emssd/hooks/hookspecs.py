@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
@@ -48,6 +48,9 @@ class Spec:
     config: type
     build: Callable[..., Any]
     unavailable: Callable[[], str | None] | None = None
+
+
+Offer = TypeVar("Offer", bound=Spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,11 @@ KINDS: dict[str, tuple[str, type[Spec]]] = {
 
 HOOKS: dict[str, tuple[str, type[Spec]]] = {**KINDS, "rule": ("emssd_verification_rules", RuleSpec)}
 """The same with rules of verification, which `SamplingParams.method` chooses."""
+
+
+def offering(*specs: Offer) -> Callable[[], list[Offer]]:
+    """The hook of a plugin that offers `specs`, as ``emssd_drafters`` or another of the names below."""
+    return hookimpl(lambda: [*specs])
 
 
 @hookspec

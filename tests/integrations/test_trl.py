@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import runpy
 import warnings
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -164,21 +162,13 @@ def test_earlier_rollouts_are_drafted_from_if_the_drafter_remembers_texts() -> N
     assert accepted["forgets"][1] <= accepted["remembers"][0]
 
 
-def test_the_cache_lives_as_long_as_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts, made = Rollouts(), list[Any]()
-    engine = rollouts._engine
-
-    def watched(*given: Any) -> Any:
-        made.append(weakref.ref((found := engine(*given)).runner.backend))
-        return found
-
-    monkeypatch.setattr(rollouts, "_engine", watched)
-    gc.disable()
-    try:
-        rollouts(PROMPTS, stand_in(make_model()))
-        assert made[0]() is None
-    finally:
-        gc.enable()
+def test_a_drafter_on_the_targets_own_pages_drafts_from_the_rows_of_the_rollout() -> None:
+    rollouts = Rollouts(drafter="self", budget=FixedBudget())
+    for dtype in (torch.float64, torch.bfloat16):  # for the second, the engine is made again
+        trainer = stand_in(make_model("llama").to(dtype), do_sample=False)
+        rollouts(PROMPTS, trainer)
+        assert rollouts.report is not None
+        assert rollouts.report.num_accepted > 0
 
 
 def test_within_generating_the_model_itself_decodes_so() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from emssd_union import UnionConfig
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
-from emssd.draft_models.layer_options import LayerTreeKind
+from emssd.draft_models.shapes import LayerTreeKind
 from emssd.drafting import BudgetPolicy
 from emssd.drafting.budget import FixedBudget
 from emssd.hooks.registry import Registry
@@ -177,8 +176,7 @@ class EveryDrafter:
 
     def path(self, write: Callable[..., str], *arguments: str) -> str:
         """The files that `write` has written for the target."""
-        context = SimpleNamespace(target=BorrowedTarget(self.target), vocab_size=self.target.vocab_size)
-        return write(context, *arguments)
+        return write(BorrowedTarget(self.target), *arguments)
 
     @cached_property
     def near(self) -> TargetModel:

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.dflash import DFlashConfig
-from emssd_heads.dflash.drafter import DFlashDrafter
+from emssd_heads.dflash import DFlashConfig, emssd_drafters
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
@@ -213,12 +212,17 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     return drafted
 
 
+def load(path: str, backend: str = "ragged", **options: Any) -> Any:
+    (spec,) = emssd_drafters()
+    return spec.build(DFlashConfig(path=path, **options), context_of(target(), backend, continuous=backend == "ragged"))
+
+
 @pytest.mark.parametrize(
     ("kind", "backend"), [*((kind, "ragged") for kind in KINDS), ("sliding", "padded"), ("causal", "padded")]
 )
 def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
     path, config, weights = written(tmp_path, kind)
-    drafter = DFlashDrafter.load(DFlashConfig(path=path), context_of(target(), backend, continuous=backend == "ragged"))
+    drafter = load(path, backend)
     propose, counts = drafter.propose, list[int]()
 
     def compared(batch: Any, budget: Any) -> Any:
@@ -280,10 +284,6 @@ def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
     copies = {name: table.weight.detach().clone() for name, table in tables.items()}
     head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
     assert head.embed_tokens is head.lm_head is None
-
-
-def load(path: str, **options: Any) -> DFlashDrafter:
-    return DFlashDrafter.load(DFlashConfig(path=path, **options), context_of(target(), continuous=True))
 
 
 def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:

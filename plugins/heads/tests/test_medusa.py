@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_heads.config import TargetSizes
 from emssd_heads.loading import Loaded
 from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import read_trees
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import TargetSizes
 
 from emssd.drafting import Draft
 from emssd.errors import ConfigError

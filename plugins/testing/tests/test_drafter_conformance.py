@@ -70,10 +70,16 @@ class TestAnpdOfGroups(DrafterConformance):
 class TestHiddenStates(DrafterConformance):
     """The drafter of the page about hidden states."""
 
-    def make_drafter(self, context: DrafterContext) -> Drafter:
-        path = Path(__file__).parents[3] / "examples" / "similar_places.py"
-        drafter: Drafter = runpy.run_path(str(path))["SimilarPlaces"]()
-        return drafter
+    file, name = "similar_places.py", "SimilarPlaces"
+
+    def make_drafter(self, context: DrafterContext) -> Any:
+        return runpy.run_path(str(Path(__file__).parents[3] / "examples" / self.file))[self.name]()
+
+
+class TestTwoWays(TestHiddenStates):
+    """That of the page about trees."""
+
+    file, name = "two_ways.py", "TwoWays"
 
 
 class TestHiddenStatesWithinAUnion(TestHiddenStates):
