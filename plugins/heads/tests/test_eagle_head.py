@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from emssd_heads.config import TargetSizes
-from emssd_heads.eagle.head import EagleHead, load_eagle
-from emssd_heads.loading import Loaded
+from emssd_heads.eagle.head import load_eagle
 
 from tests.support.heads import (
     SMALL,
@@ -30,7 +29,7 @@ from tests.support.heads import (
 from tests.support.tiers import looped
 
 H, V = 16, 40
-TARGET = TargetSizes(V, H, 9)
+load = partial(load_eagle, target=TargetSizes(V, H, 9, torch.float64))
 CONFIG: dict[str, Any] = SMALL | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,10 +45,6 @@ def head_weights(config: dict[str, Any] = CONFIG) -> Weights:
         if layer:
             shapes[f"layers.{layer}.input_layernorm.weight"] = (H,)
     return random_weights(shapes)
-
-
-def load(path: str, target: TargetSizes = TARGET) -> Loaded[EagleHead]:
-    return load_eagle(path, replace(target, dtype=torch.float64))
 
 
 def dense_outputs(w: Weights, inputs: torch.Tensor, config: dict[str, Any] = CONFIG) -> torch.Tensor:

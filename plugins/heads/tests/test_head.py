@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_heads import Loaded
 from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
-from emssd_heads.eagle3.head import Eagle3Head
 
 from emssd.errors import ConfigError
 from tests.support.heads import (
@@ -35,7 +32,7 @@ from tests.support.heads import (
 from tests.support.tiers import looped
 
 H, V, VD, L = 16, 40, 12, 9
-TARGET = TargetSizes(V, H, L)
+load = partial(load_eagle3, target=TargetSizes(V, H, L, torch.float64))
 CONFIG: dict[str, Any] = SMALL | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -56,10 +53,6 @@ def head_weights(config: dict[str, Any] = CONFIG) -> Weights:
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(DRAFTED), True),
     }
     return random_weights(shapes) | vocabulary
-
-
-def load(path: str, target: TargetSizes = TARGET, **options: Any) -> Loaded[Eagle3Head]:
-    return load_eagle3(path, replace(target, dtype=torch.float64), **options)
 
 
 def dense_outputs(w: Weights, pairs: torch.Tensor, first: str = "midlayer.", **flags: Any) -> torch.Tensor:
@@ -223,7 +216,7 @@ def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
 def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
     weights = head_weights() | random_weights({"fc.weight": (H, 3 * 20), "embed_tokens.weight": (V, H)})
     config = CONFIG | {"target_hidden_size": 20}
-    head = load(write_head(tmp_path, config, weights), TargetSizes(V, 20, L)).head
+    head = load(write_head(tmp_path, config, weights), target=TargetSizes(V, 20, L, torch.float64)).head
     assert_same(head.features(numbers(2, 60)), numbers(2, 60) @ weights["fc.weight"].double().T)
 
 
@@ -313,4 +306,4 @@ def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_p
     weights = head_weights() | {"fc.weight": torch.ones(H, 60)}
     path = write_head(tmp_path, CONFIG, weights)
     with pytest.raises(ConfigError, match="would use the target's embed_tokens, of size 20"):
-        load(path, TargetSizes(V, 20, 9))
+        load(path, target=TargetSizes(V, 20, 9))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_heads import Loaded
 from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.hydra.drafter import load_hydra
-from emssd_heads.residual import ResidualHeads
 
 from tests.support.heads import (
     SMALL,
@@ -31,8 +29,8 @@ from tests.support.heads import (
 from tests.support.tiers import looped
 
 H, V, HEADS, LAYERS = 16, 40, 4, 9
-TARGET = TargetSizes(V, H, LAYERS)
 TARGET_CONFIG: dict[str, Any] = SMALL | {"num_hidden_layers": LAYERS, "rope_theta": 20000.0}
+load = partial(load_hydra, target=TargetSizes(V, H, LAYERS, torch.float64), target_config=TARGET_CONFIG)
 CONFIG: dict[str, Any] = {
     "hydra_num_heads": HEADS,
     "hydra_num_layers": 1,
@@ -83,10 +81,6 @@ def dense_logits(
         x = x + y * torch.sigmoid(y)
     behind = f"hydra_lm_head.{head}{'.1' if dropout else ''}"
     return x @ w[f"{behind}.weight"].T + w[f"{behind}.bias"]
-
-
-def load(path: str) -> Loaded[ResidualHeads]:
-    return load_hydra(path, replace(TARGET, dtype=torch.float64), TARGET_CONFIG)
 
 
 @pytest.mark.parametrize("num_layers", [1, 3])

@@ -96,7 +96,9 @@ def verify_traversal(
         at, alpha = parent + 1, 0
         if alphas[at] > 0 and (chance := number(drawable[at][token])) > 0:
             alpha = min(1, alphas[at] * number(left[at][token]) / chance)
-            alphas[at], left[at] = _after_rejection(alphas[at], left[at], drawable[at])
+            mass, left[at] = excess(alphas[at], left[at], drawable[at])
+            if alphas[at] != 1:  # which it stays also where p = q, as no child is ever rejected there
+                alphas[at] = mass / (mass + (1 - alphas[at]))
             drawable[at] = without(drawable[at], token)
         alphas.append(alpha)
         left.append(target[node + 1])
@@ -123,14 +125,6 @@ def verify_deterministic(
         if not following:
             return Verdict(path(parents, nodes[0]), token)
         nodes = following
-
-
-def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A node's alpha, and the distribution after it, once the child that was drawn from `drawable` is rejected."""
-    mass, left = excess(alpha, left, drawable)
-    if alpha == 1:  # also where p = q, as no child is ever rejected there
-        return 1, left
-    return mass / (mass + (1 - alpha)), left
 
 
 def _children(parents: Seq[int]) -> list[list[int]]:
