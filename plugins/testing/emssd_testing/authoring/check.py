@@ -144,7 +144,7 @@ def _suite(kind: str, spec: Any, values: dict[str, Any], options: Namespace) -> 
 
 
 class _Results:
-    """What tests say of each rule, the worst of which counts."""
+    """The worst result of each rule."""
 
     def __init__(self, kind: str) -> None:
         self._rules = rules_of(kind)
