@@ -2,7 +2,7 @@
 
     python benchmarks/generate_batch.py --model DIR --data prompts.jsonl --rows 1 8 16
 
-A first call of emssd's is not measured: it makes the engine and its program. A ratio is to Transformers' own call in
+Each way has a model of its own. A first call of one token is not measured: it makes the engine and its program. A ratio is to Transformers' own call in
 the same repeat; the table has the medians. All rows of emssd's must be the same whatever drafts; *equal* are those of
 Transformers' own calls too, whose kernels round differently.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,12 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
     options = parser.parse_args(arguments)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     dtype = getattr(torch, options.dtype)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
-    config = GenerationConfig(max_new_tokens=options.max_new_tokens, do_sample=False, pad_token_id=0)
+    models: dict[str, Any] = {}
+    for drafter in ("Transformers", *options.drafters):
+        models[drafter] = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).eval()
+        if drafter != "Transformers":
+            emssd.speculate(models[drafter], drafter=drafter, compile=True, frozen=True)
+    config = GenerationConfig(max_new_tokens=options.max_new_tokens, do_sample=False, eos_token_id=-1)
     texts = [json.loads(line)["prompt"] for line in options.data.read_text(encoding="utf-8").splitlines()]
     results = []
     for num_rows in options.rows:
@@ -43,18 +46,14 @@ def main(arguments: list[str] | None = None) -> list[dict[str, Any]]:
         # Without a number of blocks, Transformers takes most of the machine's memory.
         batching = ContinuousBatchingConfig(num_blocks=4 * num_rows, max_batch_tokens=512)
         runs: dict[str, list[tuple[float, list[list[int]]]]] = {}
+        for model in models.values():
+            model.generate_batch(prompts, GenerationConfig(max_new_tokens=1, eos_token_id=-1), batching)
         for _ in range(options.repeats):
-            for drafter in ("Transformers", *options.drafters):
-                with ExitStack() as speculation:
-                    if drafter != "Transformers":
-                        speculation.enter_context(emssd.speculate(model, drafter=drafter, compile=True, frozen=True))
-                        model.generate_batch(prompts[:1], config, batching)  # makes the engine
-                    start = time.perf_counter()
-                    rows = [
-                        output.generated_tokens for output in model.generate_batch(prompts, config, batching).values()
-                    ]
-                    seconds = time.perf_counter() - start
-                runs.setdefault(drafter, []).append((seconds, rows))
+            for drafter, model in models.items():
+                start = time.perf_counter()
+                outputs = model.generate_batch(prompts, config, batching).values()
+                seconds = time.perf_counter() - start
+                runs.setdefault(drafter, []).append((seconds, [output.generated_tokens for output in outputs]))
         alone = runs["Transformers"]
         for drafter, timed in runs.items():
             ratios = [first / second for (first, _), (second, _) in zip(alone, timed, strict=True)]
