@@ -237,7 +237,8 @@ class _Run:
                         continue
                     self.output.write_generation(prompts[generation.request_id], generation)
                 rows[finished_by][generation.request_id, generation.sample] = generation
-                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
+                speed, tau = engine.report.tokens_per_second, engine.report.mean_acceptance_length
+                live.tell(before + sum(map(len, rows.values())), f"{speed:.0f} tokens/s, τ {tau:.2f}")
         metrics = engine.report.metrics() | {"other_cpu_share": others.share}
         if len(engines) == 1:
             return rows[engine], {}, metrics

@@ -101,7 +101,6 @@ class OutputFolder:
         self._config, self._failed, self._describe = config, failed, made_with
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
-        """Append one finished row."""
         record = {"id": prompt.prompt_id, "prompt": as_asked(prompt)} | record_of(generation)
         self._replace_earlier()
         self._rows.append(_line(record | {"made_with": self._describe(prompt)}))

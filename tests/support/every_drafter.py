@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from emssd_testing.models import tiny_model
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
-from emssd.draft_models.layer_options import LayerTreeKind
+from emssd.draft_models.shapes import LayerTreeKind
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel
 from tests.support import random_drafters as written
 
@@ -138,8 +137,7 @@ class EveryDrafter:
 
     def path(self, write: Callable[..., str], *arguments: str) -> str:
         """The files that `write` has written for the target."""
-        context = SimpleNamespace(target=BorrowedTarget(self.target), vocab_size=self.target.vocab_size)
-        return write(context, *arguments)
+        return write(BorrowedTarget(self.target), *arguments)
 
     @cached_property
     def near(self) -> TargetModel:

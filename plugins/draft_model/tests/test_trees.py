@@ -14,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.build import shape_of
 from emssd_draft_model.sequoia import SequoiaShape
 from emssd_testing.models import tiny_model
-from emssd_testing.oracle import greedy_reference
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend, PackedInputs, PagedBackend, StepPlan
+from emssd.attention import AttentionBackend, PackedInputs, PagedBackend
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
 from emssd.draft_models import ModelDrafter, StaticShape
@@ -31,33 +29,20 @@ from emssd.errors import ConfigError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
+from tests.support.draft_models import draft_model_drafter, watch
 from tests.support.reference_kernels import ReferenceKernels
 from tests.support.tiers import looped
 from tests.support.trees import paths_of
 
 VOCAB_SIZE = 11
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
-SHAPES: dict[str, dict[str, Any]] = {
-    "static": {"expansion": [2, 3, 1]},
-    "dynamic": {"num_nodes": 9, "depth": 4, "top_k": 3},
-    "sequoia": {"num_nodes": 9, "depth": 4, "top_k": 3},
-}
+TREES = ["static", "dynamic", "sequoia"]
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
 
 
-def make_shape(kind: str, **options: Any) -> Shape:
-    shape = shape_of(DraftModelConfig(tree=kind, **(options or SHAPES[kind])))  # type: ignore[arg-type]
-    assert shape is not None
-    return shape
-
-
 @cache
-def draft_model(architecture: str = "llama", max_model_len: int = 64, sharpness: float = 1.0) -> TargetModel:
-    """`sharpness`: factor of all logits; a sharp model is sure of itself."""
-    model = tiny_model(architecture, seed=3, vocab_size=VOCAB_SIZE, max_model_len=max_model_len)
-    with torch.no_grad():
-        model.lm_head.weight.mul_(sharpness)
-    return TargetModel(model)
+def draft_model(architecture: str = "llama", max_model_len: int = 64) -> TargetModel:
+    return TargetModel(tiny_model(architecture, seed=3, vocab_size=VOCAB_SIZE, max_model_len=max_model_len))
 
 
 def backend_for(model: TargetModel, page_size: int = 4, max_tokens: int | None = None) -> AttentionBackend:
@@ -80,7 +65,8 @@ Node = tuple[tuple[int, ...], float]
 
 
 def nodes(draft: Draft, row: int) -> list[Node]:
-    return list(zip(paths_of(draft, row), (draft.confidence or ())[draft.indptr[row] :], strict=False))
+    sure = draft.confidence or (1.0,) * len(draft.token_ids)  # chains that stay on the device tell none
+    return list(zip(paths_of(draft, row), sure[draft.indptr[row] :], strict=False))
 
 
 def same(left: list[Node], right: list[Node]) -> bool:
@@ -97,10 +83,10 @@ def propose(drafter: Drafter, rows: Seq[Row], budget: Seq[int]) -> Draft:
     return draft
 
 
-def observe(drafter: Drafter, rows: Seq[Row], draft: Draft) -> None:
-    """Told of a step that extended `rows` already; a draft model looks at nothing else."""
+def observe(drafter: Drafter, rows: Seq[Row], draft: Draft, accepted: Seq[range] = ()) -> None:
+    """Told of a step that extended `rows` already; of a tree, a draft model looks at nothing else."""
     with torch.inference_mode():
-        drafter.observe(Outcome(Batch(tuple(rows)), draft, ((),) * len(rows), ()))
+        drafter.observe(Outcome(Batch(tuple(rows)), draft, tuple(accepted) or ((),) * len(rows), ()))
 
 
 @cache
@@ -187,10 +173,10 @@ def test_sequoia_leaves_out_ranks_of_tokens_that_sampling_does_not_leave() -> No
         assert propose(make_drafter(shape), [row], [5]).lengths == [top_k]
 
 
-@looped("kind", SHAPES)
+@looped("kind", ["chain", *TREES])
 @looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
-    drafter = make_drafter(make_shape(kind), draft_model("opt", max_model_len=16))
+    drafter = draft_model_drafter(draft_model("opt", max_model_len=16), kind, VOCAB_SIZE)
     computed = watch(drafter)
     draft = propose(drafter, [sequence([3] * length)], [14])
     assert max(depths(draft.tree(0)), default=0) <= max(0, 16 - length)
@@ -198,29 +184,13 @@ def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str
     assert max((max(packed.kv_lens) for packed in computed), default=0) <= 16
 
 
-def watch(drafter: ModelDrafter) -> list[PackedInputs]:
-    """Everything that the draft model computes from now on."""
-    backend: Any = drafter._runner
-    backend, seen = backend.backend, []
-    plan = backend.plan
-
-    def watched(packed: PackedInputs) -> StepPlan:
-        seen.append(packed)
-        planned: StepPlan = plan(packed)
-        return planned
-
-    backend.plan = watched
-    return seen
-
-
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", TREES)
 def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> None:
-    shape = make_shape(kind)
-    drafter = make_drafter(shape)
+    drafter = draft_model_drafter(draft_model(), kind, VOCAB_SIZE)
     computed = watch(drafter)
     rows = [sequence([3, 4, 5], "a"), sequence([6], "b", 3), sequence([7, 8], "c")]
     draft = propose(drafter, rows, [14, 14, 2])
-    assert len(computed) <= shape.depth
+    assert len(computed) <= drafter.shape.depth
     assert computed[0].lengths == [3, 1, 2]  # the prompts
     for packed in computed[1:]:
         assert set(packed.request_ids) <= {"a", "b", "c"}
@@ -316,12 +286,12 @@ def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_we
 
 
 @settings(max_examples=20, deadline=None, phases=PHASES)
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", ["chain", *TREES])
 @given(data=st.data())
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, data: st.DataObject) -> None:
     # With a sliding window it matters in which order the KV of an accepted way lies.
-    shape, model = make_shape(kind), draft_model("mistral")
-    drafter = make_drafter(shape, model)
+    model = draft_model("mistral")
+    drafter = draft_model_drafter(model, kind, VOCAB_SIZE)
     running: list[Row] = []
     admitted = 0
     for _ in range(data.draw(st.integers(1, 6), "steps")):
@@ -330,45 +300,22 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
             admitted += 1
         budget = data.draw(st.lists(st.integers(0, 14), min_size=len(running), max_size=len(running)), "budget")
         draft = propose(drafter, running, budget)
-        fresh = propose(make_drafter(shape, model), running, budget)
+        fresh = propose(draft_model_drafter(model, kind, VOCAB_SIZE), running, budget)
         assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(running)))
         if data.draw(st.sampled_from([False, False, True]), "the step fails"):
             continue
+        accepted = list[range]()
         for row, sequence_ in enumerate(running):
-            ways = [(), *(way for way, _ in nodes(draft, row))]
-            sequence_.extend([*data.draw(st.sampled_from(ways), "accepted"), data.draw(TOKENS, "the target's own")])
-        observe(drafter, running, draft)
+            way = data.draw(st.sampled_from([(), *(way for way, _ in nodes(draft, row))]), "accepted")
+            sequence_.extend([*way, data.draw(TOKENS, "the target's own")])
+            accepted.append(range(len(way)))
+        observe(drafter, running, draft, accepted)
         for row in [row for row in running if data.draw(st.booleans(), "finished") or row.num_remaining < 5]:
             drafter.release([row.request_id])
             running.remove(row)
     drafter.release([row.request_id for row in running])
     assert drafter._cache.held == {}
     assert drafter._trees == {}
-    assert drafter._runner.usage.held == 0
-
-
-@looped(
-    "shape",
-    [
-        StaticShape([2, 1, 2]),
-        StaticShape([1, 1, 1, 1]),
-        DynamicShape(12, 4, 3),
-        SequoiaShape(12, 4, 3, [[0.9, 0.05, 0.03]]),
-    ],
-)
-def test_a_draft_model_that_is_the_target_has_a_way_to_the_last_level_accepted_in_every_step(shape: Shape) -> None:
-    target = draft_model(sharpness=40.0)  # so that its own choice is on the most probable way at every depth
-    drafter = make_drafter(shape, target)
-    computed = watch(drafter)
-    engine = Engine(CausalLMRunner(target, backend_for(target)), drafter, batch_size=3)
-    prompts, most = [[3, 4, 5, 3], [6], [7, 8]], 4 * (shape.depth + 1)
-    done = engine.generate(prompts, most, ignore_eos=True)
-    assert [list(each.token_ids) for each in done] == [greedy_reference(target.model, each, most) for each in prompts]
-    assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * 3}
-    # A step begins with what the draft model never saw: the accepted leaf and the target's own token.
-    firsts = [packed.lengths for packed in computed[:: shape.depth]]
-    assert firsts == [[4, 1, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
-    assert len(computed) == 4 * shape.depth
     assert drafter._runner.usage.held == 0
 
 

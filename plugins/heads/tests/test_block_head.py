@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.dflash import DFlashConfig
-from emssd_heads.dflash.drafter import DFlashDrafter
+from emssd_heads.dflash import DFlashConfig, emssd_drafters
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
@@ -23,7 +22,6 @@ from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from tests.support.backends import context_of
 from tests.support.heads import Weights, dense_layer, dense_rms, layer_weights, random_weights, refusal, write_head
-from tests.support.right_drafters import noting
 from tests.support.tiers import looped
 
 VOCAB, SIZE, NUM_NEW = 17, 32, 14
@@ -116,6 +114,29 @@ def written(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
     return write_head(folder / "head", config, weights), config, weights
 
 
+def written_by_speculators(folder: Path, kind: str) -> tuple[str, dict[str, Any], Weights]:
+    """The same for some of the target's tokens, in a container; the config is that of its authors."""
+    _, config, weights = written(folder, kind)
+    drafted = torch.tensor([0, 2, 3, 5, 8, 13])
+    weights.setdefault("lm_head.weight", target().model.lm_head.weight.detach().float())
+    for name in {"lm_head.weight", "markov_head.markov_w2.weight", "refiner_head.readout.weight"} & weights.keys():
+        weights[name] = weights[name][drafted].contiguous()
+    weights |= {"d2t": drafted - torch.arange(len(drafted)), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
+    weights["t2d"][drafted] = True
+    inner = config["dflash_config"]
+    layers = {name: config[name] for name in config if name not in ("architectures", "dflash_config", "block_size")}
+    container = {
+        "speculators_model_type": kind if kind != "plain" else "dflash",
+        "transformer_layer_config": layers | {"model_type": "qwen3"},
+        "draft_vocab_size": len(drafted),
+        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
+        **{name: inner[name] for name in inner if name != "target_layer_ids"},
+        "block_size": config["block_size"],
+        "architectures": config["architectures"],
+    }
+    return write_head(folder / "container", container, weights), config, weights
+
+
 def dense_mixed(w: Weights, part: str, x: torch.Tensor) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
     """Each token of a block mixed with those before it, by weights of its own; and a function that mixes an output."""
     if (base := w.get(f"{part}base_kernel")) is None:
@@ -130,12 +151,15 @@ def dense_mixed(w: Weights, part: str, x: torch.Tensor) -> tuple[torch.Tensor, C
     return convolved(x, 0), lambda out: convolved(out, 1)
 
 
-def dense_refined(w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int) -> torch.Tensor:
+def dense_refined(
+    w: Weights, hidden: torch.Tensor, base: torch.Tensor, before: list[int], passes: int, ids: Sequence[int]
+) -> torch.Tensor:
     """`before` holds the token before the first slot's own, and the first slot's where that is no draft."""
     r = {name.removeprefix("refiner_head."): weight for name, weight in w.items() if "refiner_head." in name}
     logits = base
     for _ in range(passes):
-        tokens = [*before, *logits.argmax(-1).tolist()[len(before) - 1 :]][: len(base)]
+        chosen = [ids[column] for column in logits.argmax(-1).tolist()]
+        tokens = [*before, *chosen[len(before) - 1 :]][: len(base)]
         rows = list[torch.Tensor]()
         for slot, token in enumerate(tokens):
             read = [r["down_h.weight"] @ hidden[slot], r["down_g.weight"] @ hidden.mean(0)]
@@ -174,6 +198,7 @@ def dense_block(w: Weights, config: dict[str, Any], context: torch.Tensor, block
 def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int]) -> list[tuple[int, float]]:
     """The greedy draft after `tokens`, and how sure the drafter is of each token."""
     w = {name: weight.double() for name, weight in weights.items()}
+    ids = range(VOCAB) if "d2t" not in weights else (weights["d2t"] + torch.arange(len(weights["d2t"]))).tolist()
     model, inner = target().model, config["dflash_config"]
     states = model(torch.tensor([[*tokens[:-1]]]), use_cache=False, output_hidden_states=True).hidden_states
     context = torch.cat([states[layer + 1][0] for layer in inner["target_layer_ids"]], dim=-1)
@@ -185,7 +210,7 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     from_anchor = inner.get("sample_from_anchor", "DSpark" in config["architectures"][0])
     if "refiner_head.mix_l" in w:
         first = [tokens[-1]] if from_anchor else [tokens[max(0, len(tokens) - 2)], tokens[-1]]
-        base = dense_refined(w, h, base, first, inner["num_jacobi_passes"])
+        base = dense_refined(w, h, base, first, inner["num_jacobi_passes"], ids)
     h, base = (slots[0 if from_anchor else 1 :] for slots in (h, base))
     drafted, before, memory = list[tuple[int, float]](), tokens[-1], torch.zeros(3, dtype=torch.float64)
     for slot, logits in zip(h, base, strict=True):
@@ -201,10 +226,10 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
         if "candidate_selector.predecessor_codebook" in w:
             part = {name.removeprefix("candidate_selector."): weight for name, weight in w.items()}
             code = part["predecessor_codebook"][before] * (part["hidden_projection.weight"] @ slot)
-            scores = logits + part["successor_codebook"] @ code
+            scores = logits + part["successor_codebook"][: len(logits)] @ code
             best = logits.topk(inner["selector_top_k"]).indices
             logits = torch.full_like(logits, -torch.inf).scatter(0, best, scores[best])
-        before = int(logits.argmax())
+        before = ids[int(logits.argmax())]
         sure = float(logits.softmax(-1).max())
         if (proj := w.get("confidence_head.proj.weight")) is not None:
             read = slot if proj.shape[1] == SIZE else torch.cat([slot, low])
@@ -213,12 +238,22 @@ def dense_draft(weights: Weights, config: dict[str, Any], tokens: Sequence[int])
     return drafted
 
 
+def load(path: str, backend: str = "ragged", **options: Any) -> Any:
+    (spec,) = emssd_drafters()
+    return spec.build(DFlashConfig(path=path, **options), context_of(target(), backend, continuous=backend == "ragged"))
+
+
 @pytest.mark.parametrize(
-    ("kind", "backend"), [*((kind, "ragged") for kind in KINDS), ("sliding", "padded"), ("causal", "padded")]
+    ("kind", "backend", "write"),
+    [
+        *((kind, "ragged", written) for kind in KINDS),
+        *((kind, "padded", written) for kind in ("sliding", "causal")),
+        *((kind, "ragged", written_by_speculators) for kind in ("plain", "dspark", "dflash2", "xpress")),
+    ],
 )
-def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: Path) -> None:
-    path, config, weights = written(tmp_path, kind)
-    drafter = DFlashDrafter.load(DFlashConfig(path=path), context_of(target(), backend, continuous=backend == "ragged"))
+def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, write: Any, tmp_path: Path) -> None:
+    path, config, weights = write(tmp_path, kind)
+    drafter = load(path, backend)
     propose, counts = drafter.propose, list[int]()
 
     def compared(batch: Any, budget: Any) -> Any:
@@ -241,49 +276,11 @@ def test_every_draft_is_that_of_a_dense_pass(kind: str, backend: str, tmp_path: 
     assert drafter._runner._backend.kv_usage.held == 0
 
 
-@pytest.mark.parametrize("kind", ["plain", "dspark", "dflash2", "xpress"])
-def test_a_container_of_speculators_holds_the_same_head(kind: str, tmp_path: Path) -> None:
-    """One for some of the target's tokens."""
-    _, config, weights = written(tmp_path, kind)
-    drafted = torch.tensor([0, 2, 3, 5, 8, 13])
-    for name in ("lm_head.weight", "markov_head.markov_w2.weight", "refiner_head.readout.weight"):
-        if name in weights or name == "lm_head.weight":
-            weights[name] = weights.get(name, target().model.lm_head.weight.detach().float())[drafted].contiguous()
-    weights |= {"d2t": drafted - torch.arange(len(drafted)), "t2d": torch.zeros(VOCAB, dtype=torch.bool)}
-    weights["t2d"][drafted] = True
-    inner = config["dflash_config"]
-    layers = {name: config[name] for name in config if name not in ("architectures", "dflash_config", "block_size")}
-    container = {
-        "speculators_model_type": kind if kind != "plain" else "dflash",
-        "transformer_layer_config": layers | {"model_type": "qwen3"},
-        "draft_vocab_size": len(drafted),
-        "aux_hidden_state_layer_ids": [layer + 1 for layer in inner["target_layer_ids"]],
-        **{name: inner[name] for name in inner if name != "target_layer_ids"},
-        "block_size": config["block_size"],
-        "architectures": config["architectures"],
-    }
-    drafts, path = list[tuple[list[int], list[int]]](), write_head(tmp_path / "container", container, weights)
-    drafter: Any = noting(lambda options, context: load(path), drafts)({}, context_of(target()))
-    assert drafter.hidden_layers == tuple(layer + 1 for layer in inner["target_layer_ids"])
-    assert drafter.target_ids is not None
-    assert drafter.target_ids.tolist() == drafted.tolist()
-    whole = EngineOptions(batch_size=3, on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(target(), None, drafter=drafter, backend="ragged", budget="fixed", options=whole)
-    engine.generate(PROMPTS, 6, ignore_eos=True)
-    tokens = {token for _, chain in drafts for token in chain}
-    assert tokens
-    assert tokens <= set(drafted.tolist())
-
-
 def test_copies_of_the_targets_tables_take_no_memory(tmp_path: Path) -> None:
     tables = {"embed_tokens.weight": target().model.get_input_embeddings(), "lm_head.weight": target().model.lm_head}
     copies = {name: table.weight.detach().clone() for name, table in tables.items()}
     head = load(write_head(tmp_path / "head", CONFIG, random_weights(shapes_of(CONFIG)) | copies))._head
     assert head.embed_tokens is head.lm_head is None
-
-
-def load(path: str, **options: Any) -> DFlashDrafter:
-    return DFlashDrafter.load(DFlashConfig(path=path, **options), context_of(target(), continuous=True))
 
 
 def test_layers_that_no_config_names_are_spread_over_the_target(tmp_path: Path) -> None:

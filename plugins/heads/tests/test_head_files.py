@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_heads import HeadRunner
-from emssd_heads.config import DecoderConfig
+from emssd_heads.config import DecoderConfig, TargetSizes
 from emssd_heads.files import Checkpoint, read_checkpoint
 from emssd_heads.formats import Format, detect, expect
 from emssd_heads.head import Head
@@ -18,7 +18,6 @@ from emssd_heads.layers import Attend, Rotary
 from emssd_heads.loading import HeadFiles
 from emssd_heads.options import tree_of
 from emssd_heads.states import KnownStates
-from emssd_heads.target import TargetSizes
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding

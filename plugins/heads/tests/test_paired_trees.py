@@ -15,7 +15,7 @@ from emssd.drafting import Draft
 from emssd.sequences import Batch, Request
 from tests.support.heads import causal
 from tests.support.hidden import right_states
-from tests.support.perfect_head import random_head
+from tests.support.random_drafters import random_head
 from tests.support.right_drafters import target, trial
 from tests.support.right_drafts import PROMPTS
 from tests.support.tiers import looped

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from emssd_rest import RestConfig
 from emssd_rest.build import build_store
-from emssd_rest.drafter import RestDrafter
+from emssd_rest.drafter import RestDrafter, open_store
 from emssd_rest.store import Store
 from emssd_testing.models import tiny_model
 from hypothesis import given
@@ -53,7 +53,7 @@ def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
 
 def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     text = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 12], [3, 4, 11]]
-    drafter = RestDrafter(RestConfig(num_speculative_tokens=4), Store.open(made(tmp_path, text)))
+    drafter = RestDrafter(RestConfig(num_speculative_tokens=4), opened(tmp_path, text))
     assert drafter.num_speculative_tokens == 4
     batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4]], "abcdef")))
     budget = [9, 1, 4, 0, 4, 4]
@@ -63,11 +63,11 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
 
 
 def test_lengths_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    store = made(tmp_path, [[1, 2, 3]])
+    store = opened(tmp_path, [[1, 2, 3]])
     with pytest.raises(ConfigError, match=r"drafter\.min_match is 5 and drafter\.max_match 4"):
-        RestDrafter.load(RestConfig(store, min_match=5, max_match=4), make_context())
+        RestDrafter(RestConfig(min_match=5, max_match=4), store)
     with pytest.raises(ConfigError, match=r"drafter\.num_nodes is 9 and drafter\.branches 1; a tree has at least 2"):
-        RestDrafter.load(RestConfig(store, num_nodes=9), make_context())
+        RestDrafter(RestConfig(num_nodes=9), store)
 
 
 def test_a_store_that_is_not_given_or_not_there_is_a_config_error_that_says_how_to_make_one() -> None:
@@ -82,16 +82,16 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"its tokenizer \(12 tokens\) is not the target's \(13 tokens\); build one with --tokenizer"
     ):
-        RestDrafter.load(config, make_context(make_tokenizer(13)))
+        open_store(config, make_context(make_tokenizer(13)))
     for same in (make_tokenizer(12), None):  # without one, the ids decide
-        RestDrafter.load(config, make_context(same))
+        open_store(config, make_context(same))
 
 
 def test_a_store_with_ids_beyond_the_targets_vocabulary_is_refused(tmp_path: Path) -> None:
     config = RestConfig(made(tmp_path, [[1, VOCAB_SIZE]]))
     with pytest.raises(ConfigError, match=r"holds token ids up to 13, and the target's vocabulary has 13 tokens"):
-        RestDrafter.load(config, make_context())
-    RestDrafter.load(config, make_context(vocab_size=VOCAB_SIZE + 1))
+        open_store(config, make_context())
+    open_store(config, make_context(vocab_size=VOCAB_SIZE + 1))
 
 
 TOKENS = st.integers(3, 5)

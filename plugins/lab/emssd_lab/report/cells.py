@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -170,14 +170,10 @@ class Grid(NamedTuple):
         return self.rows[self.rows.method == method]
 
 
-def spread_text(form: str = ".2f") -> Callable[[pd.Series], str | None]:
-    """A function from numbers to the text of their spread."""
-
-    def text(values: pd.Series) -> str | None:
-        spread = Spread.of(values)
-        return spread.text(form) if spread else None
-
-    return text
+def spread_text(values: pd.Series, form: str = ".2f") -> str | None:
+    """The text of the spread of these numbers."""
+    spread = Spread.of(values)
+    return spread.text(form) if spread else None
 
 
 def table_of(cells: Any, columns: Mapping[str, Any]) -> Table:

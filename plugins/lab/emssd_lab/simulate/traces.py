@@ -52,11 +52,6 @@ class StageTrace:
                     f"be; record it again"
                 )
 
-    def within(self, budget: int, position: int) -> tuple[int, int]:
-        """The tokens that are drafted at a position within a budget, and how many of these are right."""
-        length = min(budget, self.drafted[position])
-        return length, min(length, self.right[position])
-
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:

@@ -35,11 +35,6 @@ class Notes:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
 
-    @classmethod
-    def of_process(cls) -> Notes:
-        """Of the process that `run_watched` started, for once; of nobody in any other."""
-        return cls(os.environ.pop(cls.variable, None))
-
     @property
     def is_watched(self) -> bool:
         return self._path is not None

@@ -133,7 +133,7 @@ class AttentionBackendConformance(Suite):
             if self._backend().unsupported(run.setting.target.kv_cache_spec(run.batch_size)):
                 return
             takes_trees = self._backend().takes_trees
-            any_drafter = drafters(run.setting.vocab_size, run.setting.references, with_trees=takes_trees)
+            any_drafter = drafters(run.setting.target.vocab_size, run.setting.references, with_trees=takes_trees)
             drafter = data.draw(any_drafter, label="drafter")
             decode(run, self._backend, drafter, "backend.lossless")
 

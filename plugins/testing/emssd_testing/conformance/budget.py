@@ -93,7 +93,7 @@ class BudgetPolicyConformance(ScriptedSuite):
 
         def check(data: st.DataObject) -> None:
             run = data.draw(runs(self.models), label="run")
-            any_drafter = drafters(run.setting.vocab_size, run.setting.references, with_trees=True)
+            any_drafter = drafters(run.setting.target.vocab_size, run.setting.references, with_trees=True)
             several = data.draw(st.lists(any_drafter, min_size=1, max_size=2), label="drafters")
             with self._explained():
                 decode(dataclasses.replace(run, policy=self._policy()), DenseBackend, several, "budget.lossless")

@@ -66,9 +66,9 @@ def speed_table(grid: Grid, theirs: _Theirs | None = None, title: str = "", *, p
     )
     printed = [(theirs or {}).get(method or "", {}).get(size) for (size, _), method in cells.method.first().items()]
     columns = {
-        "tokens/s": cells.rate.agg(spread_text(",.0f")),
+        "tokens/s": cells.rate.agg(spread_text, form=",.0f"),
         "speed-up": [speedup_text(cell) for _, cell in cells],
-        "÷ vanilla": cells.over_vanilla.agg(spread_text()),
+        "÷ vanilla": cells.over_vanilla.agg(spread_text),
         f"paper's speed-up, {title}": [speedup and f"{speedup:.2f}" for speedup in printed],
         "τ": cells.mean_acceptance_length.median().map("{:.2f}".format),
         "padding/new": cells.padding_per_new_token.median().map("{:.0%}".format),
@@ -90,7 +90,7 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     """Compare the gains of the two unpaddings, and the costs of a padded input and a lost slot."""
     ratios = {name: over(grid.of(above), grid.of(below)) for name, (above, below) in _RATIOS.items()}
     sizes = grid.rows.batch_size
-    texts = pd.DataFrame({name: ratio.groupby(sizes).agg(spread_text()) for name, ratio in ratios.items()})
+    texts = pd.DataFrame({name: ratio.groupby(sizes).agg(spread_text) for name, ratio in ratios.items()})
     texts = texts.dropna(how="all").fillna("")
     if texts.empty:
         return

@@ -128,8 +128,8 @@ def step_table(grid: Grid) -> Table:
         lines.append({
             "batch": str(size),
             "tokens": str(tokens),
-            "ms / step": spread_text()(cell.median_ms),
-            "÷ 1 token": spread_text()(cell.over_one) or "",
+            "ms / step": spread_text(cell.median_ms),
+            "÷ 1 token": spread_text(cell.over_one) or "",
             "paper": f"{theirs[tokens] / theirs[1]:.2f}" if quoted else "",
             "floor, ms": f"{1e3 * floor.seconds:.2f} ({floor.bound})",
         })  # fmt: skip
