@@ -295,6 +295,7 @@ def test_ctrl_c_ends_the_server_and_answers_what_runs(
     "arguments, sentence",
     [
         (["nowhere", "port=70000"], "port is 70000; it must be"),
+        (["DIR", "--port", "9000"], "there is no --port; options are written NAME=VALUE, here perhaps port=9000"),
         (["DIR", "check=plain"], "there is no option 'check'"),
         (["DIR", "model.tensor_parallel=true"], "model.tensor_parallel=true is for jobs, and a server is one process"),
         (["DIR", "stop=['']"], "stop holds ''; every stop string is a text of at least one character"),
