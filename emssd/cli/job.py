@@ -23,7 +23,7 @@ from emssd.cli.provenance import description, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
 from emssd.cli.setting import setting_of
 from emssd.cli.terminal import plain_console
-from emssd.cli.text_stream import TextStream
+from emssd.cli.text_stream import TerminalStream
 from emssd.cli.turns import Turns, check_metrics, compared, ratio_interval
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
@@ -237,7 +237,8 @@ class _Run:
                         continue
                     self.output.write_generation(prompts[generation.request_id], generation)
                 rows[finished_by][generation.request_id, generation.sample] = generation
-                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
+                speed, tau = engine.report.tokens_per_second, engine.report.mean_acceptance_length
+                live.tell(before + sum(map(len, rows.values())), f"{speed:.0f} tokens/s, τ {tau:.2f}")
         metrics = engine.report.metrics() | {"other_cpu_share": others.share}
         if len(engines) == 1:
             return rows[engine], {}, metrics
@@ -247,14 +248,14 @@ class _Run:
             metrics[name] = metrics[rate] / max(plain[rate], 1e-9)
         return rows[engine], rows[engines[1]], metrics
 
-    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
+    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TerminalStream | None:
         """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
         console, tokenizer = plain_console(), engine.tokenizer
         is_one = self.config.prompt is not None and len(requests) == 1 and not (self.output.is_stdout or self.brief)
         if not (is_one and console.is_terminal) or getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return None
         self.is_streamed = True
-        return TextStream(console, tokenizer, requests[0].stop)
+        return TerminalStream(console, tokenizer, requests[0].stop)
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
         """Print the results; if brief, only what is wrong. They go to stdout, unless the rows do."""

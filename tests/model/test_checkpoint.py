@@ -14,7 +14,7 @@ import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, dynamic_module_utils
 
 from emssd import Engine
@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {"drafter": "none", "device": "cpu"}
 
 def save_checkpoint(folder: Path, architecture: str = "llama", **overrides: Any) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(13)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tiny_model(architecture, vocab_size=13, dtype=torch.float32, **overrides).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w1", unk_token="w3").save_pretrained(folder)
     return folder

@@ -6,12 +6,12 @@ Oracle: the model's own eager forward pass over each row alone, anew for every t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from emssd_llma import LLMAConfig, Search
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from transformers import PreTrainedModel, masking_utils
@@ -26,7 +26,8 @@ from emssd.model.hf.masks import window_of
 from tests.support.backends import CONFIGS
 from tests.support.tiers import looped
 
-PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]
+from .conftest import LLMA, PROMPTS
+
 LLAMA4: dict[str, Any] = {
     "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2, "moe_layers": [1], "no_rope_layers": [1, 0],
     "attn_temperature_tuning": True, "attn_scale": 1.0,
@@ -37,7 +38,7 @@ FULL = ["full_attention", "full_attention"]
 random_model = partial(tiny_model, max_model_len=64)
 
 
-def alone(model: Any, prompt: list[int], count: int) -> list[int]:
+def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """`greedy_reference` with experts that compute in float64."""
     before, model.config._experts_implementation = model.config._experts_implementation, "eager"
     row = greedy_reference(model, prompt, count)
@@ -195,10 +196,6 @@ class TestExperts:
         assert seen == {"grouped_mm"}
 
 
-SINK_PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
-LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
-
-
 def gpt_oss() -> Any:
     """A tiny one whose sinks take much of the attention, with windows of 6 in every other layer."""
     more: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6}
@@ -216,8 +213,8 @@ def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backen
     for change in (0.0, 3.0):
         for layer in model.model.layers:
             layer.self_attn.sinks.data.add_(change)
-        runs.append([[*row.token_ids] for row in engine.generate(SINK_PROMPTS, 16, ignore_eos=True)])
-        assert runs[-1] == [greedy_reference(model, prompt, 16) for prompt in SINK_PROMPTS]
+        runs.append([[*row.token_ids] for row in engine.generate(PROMPTS, 16, ignore_eos=True)])
+        assert runs[-1] == [greedy_reference(model, prompt, 16) for prompt in PROMPTS]
         assert engine.report.num_accepted > 0
     assert runs[0] != runs[1]
 
@@ -231,9 +228,9 @@ def test_a_backend_that_takes_no_other_sinks_is_refused(monkeypatch: pytest.Monk
     sinks.add_(1.0)
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=r"sinks have changed, .* a PaddedBackend, takes no others"):
-            engine.generate(SINK_PROMPTS, 2)
+            engine.generate(PROMPTS, 2)
     sinks.copy_(before)
-    assert engine.generate(SINK_PROMPTS, 2)
+    assert engine.generate(PROMPTS, 2)
 
 
 def test_no_program_is_made_of_a_model_with_sinks() -> None:

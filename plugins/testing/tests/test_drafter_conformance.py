@@ -38,7 +38,7 @@ def suite_of(name: str) -> type[DrafterConformance]:
     """The suite of one of `DRAFTERS`. Trained parts have random weights, so that little is accepted."""
 
     def make_drafter(self: DrafterConformance, context: DrafterContext) -> Any:
-        files = SimpleNamespace(path=lambda write, *arguments: write(context, *arguments), target=context)
+        files = SimpleNamespace(path=lambda write, *arguments: write(context.target, *arguments), target=context)
         config = DRAFTERS[name](files, {}) if callable(DRAFTERS[name]) else DRAFTERS[name]
         (build,) = (spec.build for spec in registry().specs("drafter") if spec.config is type(config))
         return build(config, context)
