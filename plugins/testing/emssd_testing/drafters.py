@@ -9,7 +9,7 @@ import random
 from abc import abstractmethod
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from emssd.attention.trees import Parents
@@ -29,6 +29,7 @@ __all__ = [
 _SURE = (0.0, 0.2, 0.7, 1.0)
 
 
+@dataclass(eq=False, repr=False)
 class _Informed(Drafter):
     """Knows what the target is going to generate.
 
@@ -39,22 +40,18 @@ class _Informed(Drafter):
         seed: of drafters that draw.
     """
 
-    def __init__(
-        self,
-        vocab_size: int,
-        num_speculative_tokens: int = 4,
-        references: Mapping[Any, Seq[int]] | None = None,
-        *,
-        seed: int = 0,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.num_speculative_tokens = num_speculative_tokens
-        self._references = references or {}
-        self._random = random.Random(seed)
+    vocab_size: int
+    num_speculative_tokens: int = 4
+    references: Mapping[Any, Seq[int]] | None = None
+    seed: int = field(default=0, kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
 
     def upcoming(self, row: Row) -> list[int]:
         """The target's next tokens of `row`, as far as the reference has them."""
-        reference = self._references.get(row.request_id, self._references.get(row.request.prompt_ids, ()))
+        texts: Mapping[Any, Seq[int]] = self.references or {}
+        reference = texts.get(row.request_id, texts.get(row.request.prompt_ids, ()))
         return list(reference[len(row.output_ids) :])
 
 
@@ -93,6 +90,7 @@ class RandomDrafter(ChainDrafter):
         return right + [self._random.randrange(self.vocab_size) for _ in range(length - len(right))]
 
 
+@dataclass(eq=False, repr=False)
 class TreeDrafter(_Informed):
     """Drafts trees of random sizes and shapes: chains and nothing at all, siblings, forests, and any other.
 
@@ -103,24 +101,14 @@ class TreeDrafter(_Informed):
         sure: whether it says how sure it is, which means nothing.
     """
 
+    num_speculative_tokens: int = 8
+    right: float = field(default=0.5, kw_only=True)
+    sure: bool = field(default=False, kw_only=True)
     drafts_trees = True
-
-    def __init__(
-        self,
-        vocab_size: int,
-        num_speculative_tokens: int = 8,
-        references: Mapping[Any, Seq[int]] | None = None,
-        *,
-        right: float = 0.5,
-        sure: bool = False,
-        seed: int = 0,
-    ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references, seed=seed)
-        self._right, self._sure = right, sure
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         draft = Draft.from_trees(self.tree(row, limit) for row, limit in zip(batch, budget, strict=True))
-        if self._sure:
+        if self.sure:
             draft = replace(draft, confidence=tuple(self._random.choice(_SURE) for _ in range(draft.indptr[-1])))
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])
 
@@ -131,7 +119,7 @@ class TreeDrafter(_Informed):
         tokens = []
         for node, parent in enumerate(parents):
             depth = depths.get(parent, len(upcoming))
-            is_right = depth < len(upcoming) and self._random.random() < self._right
+            is_right = depth < len(upcoming) and self._random.random() < self.right
             tokens.append(upcoming[depth] if is_right else self._random.randrange(self.vocab_size))
             if depth < len(upcoming) and tokens[node] == upcoming[depth]:
                 depths[node] = depth + 1

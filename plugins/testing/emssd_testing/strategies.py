@@ -12,14 +12,7 @@ from hypothesis import strategies as st
 from emssd.attention import KVCacheSpec, LayerSpec
 from emssd.drafting import BudgetPolicy, Drafter
 from emssd.drafting.budget import FixedBudget
-from emssd_testing.drafters import (
-    PerfectDrafter,
-    RandomDrafter,
-    ScriptedBudget,
-    TreeDrafter,
-    WrongDrafter,
-    any_parents,
-)
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget, TreeDrafter, WrongDrafter, any_parents
 
 __all__ = ["Waves", "drafters", "kv_layers", "policies", "trees"]
 

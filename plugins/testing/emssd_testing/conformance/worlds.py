@@ -39,7 +39,7 @@ class World(ABC):
     Attributes:
         kind: of the plugins; whatever a call raises breaks its rule ``KIND.raises``.
         piece: tokens of another prompt that run beside the rows of every third step of `live`.
-        decisions: of the step, by request id.
+        decisions: of the step, by request id; empty at first.
     """
 
     kind: ClassVar[str]
@@ -47,14 +47,14 @@ class World(ABC):
 
     def __init__(
         self,
+        decisions: dict[str, Decision],
         drafters: Seq[Drafter],
         policy: BudgetPolicy,
         vocab_size: int = VOCAB_SIZE,
         make_timer: Callable[[], StepTimer] = StepTimer,
         target: BorrowedTarget | None = None,
     ) -> None:
-        self.decisions: dict[str, Decision] = {}
-        self._scheduler, self._num_steps = ScriptedScheduler(), 0
+        self.decisions, self._scheduler, self._num_steps = decisions, ScriptedScheduler(), 0
         self._engine = Engine(
             ScriptedRunner(vocab_size, target, self.decisions),
             drafters,
@@ -123,9 +123,10 @@ class DrafterWorld(World):
     kind = "drafter"
 
     def __init__(self, watched: list[WatchedDrafter], vocab_size: int, target: BorrowedTarget | None = None) -> None:
-        policy = _KeepScripted()
-        super().__init__(watched, policy, vocab_size, target=target)
-        self._drafts, policy.decisions = policy.drafts, self.decisions
+        decisions = dict[str, Decision]()
+        policy = _KeepScripted(decisions)
+        super().__init__(decisions, watched, policy, vocab_size, target=target)
+        self._drafts = policy.drafts
 
     def outputs(self, name: str) -> list[str]:
         return [f"{shown(nodes)}" for nodes in self._drafts.get(name, [])]
@@ -134,9 +135,8 @@ class DrafterWorld(World):
 class _KeepScripted(BudgetPolicy):
     """Allots up to the limits, trims as the script says, and remembers all drafts."""
 
-    decisions: Mapping[str, Decision]
-
-    def __init__(self) -> None:
+    def __init__(self, decisions: Mapping[str, Decision]) -> None:
+        self._decisions = decisions
         self.drafts: dict[str, list[Nodes]] = {}
 
     def allot(self, step: BudgetStep) -> Seq[int]:
@@ -145,7 +145,7 @@ class _KeepScripted(BudgetPolicy):
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         for name, nodes in nodes_of(step.batch, draft).items():
             self.drafts.setdefault(name, []).append(nodes)
-        keep = [self.decisions[name].keep for name in step.batch.request_ids]
+        keep = [self._decisions[name].keep for name in step.batch.request_ids]
         return [min(length, most) for length, most in zip(draft.lengths, keep, strict=True)]
 
 
@@ -155,11 +155,10 @@ class PolicyWorld(World):
     kind, piece = "budget", 30
 
     def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:
-        drafters = [_ScriptDrafter(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
-        self._watched = watched
-        super().__init__(drafters, watched, make_timer=_Formula)
-        for drafter in drafters:
-            drafter.decisions = self.decisions
+        decisions = dict[str, Decision]()
+        stages = range(num_stages) if num_stages > 1 else [None]
+        self._watched, drafters = watched, [_ScriptDrafter(stage, drafts, decisions) for stage in stages]
+        super().__init__(decisions, drafters, watched, make_timer=_Formula)
 
     def outputs(self, name: str) -> list[str]:
         return [f"{list(numbers)} by {method}" for method, numbers in self._watched.decisions]
@@ -181,18 +180,17 @@ class _ScriptDrafter(Drafter):
     """
 
     num_speculative_tokens = _LONGEST
-    decisions: Mapping[str, Decision]
     _goes_on: GoesOn | None = None
 
-    def __init__(self, stage: int | None, drafts: Drafts) -> None:
+    def __init__(self, stage: int | None, drafts: Drafts, decisions: Mapping[str, Decision]) -> None:
         self.drafts_trees = drafts != "chains"
-        self._stage, self._drafts = stage, drafts
+        self._stage, self._drafts, self._decisions = stage, drafts, decisions
 
     def end_by(self, goes_on: GoesOn | None) -> None:
         self._goes_on = goes_on
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        decisions = [self.decisions[row.request_id] for row in batch]
+        decisions = [self._decisions[row.request_id] for row in batch]
         wanted = [0 if self._stage == 0 and decision.keep % 2 else decision.keep for decision in decisions]
         lengths = [min(length, limit) for length, limit in zip(wanted, budget, strict=True)]
         if self._goes_on is not None:  # any answer will do

@@ -8,17 +8,7 @@ from math import log2
 
 import pandas as pd
 
-from emssd_lab.report.cells import (
-    Grid,
-    Spread,
-    grids,
-    line_name,
-    over,
-    speedup_text,
-    speedups,
-    spread_text,
-    table_of,
-)  # fmt: skip
+from emssd_lab.report.cells import Grid, Spread, grids, line_name, over, speedup_text, speedups, spread_text, table_of
 from emssd_lab.report.figures import Curve, colour, speed_chart
 from emssd_lab.report.paper import paper
 from emssd_lab.report.sections.common import Section
