@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from emssd.decoding.engine import Engine
+    from emssd.integrations.continuous_batching import speculate
     from emssd.integrations.custom_generate import custom_generate
     from emssd.sampling import SamplingParams
     from emssd.sequences import Generation
 
-__all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_generate"]
+__all__ = ["Engine", "Generation", "SamplingParams", "__version__", "custom_generate", "speculate"]
 
 __version__ = version("emssd")
 
@@ -24,6 +25,7 @@ _HOMES = {
     "Generation": "emssd.sequences.generation",
     "SamplingParams": "emssd.sampling",
     "custom_generate": "emssd.integrations.custom_generate",
+    "speculate": "emssd.integrations.continuous_batching",
 }
 
 

@@ -13,9 +13,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from emssd.cli import option_texts as docstrings
 from emssd.cli.config import (
+    DecodeConfig,
     ExperimentConfig,
     RunConfig,
     SamplingConfig,
+    ServeConfig,
     TaskConfig,
     conf_dir,
 )
@@ -65,6 +67,8 @@ def page() -> str:
         what = (_GROUPS | _MORE)[name]
         lines.append(f"- `{name}` · [a choice](#{name}) · {choice}: {what}")
     lines += _options(RunConfig, [field for field in own if field.name not in chosen])
+    lines += ["## Server", "", docstrings.introduction(ServeConfig), ""]
+    lines += _options(ServeConfig, set(dataclasses.fields(ServeConfig)) - set(dataclasses.fields(DecodeConfig)))
     lines += ["## Engine", "", docstrings.introduction(EngineOptions), ""]
     lines += _options(EngineOptions, dataclasses.fields(EngineOptions))
     kinds = {

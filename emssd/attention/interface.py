@@ -115,7 +115,8 @@ class StepPlan:
             step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
-        compile: of a `TargetModel` and indices of hidden states a function that runs it in fewer launches, or ``None``.
+        compile: ``compile(target, indices)`` gives a function that runs the `TargetModel` in fewer launches, with these
+            hidden states; ``None`` runs it as it is.
         landing: ``[b * m]`` int64, the backend's memory on the host for the likeliest token of each projected row, the
             same in all steps of a recording; or ``None``.
     """
@@ -221,11 +222,11 @@ class AttentionBackend(ABC):
     def plan(self, packed: PackedInputs) -> StepPlan:
         """Once a step: reserve room for the new tokens and prepare indices and masks.
 
-        A new request id begins an empty row. What each token sees, `PackedInputs` says. Padding tokens may carry any
+        A new request id begins an empty row. `PackedInputs` says what each token sees. Padding tokens may carry any
         valid id and position.
 
-        A step may fail after this call. Then the same or other rows are planned next, without a commit between. The new
-        tokens of row ``i`` follow the first ``kv_lens[i]`` less their number; forget all tokens after them.
+        If a step fails, the next one is planned without a commit. So a row keeps only its tokens before the new ones,
+        ``kv_lens[i]`` less the number of new ones; forget all later tokens.
         """
 
     @abstractmethod

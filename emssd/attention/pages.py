@@ -23,10 +23,9 @@ _NONE: array[int] = array("i")
 class PageTable:
     """Page lists of sequences over one pool that grows on demand.
 
-    Sequences that begin alike can share whole pages: `publish` makes those of one known, and `adopt` gives them to
-    another. Known pages that nobody holds stay known until their memory is needed; the longest unused go first.
-
-    A shared page is never written to, nor is a known one. A sequence that would write into one gets a copy first.
+    Sequences that begin alike can share whole pages. A page is *known* when `publish` has noted its tokens, so that
+    `adopt` can find it; it is *shared* while several sequences hold it. Known pages that nobody holds stay until their
+    memory is needed; the longest unused go first. A sequence that would write into a known or shared page gets a copy.
 
     Args:
         page_size: tokens per page.

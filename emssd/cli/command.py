@@ -25,10 +25,10 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 
-from emssd.cli.config import RunConfig, conf_dir, register_configs
+from emssd.cli.config import RunConfig, ServeConfig, conf_dir, register_configs
 from emssd.cli.jobs import Jobs, SweptRun
 from emssd.cli.option_texts import choice_text, option_texts, preset_text, written
-from emssd.cli.options import explained, to_options
+from emssd.cli.options import explained, to_objects, to_options
 from emssd.cli.terminal import INTERRUPTED
 from emssd.data.model_folder import check_folder
 from emssd.decoding.options import EngineOptions
@@ -70,8 +70,13 @@ def main() -> None:
     registry = Registry()
     register_configs(registry, runnable=True)
     OmegaConf.register_new_resolver("emssd_help", partial(_help_text, registry), replace=True)
-    sys.argv[1:] = [_quoted_prompt(_with_folder(argument)) for argument in sys.argv[1:]]
+    is_server = sys.argv[1:2] == ["serve"]
+    arguments = _naming_model(sys.argv[2:]) if is_server else sys.argv[1:]
+    sys.argv[1:] = [_quoted_prompt(_with_folder(argument)) for argument in arguments]
     _check_flags(sys.argv[1:])
+    if is_server:
+        _serve(registry)
+        return
     with closing(Jobs(registry)) as jobs:
         composed = _compose(jobs, registry)
         for job in composed:
@@ -124,6 +129,25 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
     return [job._replace(swept=job.swept and replace(job.swept, total=total)) for job in composed]
 
 
+def _serve(registry: Registry) -> None:
+    composed = list[DictConfig]()
+
+    @hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="serve")
+    def compose(config: DictConfig) -> None:
+        if HydraConfig.get().mode is RunMode.MULTIRUN:
+            raise ConfigError("a server has one set of options, and -m sweeps over several; leave -m out")
+        composed.append(config)
+
+    with explained(registry):
+        compose()
+    for config in composed:  # none with --help
+        options = to_objects(config, registry)
+        assert isinstance(options, ServeConfig)
+        from emssd.cli.serve import run_server
+
+        run_server(options, registry)
+
+
 def _run(job: _Composed, jobs: Jobs) -> None:
     options, folder = job.options, Path(job.options.output_dir)
     try:
@@ -157,7 +181,7 @@ def _check_path(arguments: list[str]) -> None:
 
 def _check_flags(arguments: list[str]) -> None:
     """Refuse options that are written as flags, such as ``--drafter``, which Hydra would answer with its own usage."""
-    names = {field.name for field in fields(RunConfig)}
+    names = {field.name for field in (*fields(RunConfig), *fields(ServeConfig))}
     for number, argument in enumerate(arguments, 1):
         flag, has_value, value = argument.partition("=")
         name = flag.lstrip("-").replace("-", "_")
@@ -167,6 +191,13 @@ def _check_flags(arguments: list[str]) -> None:
                 f"there is no {flag}; options are written NAME=VALUE, here perhaps {name}={value}; "
                 f"python -m emssd --help lists all"
             )
+
+
+def _naming_model(arguments: list[str]) -> list[str]:
+    """The arguments of ``emssd serve``, of which the first may be the model alone."""
+    if not arguments or arguments[0].startswith("-") or "=" in arguments[0]:
+        return arguments
+    return [f"model.path={_in_quotes(arguments[0])}", *arguments[1:]]
 
 
 def _with_folder(argument: str) -> str:
@@ -187,8 +218,12 @@ def _quoted_prompt(argument: str) -> str:
     name, equals, text = argument.partition("=")
     if name not in ("prompt", "sampling.grammar") or text in ("", "null") or re.fullmatch(_IN_QUOTES, text, re.DOTALL):
         return argument
+    return f"{name}{equals}{_in_quotes(text)}"
+
+
+def _in_quotes(text: str) -> str:
     escaped = re.sub(r"(\\*)\$\{", lambda match: rf"{match[1] * 2}\${{", text)
-    return f"{name}{equals}{QuotedString(escaped, Quote.single).with_quotes()}"
+    return str(QuotedString(escaped, Quote.single).with_quotes())
 
 
 def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
@@ -198,10 +233,14 @@ def _help_text(registry: Registry, *, _root_: DictConfig) -> str:
     """
     width = min(shutil.get_terminal_size().columns, _WIDEST)
     choices = partial(_choices, registry, _root_, width)
-    lines = ["Choose as GROUP=NAME (* is what is chosen now):", "", *map(choices, _CHOSEN)]
-    lines += ["", "  for experiments, which are sweeps of their own, see docs/experiments.md:", ""]
-    lines += [*map(choices, _COMPARED), "", "Set options as NAME=VALUE:", "", *_options(_root_, RunConfig, "", width)]
-    for group in _CHOSEN:
+    chosen = [group for group in _CHOSEN if group in _root_]
+    lines = ["Choose as GROUP=NAME (* is what is chosen now):", "", *map(choices, chosen)]
+    if "experiment" in _root_:  # of a server, it is not
+        lines += ["", "  for experiments, which are sweeps of their own, see docs/experiments.md:", ""]
+        lines += map(choices, _COMPARED)
+    config = RunConfig if "experiment" in _root_ else ServeConfig
+    lines += ["", "Set options as NAME=VALUE:", "", *_options(_root_, config, "", width)]
+    for group in chosen:
         node = _root_._get_node(group)
         if isinstance(node, DictConfig) and isinstance(kind := OmegaConf.get_type(node), type) and kind is not dict:
             options = [*_options(node, kind, f"{group}.", width)]

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field, fields
 from enum import Enum
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from typing import Annotated, Any, cast, get_type_hints
 
 import yaml  # type: ignore[import-untyped]  # it has no stubs of its own
 from hydra.core.config_store import ConfigStore
@@ -17,7 +17,7 @@ from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
 from emssd.errors.faults import described
-from emssd.errors.ranges import AtLeastOne
+from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import KINDS, Registry
 from emssd.hooks.structured import structured
@@ -26,8 +26,10 @@ from emssd.sampling import SamplingParams
 __all__ = [
     "DEFAULT_OUTPUT_DIR",
     "STDOUT",
+    "DecodeConfig",
     "OnError",
     "RunConfig",
+    "ServeConfig",
     "changed_options",
     "conf_dir",
     "no_size",
@@ -112,18 +114,53 @@ SamplingConfig = _sampling_config()
 
 
 @dataclass
-class RunConfig(EngineOptions):
-    r"""Options of one run of ``python -m emssd``, beside those of `EngineOptions`.
+class DecodeConfig(EngineOptions):
+    r"""Options of a run and of a server, beside those of `EngineOptions`.
 
     Attributes:
-        drafter, backend, budget, model, data, sampling: config groups; see ``--help`` for what is installed.
-        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
+        drafter, backend, budget, model, sampling: config groups; see ``--help`` for what is installed.
         speculate: ``false`` decodes plainly whatever the drafter is, to have something to compare with.
         max_new_tokens: upper limit of new tokens per prompt; ``data.max_new_tokens_field`` gives prompts their own.
         stop: texts that end a sequence, as in ``stop='["\n\n","Question:"]'``; ``\n``, ``\t``, ``\r`` and ``\\``
             stand for newline, tab, carriage return and backslash.
         chat_template: a Jinja file that makes prompts of conversations, in the place of the tokenizer's own template.
         ignore_eos: let only limits and stop strings end a sequence (for benchmarks).
+        num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
+    """
+
+    drafter: Any = MISSING
+    backend: Any = MISSING
+    budget: Any = MISSING
+    model: ModelOptions = field(default_factory=ModelOptions)
+    sampling: Any = field(default_factory=SamplingConfig)
+    speculate: bool = True
+    max_new_tokens: AtLeastOne = 128
+    stop: list[str] = field(default_factory=list)
+    chat_template: str | None = None
+    ignore_eos: bool = False
+    num_threads: AtLeastOne | None = None
+
+
+@dataclass
+class ServeConfig(DecodeConfig):
+    """Options of ``emssd serve``, beside those of a run that say how to decode.
+
+    Attributes:
+        host: the address that is listened on; ``0.0.0.0`` is every one of this machine.
+        port: of the address; 0 is any that is free.
+    """
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535)] = 8000
+
+
+@dataclass
+class RunConfig(DecodeConfig):
+    """Options of one run of ``python -m emssd``, beside those of `DecodeConfig`.
+
+    Attributes:
+        data: config group; see ``--help`` for what is installed.
+        prompt: decode this text, and nothing else; it is taken as it stands, without Hydra's quotes.
         check: ``plain`` also decodes without drafts, by turns, and compares every token and the speed. ``greedy`` is
             its older name.
         on_error: ``fail`` stops at a prompt that cannot be used; ``skip`` notes it in ``errors.jsonl`` and goes on;
@@ -135,7 +172,6 @@ class RunConfig(EngineOptions):
         progress: show a progress bar.
         figures: print the speed and what it says of the drafts; ``null`` does so unless there is a `prompt`.
         details: print all figures, which are in ``metrics.json`` as well.
-        num_threads: CPU threads of PyTorch; ``null`` leaves its choice.
         experiment: config group: sweeps whose runs are compared, such as those of the paper.
         size: of an experiment: ``toy`` (seconds), ``small`` (minutes on two cores), ``paper`` (a GPU, real weights), or
             ``shapes`` (the paper's shapes with random weights, and replayed acceptance).
@@ -143,18 +179,8 @@ class RunConfig(EngineOptions):
         repeat: which repetition of an experiment this is.
     """
 
-    drafter: Any = MISSING
-    backend: Any = MISSING
-    budget: Any = MISSING
-    prompt: str | None = None
-    speculate: bool = True
-    model: ModelOptions = field(default_factory=ModelOptions)
     data: Any = MISSING
-    sampling: Any = field(default_factory=SamplingConfig)
-    max_new_tokens: AtLeastOne = 128
-    stop: list[str] = field(default_factory=list)
-    chat_template: str | None = None
-    ignore_eos: bool = False
+    prompt: str | None = None
     check: Check | None = None
     on_error: OnError = OnError.auto
     output_dir: str = DEFAULT_OUTPUT_DIR
@@ -163,7 +189,6 @@ class RunConfig(EngineOptions):
     progress: bool = True
     figures: bool | None = None
     details: bool = False
-    num_threads: AtLeastOne | None = None
     experiment: ExperimentConfig | None = None
     size: Size = Size.small
     method: str | None = None
@@ -228,6 +253,7 @@ def register_configs(registry: Registry, *, runnable: bool = False) -> None:
     """
     store = ConfigStore.instance()
     store.store(name="run", node=structured(RunConfig))
+    store.store(name="server", node=structured(ServeConfig))
     store.store(group="model", name="hf", node=structured(ModelOptions), provider="emssd")
     store.store(group="sampling", name="greedy", node=structured(SamplingConfig), provider="emssd")
     absent = {(record.kind, record.name) for record in registry.records if runnable and record.state == "unavailable"}

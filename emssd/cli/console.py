@@ -112,7 +112,7 @@ def print_texts(console: Console, rows: Iterable[tuple[Prompt, Generation]]) -> 
     for prompt, number, text in islice(with_text, _SHOWN_TEXTS):
         sample = f", sample {number}" if number else ""
         console.print(Text(prompt.prompt_id + sample, style="bold"))
-        for label, words in (("prompt", _end_of(prompt)), ("text", short_start(text))):
+        for label, words in (("prompt", _end_of(prompt)), ("text", shortened(text, _SHOWN_TEXT))):
             console.print(Padding(Text.assemble((f"{label}: ", "dim"), words), (0, 0, 0, 2), expand=False))
 
 
@@ -133,24 +133,16 @@ def harmless(text: str) -> str:
 def _end_of(prompt: Prompt) -> str:
     if prompt.token_ids is not None:
         return f"{len(prompt.token_ids)} token ids"
-    return short_end(prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"]))
+    text = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
+    return shortened(text, _SHOWN_PROMPT, keep_end=True)
 
 
-def short_end(text: str, length: int = _SHOWN_PROMPT) -> str:
-    """The last characters of `text`, in one paragraph."""
-    words = _one_paragraph(text)
-    return words if len(words) <= length else f"… {words[-length:].lstrip()}"
-
-
-def short_start(text: str, length: int = _SHOWN_TEXT) -> str:
-    """The first characters of `text`, in one paragraph."""
-    words = _one_paragraph(text)
-    return words if len(words) <= length else f"{words[:length].rstrip()} …"
-
-
-def _one_paragraph(text: str) -> str:
-    """`text` without line breaks, and without what could command a terminal."""
-    return " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text).split())
+def shortened(text: str, length: int, *, keep_end: bool = False) -> str:
+    """The first or last characters of `text`, in one paragraph, without what could command a terminal."""
+    words = " ".join(re.sub(r"[\x00-\x1f\x7f-\x9f]+", " ", text).split())
+    if len(words) <= length:
+        return words
+    return f"… {words[-length:].lstrip()}" if keep_end else f"{words[:length].rstrip()} …"
 
 
 def remarks(metrics: dict[str, Any], *, drafts: bool) -> list[str]:

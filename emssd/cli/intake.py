@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import cache
 
-from emssd.cli.config import OnError, RunConfig, prompt_source
+from emssd.cli.config import DecodeConfig, OnError, RunConfig, prompt_source
 from emssd.cli.provenance import machine_rates
 from emssd.data.chat import encode_chat, require_template
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig, Truncate, checked, encode_text, truncated, unescaped
@@ -19,8 +20,8 @@ from emssd.sampling.params import MOST_SAMPLES, SamplingParams
 from emssd.sequences import Generation, Request, StopStrings
 
 __all__ = [
-    "Failures", "check_options", "make_engine", "num_samples", "prompts_of", "sampling_of", "template_of",
-    "to_requests",
+    "Failures", "check_options", "make_engine", "most_steps", "num_samples", "prompts_of", "sampling_of",
+    "template_of", "to_requests",
 ]  # fmt: skip
 
 _LONGEST_ID = 19  # digits of a token id that no model has
@@ -89,7 +90,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def sampling_of(
-    config: RunConfig, prompt: Prompt | None = None, vocab_size: int | None = None
+    config: DecodeConfig, prompt: Prompt | None = None, vocab_size: int | None = None
 ) -> SamplingParams | None:
     """The sampling of the run, or of `prompt` in it; ``None`` is greedy. Raises PromptError for an invalid option of
     the prompt.
@@ -118,7 +119,7 @@ def sampling_of(
 
 
 def make_engine(
-    config: RunConfig,
+    config: DecodeConfig,
     registry: Registry,
     models: ModelCache,
     *,
@@ -135,7 +136,7 @@ def make_engine(
         target, tokenizer = models.target(config.model)
         if num_steps is not None:
             target.compile_if_it_pays(num_steps(target.max_model_len))
-        if config.experiment is not None:
+        if isinstance(config, RunConfig) and config.experiment is not None:
             machine_rates(target.device, target.dtype)  # for its row; now, while no KV cache takes the memory it needs
     plain = baseline is not None or not config.speculate
     return Engine.assemble(
@@ -165,13 +166,26 @@ def num_samples(config: RunConfig, prompt: Prompt) -> int:
     return number if isinstance(number, int) and 0 < number <= MOST_SAMPLES else 1
 
 
-def template_of(config: RunConfig) -> str | None:
+def most_steps(config: RunConfig, prompts: Iterable[Prompt], longest: int) -> int:
+    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
+    limits = [
+        min(prompt.max_new_tokens or config.max_new_tokens, longest)
+        for prompt in prompts
+        for _ in range(num_samples(config, prompt))
+    ]
+    ends = [0] * min(config.batch_size, len(limits))
+    for limit in limits:
+        heapq.heapreplace(ends, ends[0] + limit)  # in the row of the batch that is free first
+    return max(ends, default=0)
+
+
+def template_of(config: DecodeConfig) -> str | None:
     """The text of the file that `chat_template` names."""
     return None if config.chat_template is None else text_in(*content_of(config.chat_template, "chat_template="))
 
 
 def to_requests(
-    config: RunConfig,
+    config: DecodeConfig,
     engine: Engine,
     prompts: Iterable[Prompt],
     failures: Failures,
@@ -181,8 +195,10 @@ def to_requests(
 
     A request is one sample of a prompt; `finished` ones, by id of the prompt and index of the sample, are left out.
     """
-    template = template_of(config)
-    if isinstance(config.data, SourceConfig) and config.data.chat:
+    template, source = template_of(config), getattr(config, "data", None)
+    if not isinstance(source, SourceConfig):  # of a server, or of a plugin, which may cut its prompts in its own way
+        source = SourceConfig()
+    if source.chat:
         require_template(engine.tokenizer, template)
     stops = cache(lambda strings: StopStrings(strings, engine.tokenizer) if strings else None)
     common = tuple(map(unescaped, config.stop))
@@ -192,7 +208,7 @@ def to_requests(
     for prompt in prompts:
         limit = config.max_new_tokens if prompt.max_new_tokens is None else prompt.max_new_tokens
         try:
-            ids = _encoded(config, engine, prompt, limit, template)
+            ids = _encoded(source, engine, prompt, limit, template)
             sampling = sampling_of(config, prompt, engine.runner.vocab_size)
             stop = stops(common if prompt.stop is None else prompt.stop)
             request = Request(prompt.prompt_id, tuple(ids), limit, eos, stop, sampling)
@@ -208,11 +224,8 @@ def to_requests(
     return requests
 
 
-def _encoded(config: RunConfig, engine: Engine, prompt: Prompt, limit: int, template: str | None) -> list[int]:
-    name, options = prompt.prompt_id, config.data
-    if not isinstance(options, SourceConfig):  # a plugin's source may cut its prompts in its own way
-        options = SourceConfig()
-    messages = prompt.messages
+def _encoded(options: SourceConfig, engine: Engine, prompt: Prompt, limit: int, template: str | None) -> list[int]:
+    name, messages = prompt.prompt_id, prompt.messages
     if messages is None and options.chat and prompt.text:
         messages = ({"role": "user", "content": prompt.text},)
     if prompt.token_ids is not None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,18 +16,18 @@ import torch
 from emssd.cli.busy import OtherProcesses, cpu_times
 from emssd.cli.config import STDOUT, RunConfig, prompt_source
 from emssd.cli.console import print_check, print_failures, print_report, print_texts, print_whole, remarks
-from emssd.cli.intake import Failures, check_options, make_engine, num_samples, prompts_of, to_requests
+from emssd.cli.intake import Failures, check_options, make_engine, most_steps, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
-from emssd.cli.provenance import hardware, plugins, versions
+from emssd.cli.provenance import description, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
-from emssd.cli.setting import label_of, setting_of
+from emssd.cli.setting import setting_of
 from emssd.cli.terminal import plain_console
-from emssd.cli.text_stream import TextStream
-from emssd.cli.turns import Turns, ratio_interval
+from emssd.cli.text_stream import TerminalStream
+from emssd.cli.turns import Turns, check_metrics, compared, ratio_interval
 from emssd.data.prompts import Prompt
 from emssd.decoding.caches import make_backend
-from emssd.decoding.check import CheckReport, compare
+from emssd.decoding.check import CheckReport
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, EmssdError, PromptError
 from emssd.errors.faults import blame
@@ -42,7 +41,7 @@ from emssd.sequences import Generation, Request
 
 __all__ = ["run_job"]
 
-_Done = dict[tuple[str, int], Generation]  # by `_key`
+_Done = dict[tuple[str, int], Generation]  # by the id of the prompt, and the sample
 
 
 @dataclass(frozen=True)
@@ -135,30 +134,32 @@ class _Run:
         if not requests:
             return self.end_without_rows()
         self.output.begin(self.config_text, self.failures.prompts, made_with(config, engine.target))
-        engines, described = [engine], _describe(config, engine, self.registry)  # now: a check brings no plugins in use
+        engines = [engine]
+        described = description(config, engine, self.registry)  # now: a check brings no plugins in use
         if config.check is not None:
             engines.append(make_engine(config, self.registry, self.models, baseline=engine))
         done, expected, figures = self._decode(engines, requests)
         if not done:
             return self.end_without_rows()
-        requests = [request for request in requests if _key(request) in done]
+        requests = [request for request in requests if (request.prompt_id, request.sample) in done]
         output.write_errors(self.failures.prompts)
         metrics = described | self._counts(len(requests)) | figures
         output.write_metrics(metrics)  # now, so that an interrupted comparison does not lose them
         self._write_answers()
         report = None
         if config.check is not None:
-            report = self._compare(engine, requests, done, expected)
-            metrics["check"] = _check_metrics(report)
+            backend = make_backend(engine.target.kv_cache_spec(1), config.backend, self.registry)
+            report = compared(engine, CausalLMRunner(engine.target, backend), requests, done, expected)
+            metrics["check"] = check_metrics(report)
             output.write_metrics(metrics)
-        result = JobResult(metrics, [done[_key(request)] for request in requests], engine)
+        result = JobResult(metrics, [done[request.prompt_id, request.sample] for request in requests], engine)
         self._print(result, report)
         return result
 
     def _load(self, *, alone: bool) -> Engine:
         config = self.config
         self.quiet.print(f"loading {config.model.path} …")
-        steps = partial(_most_steps, config, self.left) if alone else None
+        steps = partial(most_steps, config, self.left) if alone else None
         if (before := were_compiled(self.output)) is not None:
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, compile=before))
         with loading_shown(self.quiet, show=config.progress):
@@ -216,7 +217,7 @@ class _Run:
     def _decode(self, engines: Seq[Engine], requests: Seq[Request]) -> tuple[_Done, _Done, dict[str, Any]]:
         """Decode with the first engine, by turns with the second one where there is one, under live figures.
 
-        Rows of the first go to the output as they finish. Returns the rows of both by `_key`, and the metrics.
+        Rows of the first go to the output as they finish. Returns the rows of both, and the metrics.
         """
         engine, prompts = engines[0], {prompt.prompt_id: prompt for prompt in self.left}
         rows: dict[Engine, _Done] = {maker: {} for maker in engines}
@@ -236,40 +237,25 @@ class _Run:
                         continue
                     self.output.write_generation(prompts[generation.request_id], generation)
                 rows[finished_by][generation.request_id, generation.sample] = generation
-                live.row_done(engine.report.tokens_per_second, engine.report.mean_acceptance_length)
+                speed, tau = engine.report.tokens_per_second, engine.report.mean_acceptance_length
+                live.tell(before + sum(map(len, rows.values())), f"{speed:.0f} tokens/s, τ {tau:.2f}")
         metrics = engine.report.metrics() | {"other_cpu_share": others.share}
         if len(engines) == 1:
             return rows[engine], {}, metrics
         plain = engines[1].report.metrics() | {"other_cpu_share": others.share}
-        metrics |= {
-            "greedy": plain,
-            "speedup": _ratio(metrics, plain, "decode_tokens_per_second"),
-            "speedup_interval": ratio_interval(turns.parts),
-            "speedup_end_to_end": _ratio(metrics, plain, "tokens_per_second"),
-        }
+        metrics |= {"greedy": plain, "speedup_interval": ratio_interval(turns.parts)}
+        for name, rate in (("speedup", "decode_tokens_per_second"), ("speedup_end_to_end", "tokens_per_second")):
+            metrics[name] = metrics[rate] / max(plain[rate], 1e-9)
         return rows[engine], rows[engines[1]], metrics
 
-    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TextStream | None:
+    def _text_stream(self, engine: Engine, requests: Seq[Request]) -> TerminalStream | None:
         """For the text of one prompt on a terminal; some tokenizers change a text's spaces when more of it comes."""
         console, tokenizer = plain_console(), engine.tokenizer
         is_one = self.config.prompt is not None and len(requests) == 1 and not (self.output.is_stdout or self.brief)
         if not (is_one and console.is_terminal) or getattr(tokenizer, "clean_up_tokenization_spaces", False):
             return None
         self.is_streamed = True
-        return TextStream(console, tokenizer, requests[0].stop)
-
-    def _compare(self, engine: Engine, requests: Seq[Request], done: _Done, expected: _Done) -> CheckReport:
-        """Compare what `engine` has done with plain decoding by the same target."""
-        config, target = self.config, engine.target
-        backend = make_backend(target.kv_cache_spec(1), config.backend, self.registry)
-        judge = CausalLMRunner(target, backend)
-        rows = {request.prompt_id: engine.row(request) for request in requests}
-        residual = {_key(request) for request in requests if request.sampling and request.sampling.is_residual}
-        same = [key for key in map(_key, requests) if key not in residual]
-        report = compare([done[key] for key in same], [expected[key] for key in same], judge, rows)
-        drawn = [done[key] for key in map(_key, requests) if key in residual]
-        law = engine.rule.check(drawn, judge, rows) if drawn else None
-        return dataclasses.replace(report, law=law)
+        return TerminalStream(console, tokenizer, requests[0].stop)
 
     def _print(self, result: JobResult, report: CheckReport | None) -> None:
         """Print the results; if brief, only what is wrong. They go to stdout, unless the rows do."""
@@ -305,52 +291,3 @@ class _Run:
 def _own_threads() -> int:
     """PyTorch's own choice, for the jobs of a sweep that leave it; those before may have set another."""
     return torch.get_num_threads()
-
-
-def _most_steps(config: RunConfig, prompts: Seq[Prompt], longest: int) -> int:
-    """The most steps that `prompts` take without drafts, in a model of `longest` tokens."""
-    ends = [0] * min(config.batch_size, sum(num_samples(config, prompt) for prompt in prompts))
-    for prompt in prompts:
-        limit = min(prompt.max_new_tokens or config.max_new_tokens, longest)
-        for _ in range(num_samples(config, prompt)):
-            heapq.heapreplace(ends, ends[0] + limit)  # in the row of the batch that is free first
-    return max(ends, default=0)
-
-
-def _key(request: Request) -> tuple[str, int]:
-    """The key of a request and of its generation: the id of the prompt, and the sample."""
-    return request.prompt_id, request.sample
-
-
-def _describe(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
-    """The part of the metrics that names the run, its software and its machine."""
-    target = engine.target
-    machine = hardware(target.device)
-    made_up = " (random weights)" if config.model.architecture else ""
-    setting = setting_of(config)
-    where = machine["device"] + (f", {target.group.size} processes" if target.group.size > 1 else "")
-    dtype = str(target.dtype).removeprefix("torch.")
-    return {
-        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
-        f"budget={setting['budget']} · batch {config.batch_size} · {dtype} on {where}",
-        "setting": setting,
-        "versions": versions(),
-        "plugins": plugins(registry),
-        "hardware": machine,
-        "compiled": target.why_compiled,
-        "batch_invariance": engine.runner.batch_invariance,
-    }
-
-
-def _check_metrics(report: CheckReport) -> dict[str, Any]:
-    details = [dataclasses.asdict(difference) for difference in report.differences]
-    return {
-        "exact": report.num_exact,
-        "ties": len(report.ties),
-        "differences": len(report.true_differences),
-        "details": [{"id": detail.pop("request_id")} | detail for detail in details],
-    } | ({} if report.law is None else {"law": report.law.metrics})
-
-
-def _ratio(metrics: Mapping[str, Any], plain: Mapping[str, Any], name: str) -> float:
-    return float(metrics[name] / max(plain[name], 1e-9))

@@ -54,7 +54,6 @@ class SweptRun:
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """Of its result."""
         return self.result.metrics if self.result is not None else {}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -176,26 +176,23 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
 def _opened_alone(path: Path) -> FileIO:
     """Open `path` to be read and appended to, and locked until it is closed or this process ends."""
     while True:
-        file = FileIO(path, "a+")
-        try:
+        with ExitStack() as opened:
+            file = opened.enter_context(FileIO(path, "a+"))
             if not file.seekable():
                 raise OutputError(
                     f"{path} is a pipe, and rows go to a file; take it away, or set output_dir to another folder, or "
                     f"to - for stdout"
                 )
-            lock(file.fileno())
-            if is_at(path, file.fileno()):
+            try:
+                lock(file.fileno())
+            except BlockingIOError as error:
+                raise OutputError(
+                    f"output_dir={path.parent} is being written by another run; wait for it, or set output_dir to "
+                    f"another folder"
+                ) from error
+            if is_at(path, file.fileno()):  # else whoever had the lock has removed it since it was opened here
+                opened.pop_all()
                 return file
-        except BlockingIOError as error:
-            file.close()
-            raise OutputError(
-                f"output_dir={path.parent} is being written by another run; wait for it, or set output_dir to another "
-                f"folder"
-            ) from error
-        except BaseException:
-            file.close()
-            raise
-        file.close()  # whoever had the lock has removed the file since it was opened here
 
 
 def _value(line: bytes) -> Any:

@@ -8,17 +8,18 @@ import re
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, RunConfig, no_size, prompt_source
+from emssd.cli.config import DEFAULT_OUTPUT_DIR, STDOUT, DecodeConfig, RunConfig, no_size, prompt_source
 from emssd.data.sources import DemoConfig, TextConfig
 from emssd.errors import ConfigError, EmssdError, did_you_mean
 from emssd.hooks.registry import KINDS, Registry
 
-__all__ = ["explained", "to_options"]
+__all__ = ["explained", "to_objects", "to_options"]
 
 _FULL = "HYDRA_FULL_ERROR"
 _LONGEST = 200  # characters of what was given that an error repeats
@@ -35,23 +36,30 @@ _GONE = {
 
 
 def to_options(config: DictConfig, registry: Registry, *, is_sweep: bool = False) -> RunConfig:
-    """The composed options as dataclasses. Raises ConfigError: a value that cannot be, or options that cannot go
-    together.
+    """The composed options of a run as dataclasses. Raises ConfigError: a value that cannot be, or options that cannot
+    go together.
     """
+    options = to_objects(config, registry)
+    assert isinstance(options, RunConfig)
+    _check_together(options, registry, is_sweep=is_sweep)
+    if options.resume and DEFAULT_OUTPUT_DIR in OmegaConf.to_yaml(config):
+        raise ConfigError("resume=true goes on with the job of a folder; say which, with output_dir=FOLDER")
+    return options
+
+
+def to_objects(config: DictConfig, registry: Registry) -> DecodeConfig:
+    """The composed options of a run or a server as dataclasses. Raises ConfigError: a value that cannot be."""
     _check_names(config, registry)
     try:
         options = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise _as_config_error(error, registry) from error
-    assert isinstance(options, RunConfig)
-    for kind in KINDS:
+    assert isinstance(options, DecodeConfig)
+    for kind in filter(partial(hasattr, options), KINDS):
         name = getattr(chosen := getattr(options, kind), "name", None)
         if name not in registry.names(kind) or not isinstance(chosen, registry.find(kind, name).config):
             names = ", ".join(registry.names(kind))
             raise ConfigError(f"{kind}.name cannot be set by itself; choose with {kind}=NAME, one of {names}")
-    _check_together(options, registry, is_sweep=is_sweep)
-    if options.resume and DEFAULT_OUTPUT_DIR in OmegaConf.to_yaml(config):
-        raise ConfigError("resume=true goes on with the job of a folder; say which, with output_dir=FOLDER")
     return options
 
 

@@ -20,7 +20,7 @@ from emssd.data.typed import read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.sequences import FinishReason, Generation, TokenLogprob
 
-__all__ = ["OutputFolder", "as_asked"]
+__all__ = ["OutputFolder", "as_asked", "record_of"]
 
 _SYNC_SECONDS = 5.0
 
@@ -101,24 +101,9 @@ class OutputFolder:
         self._config, self._failed, self._describe = config, failed, made_with
 
     def write_generation(self, prompt: Prompt, generation: Generation) -> None:
-        """Append one finished row."""
-        record = {
-            "id": prompt.prompt_id,
-            "prompt": as_asked(prompt),
-            "text": generation.text,
-            "token_ids": list(generation.token_ids),
-            "finish_reason": generation.finish_reason.value,
-            "num_prompt_tokens": len(generation.prompt_ids),
-            "num_steps": generation.num_steps,
-            "acceptance_length": generation.acceptance_length,
-            "made_with": self._describe(prompt),
-        }
-        if generation.seed is not None:
-            record |= {"seed": generation.seed, "sample": generation.sample}
-        if generation.logprobs is not None:
-            record["logprobs"] = [_logprob(token) for token in generation.logprobs]
+        record = {"id": prompt.prompt_id, "prompt": as_asked(prompt)} | record_of(generation)
         self._replace_earlier()
-        self._rows.append(_line(record))
+        self._rows.append(_line(record | {"made_with": self._describe(prompt)}))
 
     def _replace_earlier(self) -> None:
         """Cut off what is not kept, drop what would not fit the new rows, and write ``config.yaml``."""
@@ -163,20 +148,17 @@ class OutputFolder:
 
     def answered(self, prompts: Iterable[Prompt]) -> Iterator[tuple[Prompt, list[dict[str, Any]]]]:
         """Each of `prompts` that has rows, with these in the order of their samples."""
-        path = self.path / "generations.jsonl"
-        offsets: defaultdict[str, dict[int, int]] = defaultdict(
-            dict
-        )  # a job may have more rows than memory has room for
-        offset = 0
+        path, end = self.path / "generations.jsonl", 0
+        starts = defaultdict[str, list[tuple[int, int]]](list)  # there may be more rows than memory has room for
         with path.open("rb") if path.exists() else BytesIO() as file:  # all prompts may have failed
             for line in file:
                 row = read_json(line)
-                offsets[row["id"]][row.get("sample", 0)] = offset
-                offset += len(line)
+                starts[row["id"]].append((row.get("sample", 0), end))
+                end += len(line)
             for prompt in prompts:
                 rows = []
-                for _, offset in sorted(offsets.get(prompt.prompt_id, {}).items()):
-                    file.seek(offset)
+                for _, start in sorted(starts.get(prompt.prompt_id, ())):
+                    file.seek(start)
                     rows.append(read_json(file.readline()))
                 if rows:
                     yield prompt, rows
@@ -211,6 +193,23 @@ class _Stdout:
         """There are no earlier lines."""
 
     check = close = cut
+
+
+def record_of(generation: Generation) -> dict[str, Any]:
+    """The fields of a row in ``generations.jsonl``, apart from its prompt and from what it was made with."""
+    record: dict[str, Any] = {
+        "text": generation.text,
+        "token_ids": list(generation.token_ids),
+        "finish_reason": generation.finish_reason.value,
+        "num_prompt_tokens": len(generation.prompt_ids),
+        "num_steps": generation.num_steps,
+        "acceptance_length": generation.acceptance_length,
+    }
+    if generation.seed is not None:
+        record |= {"seed": generation.seed, "sample": generation.sample}
+    if generation.logprobs is not None:
+        record["logprobs"] = [_logprob(token) for token in generation.logprobs]
+    return record
 
 
 def _logprob(token: TokenLogprob) -> dict[str, Any]:

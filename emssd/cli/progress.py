@@ -72,7 +72,7 @@ class Bar:
         show: bool = True,
         log_seconds: float = 60.0,
     ) -> None:
-        self._console, self._title, self._total, self._before, self._done = console, title, total, done, done
+        self._console, self._title, self._total, self._before = console, title, total, done
         self._batch = batch
         self._log_seconds = log_seconds if show and not console.is_terminal else float("inf")
         what, figures = TextColumn("{task.description}", markup=False), TextColumn("{task.fields[live]}")
@@ -96,17 +96,13 @@ class Bar:
         """
         if total is not None and total != self._total:
             self._total, self._before, self._start = total, done, time.monotonic()
-        self._done, now = done, time.monotonic()
+        now = time.monotonic()
         # By the rows that this run has finished: rich's own column forgets rows that took longer than half a minute.
         left = time_left(now - self._start, done - self._before, self._total - done, self._batch)
         self._progress.update(self._task, completed=done, total=self._total, live=live, left=left)
         if now - self._logged >= self._log_seconds:
             self._logged = now
             self._console.print(f"{self._title} {', '.join(filter(None, (f'{done}/{self._total}', live, left)))}")
-
-    def row_done(self, tokens_per_second: float, acceptance: float) -> None:
-        """One more row is done, with these figures by now."""
-        self.tell(self._done + 1, f"{tokens_per_second:.0f} tokens/s, τ {acceptance:.2f}")
 
 
 @contextmanager

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 
+from emssd.cli.config import RunConfig
+from emssd.cli.setting import label_of, setting_of
+from emssd.decoding.engine import Engine
 from emssd.hooks.registry import KINDS, Registry
 
-__all__ = ["commit", "hardware", "machine_rates", "plugins", "processor", "provenance", "versions"]
+__all__ = ["commit", "description", "hardware", "machine_rates", "processor", "provenance", "versions"]
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the speed of arithmetic depends
 
@@ -38,6 +41,26 @@ def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def description(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
+    """The part of the metrics that names a run, its software and its machine."""
+    target, setting = engine.target, setting_of(config)
+    machine = hardware(target.device)
+    made_up = " (random weights)" if config.model.architecture else ""
+    where = machine["device"] + (f", {target.group.size} processes" if target.group.size > 1 else "")
+    dtype = str(target.dtype).removeprefix("torch.")
+    used = sorted(registry.in_use.values(), key=lambda record: [*KINDS].index(record.kind))
+    return {
+        "title": f"{config.model.path}{made_up} · drafter={setting['drafter']} · backend={label_of(config.backend)} · "
+        f"budget={setting['budget']} · batch {config.batch_size} · {dtype} on {where}",
+        "setting": setting,
+        "versions": versions(),
+        "plugins": [{key: getattr(one, key) for key in ("kind", "name", "distribution", "version")} for one in used],
+        "hardware": machine,
+        "compiled": target.why_compiled,
+        "batch_invariance": engine.runner.batch_invariance,
+    }
+
+
 def versions() -> dict[str, str]:
     """Of the packages that a result depends on."""
     from importlib.metadata import version
@@ -50,12 +73,6 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
-
-
-def plugins(registry: Registry) -> list[dict[str, str]]:
-    """Kind, name, distribution and version of all that a run was built of, drafters that others combine included."""
-    used = sorted(registry.in_use.values(), key=lambda record: [*KINDS].index(record.kind))
-    return [{name: getattr(record, name) for name in ("kind", "name", "distribution", "version")} for record in used]
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

@@ -90,27 +90,23 @@ class _Outlet:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        if self.error is None and self._stream is not None:
-            try:
-                return self._stream.write(text)
-            except OSError as error:
-                self._close(error)
+        self._call("write", text)
         return len(text)
 
     def flush(self) -> None:
-        if self.error is None and self._stream is not None:
-            try:
-                self._stream.flush()
-            except OSError as error:
-                self._close(error)
+        self._call("flush")
 
-    def _close(self, error: OSError) -> None:
-        self.error = error
-        # The rest in the stream's buffer would fail again when Python flushes it at the end.
-        with suppress(AttributeError, OSError, ValueError):  # one that has no descriptor
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+    def _call(self, method: str, *arguments: str) -> None:
+        try:
+            if self.error is None and self._stream is not None:
+                getattr(self._stream, method)(*arguments)
+        except OSError as error:
+            self.error = error
+            # The rest in the stream's buffer would fail again when Python flushes it at the end.
+            with suppress(AttributeError, OSError, ValueError):  # one that has no descriptor
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.fileno())
+                os.close(nowhere)
 
 
 def _take_any_text(stream: TextIO | None) -> None:

@@ -1,23 +1,30 @@
-"""Engines that decode the same requests by turns, so that what slows the machine slows them all; and their ratio."""
+"""Engines that decode the same requests by turns, so that what slows the machine slows them all; and a comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from math import sqrt
 from statistics import pstdev
+from typing import Any
 
 import torch
 
+from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
+from emssd.model import CausalLMRunner
 from emssd.sequences import Generation, Request, Row
 
-__all__ = ["Turns", "ratio_interval"]
+__all__ = ["Done", "Turns", "check_metrics", "compared", "ratio_interval"]
 
 _MOST_PARTS = 40
 _FEWEST_PARTS = 10  # fewer are no sample
+
+Done = Mapping[tuple[str, int], Generation]
+"""Rows by the id of their prompt, and their sample."""
 
 Speeds = Seq[tuple[int, float]]
 """Of each engine, the tokens and the seconds of its decode steps."""
@@ -81,3 +88,25 @@ def ratio_interval(parts: Seq[Speeds]) -> tuple[float, float] | None:
     ratio, *without_one = (ours / plain).tolist()
     error = sqrt(number - 1) * pstdev(without_one)
     return ratio - 2 * error, ratio + 2 * error
+
+
+def compared(engine: Engine, judge: CausalLMRunner, requests: Seq[Request], done: Done, expected: Done) -> CheckReport:
+    """Compare rows that `engine` has `done` with those `expected` of plain decoding. The `judge` runs its target."""
+    rows = {request.prompt_id: engine.row(request) for request in requests}
+    same, drawn = list[tuple[str, int]](), list[tuple[str, int]]()
+    for request in requests:
+        has_law = request.sampling is not None and request.sampling.is_residual
+        (drawn if has_law else same).append((request.prompt_id, request.sample))
+    report = compare([done[key] for key in same], [expected[key] for key in same], judge, rows)
+    return replace(report, law=engine.rule.check([done[key] for key in drawn], judge, rows) if drawn else None)
+
+
+def check_metrics(report: CheckReport) -> dict[str, Any]:
+    """The `report` as ``metrics.json`` has it."""
+    details = [asdict(difference) for difference in report.differences]
+    return {
+        "exact": report.num_exact,
+        "ties": len(report.ties),
+        "differences": len(report.true_differences),
+        "details": [{"id": detail.pop("request_id")} | detail for detail in details],
+    } | ({} if report.law is None else {"law": report.law.metrics})

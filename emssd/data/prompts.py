@@ -107,15 +107,14 @@ class SourceConfig:
 
 def limit_per_prompt(max_new_tokens: int | Seq[int], num_prompts: int) -> list[int]:
     """``[num_prompts]`` limits of new tokens, of one for all or of one for each."""
-    limits = list(max_new_tokens) if isinstance(max_new_tokens, Iterable) else [max_new_tokens]
-    is_one = not isinstance(max_new_tokens, Iterable)
-    if not is_one and len(limits) != num_prompts:
+    limits = [*max_new_tokens] if isinstance(max_new_tokens, Iterable) else [max_new_tokens] * num_prompts
+    if len(limits) != num_prompts:
         raise ConfigError(
             f"max_new_tokens has {len(limits)} limits for {num_prompts} prompts; give one for each, or one number"
         )
     for limit in limits:
         check_limit(limit, "max_new_tokens is")
-    return limits * num_prompts if is_one else limits
+    return limits
 
 
 def check_limit(limit: object, what: str) -> None:

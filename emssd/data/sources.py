@@ -25,7 +25,6 @@ __all__ = [
     "TextConfig",
     "dataset_prompts",
     "demo_prompts",
-    "jsonl_prompts",
     "random_prompts",
     "text_prompts",
 ]
@@ -147,11 +146,6 @@ def text_prompts(config: TextConfig) -> list[Prompt]:
     if not prompts:
         raise PromptError(f"{name} holds no prompts: it is empty")
     return prompts[: config.limit]
-
-
-def jsonl_prompts(config: JSONLConfig) -> list[Prompt | FailedPrompt]:
-    """The prompts of `data=jsonl`."""
-    return records_of(config.path, config)
 
 
 def dataset_prompts(config: DatasetConfig) -> list[Prompt | FailedPrompt]:

@@ -123,6 +123,19 @@ class Engine(DecodeLoop):
         assert isinstance(self.runner, CausalLMRunner), f"a {type(self.runner).__name__} has no model in this process"
         return self.runner.model
 
+    def step(self) -> list[Row]:
+        """As `DecodeLoop.step`; says what to lower if memory runs out, and lets no ``sys.exit`` end the process."""
+        try:
+            return super().step()
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"{self.runner.device} is out of memory in a step of up to {self.batch_size} rows, with "
+                f"{self.runner.usage.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or "
+                f"max_step_tokens. Rows that were finished are kept"
+            ) from error
+        except SystemExit as error:
+            raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
+
     def stream(
         self,
         prompts: Iterable[str | Seq[int]],
@@ -212,7 +225,7 @@ class Engine(DecodeLoop):
             self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                finished = self._step_in_memory()
+                finished = self.step()
                 for row in rows if watch is not None else ():
                     watch(row)
                 yield [Generation.of(row, self.tokenizer) for row in finished]
@@ -223,8 +236,8 @@ class Engine(DecodeLoop):
             with suppress(PluginError):  # what ended the run matters more than a drafter that cannot forget
                 self.clear()
 
-    def add(self, request: Request) -> None:
-        """Queue all samples of one more request, also between two calls of `step`; for those who drive the loop.
+    def add(self, request: Request) -> list[Row]:
+        """Queue all samples of one more request, also between two calls of `step`. Returns their rows, to be read only.
 
         Raises:
             ConfigError: a request of the same id waits or runs.
@@ -234,8 +247,10 @@ class Engine(DecodeLoop):
         for sample in samples:
             if self.scheduler.knows(sample.request_id):
                 raise ConfigError(f"request {sample.request_id!r} is there already; make request ids unique")
-        for row in [self.row(sample) for sample in samples]:
+        rows = [self.row(sample) for sample in samples]
+        for row in rows:
             self.scheduler.add(row)
+        return rows
 
     def refresh(self) -> None:
         """Take the model as it is now. An engine that owns its model keeps what it computed from the weights.
@@ -274,19 +289,6 @@ class Engine(DecodeLoop):
                 f"them for its prompt, and there is no room for so many; raise kv_memory, or lower max_new_tokens"
             )
         return row
-
-    def _step_in_memory(self) -> list[Row]:
-        """`step`; says what to lower if the device is out of memory, and lets no ``sys.exit`` end the process."""
-        try:
-            return self.step()
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"{self.runner.device} is out of memory in a step of up to {self.batch_size} rows, with "
-                f"{self.runner.usage.peak_pool / 2**30:.2f} GiB in the KV cache; lower kv_memory, batch_size or "
-                f"max_step_tokens. Rows that were finished are kept"
-            ) from error
-        except SystemExit as error:
-            raise PluginError(f"the model or the backend called sys.exit({error.code!r}) in a step") from error
 
 
 def _one_by_one(steps: Generator[list[Generation], None, None]) -> Iterator[Generation]:

@@ -32,8 +32,8 @@ class Schedule:
 
     Attributes:
         batch: rows whose tokens are all computed by this step, so that they can be drafted for and verified.
-        limits: ``[B]`` the most tokens that may be drafted for each row of `batch`. Of a chain, they are one less than
-            the row may still generate.
+        limits: ``[B]`` how many tokens may be drafted for each row of `batch`. A chain has at most one token less than
+            the row may still generate, as the target adds one.
         prefills: rows that compute a piece of their prompt, and nothing is verified.
         preempted: rows that lose their KV to others and wait to be computed again.
         num_adopted_tokens: tokens of rows whose KV was there already, so that they need not be computed.

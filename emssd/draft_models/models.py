@@ -1,4 +1,4 @@
-"""`ModelDrafter`: a causal language model with a KV cache of its own drafts for the whole batch; how it is loaded."""
+"""Causal language models draft for the whole batch, with KV of their own or the target's; how they are loaded."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, pa
 from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError
-from emssd.model import ModelRunner
+from emssd.model import ModelRunner, RoundedRunner
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
-__all__ = ["ModelDrafter", "RunnerDrafter", "load_draft_model", "shallow_runner"]
+__all__ = ["ModelDrafter", "SharedDrafter", "load_draft_model", "shallow_runner"]
 
 
 class RunnerDrafter(LevelDrafter):
@@ -48,6 +48,31 @@ class RunnerDrafter(LevelDrafter):
 
     def _columns(self, logits: torch.Tensor) -> torch.Tensor:
         return logits[:, : self._vocab_size]
+
+
+class SharedDrafter(RunnerDrafter):
+    """Drafts for rows whose prompt the target has computed.
+
+    The first pass computes their newest tokens, as verification will again. That overwrites the KV of its nodes.
+
+    Args:
+        runner: the rounded copy.
+        vocab_size: the target's.
+        shape: of the trees; one child for each node makes chains.
+    """
+
+    _runner: RoundedRunner
+
+    def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
+        reach = self._runner.max_model_len - len(row.tokens)
+        if row.num_uncached != 1 or reach <= 0 or not self._runner.is_attached:
+            return None
+        # The scheduler has made sure that `num_nodes` more tokens fit.
+        most = min(self.shape.most_cached(num_nodes, depth), num_nodes, reach)
+        return GrowingTree(len(row.tokens), num_nodes, min(depth, reach), most)
+
+    def _num_cached(self, row: Row) -> int:
+        return row.num_cached
 
 
 class ModelDrafter(RunnerDrafter):

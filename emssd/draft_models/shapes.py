@@ -1,17 +1,20 @@
-"""The `Shape` of trees that grow level by level: the nodes that are expanded, and the number of their children."""
+"""The `Shape` of trees that grow level by level: the nodes that are expanded, and their children; and options."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
 from operator import mul
 
 from emssd.draft_models.growing_tree import Expansion, GrowingTree
 from emssd.errors import ConfigError
+from emssd.errors.ranges import AtLeastOne, Share
 
-__all__ = ["DynamicShape", "Expansion", "Shape", "StaticShape"]
+__all__ = ["DynamicShape", "Expansion", "LayerTreeKind", "LayerTreeOptions", "Shape", "StaticShape"]
 
 
 class Shape(ABC):
@@ -103,3 +106,36 @@ class StaticShape(Shape):
 
     def most_cached(self, num_nodes: int, depth: int) -> int:
         return sum(min(size, num_nodes) for size in self._levels[: max(0, depth - 1)])
+
+
+class LayerTreeKind(str, Enum):
+    """The shape of a row's draft, without static trees."""
+
+    chain = "chain"
+    dynamic = "dynamic"
+
+
+@dataclass
+class LayerTreeOptions:
+    """Options of drafters that run layers of the target.
+
+    Attributes:
+        tree: chain follows the first choices. dynamic follows the most probable paths, and keeps the most probable
+            nodes (EAGLE-2, arXiv 2406.16858).
+        depth: the most tokens of a chain, or levels of a tree.
+        num_nodes: of dynamic, the most nodes of a row's tree.
+        top_k: of dynamic, the nodes of a level that are expanded, and the children of each.
+        min_confidence: after a drafted token that is less probable, as the drafter sees it, nothing is drafted; 0 never
+            ends a draft early.
+    """
+
+    tree: LayerTreeKind = LayerTreeKind.chain
+    depth: AtLeastOne = 4
+    num_nodes: AtLeastOne = 16
+    top_k: AtLeastOne = 4
+    min_confidence: Share = 0.0
+
+    def shape(self) -> DynamicShape:
+        """The shape that they ask for."""
+        num_nodes, top_k = (self.depth, 1) if self.tree == LayerTreeKind.chain else (self.num_nodes, self.top_k)
+        return DynamicShape(num_nodes, self.depth, top_k, min_confidence=self.min_confidence)

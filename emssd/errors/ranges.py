@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 from msgspec import Meta, ValidationError, convert
@@ -22,6 +22,7 @@ AtLeastZero = Annotated[int, Meta(ge=0)]
 Positive = Annotated[float, Meta(gt=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 
+_hints = cache(partial(get_type_hints, include_extras=True))
 _LIMIT = 2**63  # a tensor holds integers below it
 _SIGNS = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
 _TYPES = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false", "array": "a list"}
@@ -44,11 +45,6 @@ def check_options(options: Any, group: str = "", spelled: Callable[[str], str] =
         _check_numbers(name, value)
         if not is_dataclass(value):
             object.__setattr__(options, field.name, _converted(name, value, _hints(kind)[field.name]))
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind, include_extras=True)
 
 
 def _check_numbers(name: str, value: Any) -> None:

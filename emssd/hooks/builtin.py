@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from emssd.data import sources
+from emssd.data.records import records_of
 from emssd.errors.ranges import AtLeastZero
 from emssd.hooks.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
 
@@ -40,7 +41,7 @@ def emssd_prompt_sources() -> list[PromptSourceSpec]:
     return [
         PromptSourceSpec("demo", sources.DemoConfig, sources.demo_prompts),
         PromptSourceSpec("text", sources.TextConfig, sources.text_prompts),
-        PromptSourceSpec("jsonl", sources.JSONLConfig, sources.jsonl_prompts),
+        PromptSourceSpec("jsonl", sources.JSONLConfig, lambda config: records_of(config.path, config)),
         PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
         PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
     ]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distribution, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pluggy
 from packaging.requirements import InvalidRequirement, Requirement
@@ -48,6 +48,9 @@ class Spec:
     config: type
     build: Callable[..., Any]
     unavailable: Callable[[], str | None] | None = None
+
+
+Offer = TypeVar("Offer", bound=Spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,11 @@ KINDS: dict[str, tuple[str, type[Spec]]] = {
 
 HOOKS: dict[str, tuple[str, type[Spec]]] = {**KINDS, "rule": ("emssd_verification_rules", RuleSpec)}
 """The same with rules of verification, which `SamplingParams.method` chooses."""
+
+
+def offering(*specs: Offer) -> Callable[[], list[Offer]]:
+    """The hook of a plugin that offers `specs`, as ``emssd_drafters`` or another of the names below."""
+    return hookimpl(lambda: [*specs])
 
 
 @hookspec
@@ -218,7 +226,19 @@ def check_spec(spec: Spec, kind: str) -> None:
 
 def held(made: Any, kind: str, owner: str) -> Any:
     """The object that `owner` built, tested against its interface; prompts as a list, so that all of them were made."""
-    wanted, described = _wanted(kind)
+    from emssd.attention import AttentionBackend  # here, because these bring torch
+    from emssd.data import FailedPrompt, Prompt
+    from emssd.drafting import BudgetPolicy, Drafter
+    from emssd.drafting.rule import VerificationRule
+
+    wanted: tuple[type, ...]
+    wanted, described = {
+        "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
+        "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
+        "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
+        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
+        "rule": ((VerificationRule,), "an emssd.drafting.rule.VerificationRule"),
+    }[kind]
     parts = made if kind == "drafter" and isinstance(made, (list, tuple)) else [made]
     if kind == "data" and isinstance(made, Iterable):
         parts = made = list(made)
@@ -231,19 +251,3 @@ def held(made: Any, kind: str, owner: str) -> Any:
         if not isinstance(most, int) or isinstance(most, bool) or most < 0:
             raise PluginError(f"{owner} has num_speculative_tokens {most!r}; give a whole number, 0 or more")
     return made
-
-
-def _wanted(kind: str) -> tuple[tuple[type, ...], str]:
-    """The classes that `kind` is built of, and in words; imported here, because these bring torch."""
-    from emssd.attention import AttentionBackend
-    from emssd.data import FailedPrompt, Prompt
-    from emssd.drafting import BudgetPolicy, Drafter
-    from emssd.drafting.rule import VerificationRule
-
-    return {
-        "drafter": ((Drafter,), "an emssd.drafting.Drafter, or a list of them"),
-        "backend": ((AttentionBackend,), "an emssd.attention.AttentionBackend"),
-        "budget": ((BudgetPolicy,), "an emssd.drafting.BudgetPolicy"),
-        "data": ((Prompt, FailedPrompt), "an iterable of emssd.data.Prompt"),
-        "rule": ((VerificationRule,), "an emssd.drafting.rule.VerificationRule"),
-    }[kind]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any
 
@@ -43,19 +43,20 @@ NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["num_beams", "num_beam_grou
 }
 
 
-def check_config(config: GenerationConfig) -> None:
-    """Refuse each field that is neither honoured, harmless nor neutral. Raises ConfigError: the field and its value."""
+def check_config(config: GenerationConfig, refused: Set[str] = frozenset()) -> None:
+    """Refuse each field that is neither honoured, harmless nor neutral. Raises ConfigError: the field and its value.
+
+    Args:
+        refused: honoured fields that are not so here.
+    """
     from transformers import GenerationConfig
 
     fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
-    free = HONOURED | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
+    free = HONOURED - refused | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
     for name in sorted(name for name in vars(fresh).keys() - free if not name.startswith("_")):
         value = getattr(config, name, None)
         if value is not None and value is not False and value not in NEUTRAL.get(name, ()):
-            raise ConfigError(
-                f"emssd.custom_generate cannot honour {name}={value}; leave it out, or call generate without "
-                f"custom_generate"
-            )
+            raise ConfigError(f"emssd cannot honour {name}={value}; leave it out, or call generate without emssd")
 
 
 def check_processors(config: GenerationConfig, processors: Iterable[Any] | None, padding: Seq[int], width: int) -> None:
@@ -113,8 +114,8 @@ def _bias(config: GenerationConfig) -> dict[int, float]:
     for name, sequences in (("sequence_bias", biases), ("bad_words_ids", bad)):
         if long := [list(ids) for ids in sequences if len(ids) != 1]:
             raise ConfigError(
-                f"emssd.custom_generate honours {name} for single tokens, and {long[0]} is a sequence; leave it "
-                f"out, or call generate without custom_generate"
+                f"emssd honours {name} for single tokens, and {long[0]} is a sequence; leave it out, or call generate "
+                f"without emssd"
             )
     forbidden = [*(ids[0] for ids in bad), *_ids(config.suppress_tokens)]
     return {int(ids[0]): float(bias) for ids, bias in biases.items()} | dict.fromkeys(forbidden, float("-inf"))

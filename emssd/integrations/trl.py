@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -14,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from emssd.decoding.assembly import find_plugins, options_of
-from emssd.decoding.engine import Engine, RunReport
+from emssd.decoding.engine import RunReport
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
-from emssd.hooks.registry import Registry
-from emssd.integrations.custom_generate import Call, evaluating
+from emssd.integrations.custom_generate import Call
 from emssd.integrations.installed import check_installed
-from emssd.model.hf.streams import lock_of, replaced_forward
+from emssd.integrations.kept_engine import KeptEngine
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 
@@ -30,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Rollouts"]
 
+_GPU_SHARE = 0.5  # of a GPU's free memory for the KV cache: the trainer takes the rest
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
 
 
@@ -40,15 +38,14 @@ class Rollouts:
     model's ``generate``: see `generating`.
 
     The engine runs the trainer's own model, in evaluation mode and without a copy of weights, so that there is nothing
-    to synchronise. Its KV cache lives as long as one rollout; drafter and budget policy live as long as this object,
-    so a drafter that remembers texts drafts from those of earlier rollouts. Seeds come from PyTorch's global
-    generator, which the trainer seeds.
+    to synchronise. It lives as long as this object, so a drafter that remembers texts drafts from those of earlier
+    rollouts. Seeds come from PyTorch's global generator, which the trainer seeds.
 
     Args:
         drafter, backend, budget: as in `Engine.from_model`.
-        options: fields of `emssd.decoding.options.EngineOptions`. By default, ``batch_size`` is all rows of a rollout.
-            Also ``batch_invariant`` and ``compile`` of `emssd.model.ModelOptions`. Each rollout copies the weights anew
-            into its compiled program.
+        options: as in `Engine.from_model`. By default, ``batch_size`` is all rows of the first rollout, and
+            ``kv_memory`` half of the memory that is free on a GPU. With ``compile``, each rollout copies the weights
+            anew into the program.
 
     Attributes:
         report: of the last rollout; ``None`` before the first.
@@ -58,12 +55,8 @@ class Rollouts:
         self, drafter: Any = DEFAULT_DRAFTER, backend: Any = "ragged", budget: Any = "adaptive", **options: Any
     ) -> None:
         check_installed("trl")
-        options_of(options, ("batch_invariant", "compile"))
-        find_plugins(Registry(), drafter, backend, budget)
         self.report: RunReport | None = None
-        self._asked, self._backend, self._options = (drafter, budget), backend, options
-        self._drafter, self._budget = drafter, budget  # from the first rollout on, what was made of these
-        self._made_for: PreTrainedModel | None = None
+        self._engine = KeptEngine(drafter, backend, budget, options)
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, list[Any]]:
         """One completion of each prompt, as `GRPOTrainer` wants them of its ``rollout_func``.
@@ -140,8 +133,7 @@ class Rollouts:
 
     def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
         """The generations of `requests`, in their order."""
-        with evaluating(model), _without_autocast(model, bool(self._options.get("compile"))):
-            engine = self._engine(model, tokenizer, len(requests))
+        with self._engine.running(model, tokenizer, len(requests), _GPU_SHARE) as engine:
             longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
             if longest > engine.target.max_model_len:
                 raise ConfigError(
@@ -151,16 +143,6 @@ class Rollouts:
             done = {(row.request_id, row.sample): row for row in engine.run(requests)}
         self.report = engine.report
         return [done[request.prompt_id, request.sample] for request in requests]
-
-    def _engine(self, model: PreTrainedModel, tokenizer: Any, num_rows: int) -> Engine:
-        """A new engine around `model` as it is now, with the drafter and the budget policy of those before."""
-        # The model is that of this rollout, so that nothing of it can be old.
-        options = {"batch_size": num_rows, "backend": self._backend, "frozen": True} | self._options
-        if self._made_for is not model:  # drafters keep the caches of the engine that they are made for
-            made = Engine.from_model(model, tokenizer, drafter=self._asked[0], budget=self._asked[1], **options)
-            self._drafter = [stage.drafter for stage in made.drafting.drafters]
-            self._budget, self._made_for = made.drafting.policy, model
-        return Engine.from_model(model, tokenizer, drafter=self._drafter, budget=self._budget, **options)
 
 
 def _model_of(trainer: Any) -> Any:
@@ -175,31 +157,3 @@ def _model_of(trainer: Any) -> Any:
     if adapter is not None and adapter.is_prompt_learning:
         raise ConfigError(f"emssd does not see the learned prompts of {adapter.peft_type.value}; use LoRA, say")
     return model
-
-
-@contextmanager
-def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
-    """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
-
-    For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
-    Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
-    own, and of no other.
-    """
-    before = vars(model).get("_original_forward")
-    left: Any = getattr(vars(model).get("forward") if before is None else before, "__func__", None)
-    if getattr(left, "__globals__", {}).get("__name__") == "trl.trainer.utils":  # which names it so
-        left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
-    is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
-    plain = nullcontext() if before is None else replaced_forward(model, before)
-    with lock_of(model), torch.autocast(model.device.type, enabled=False):
-        if compiles and is_own:
-            attributes: dict[str, Any] = vars(model)
-            names = [name for name in ("forward", "_original_forward") if name in attributes]
-            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
-            try:
-                yield
-            finally:
-                attributes.update(patched)
-        else:
-            with plain:
-                yield

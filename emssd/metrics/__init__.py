@@ -1,1 +1,1 @@
-"""Measures a run: figures of its steps, and the floor of a step."""
+"""Figures of a run and of its steps."""

@@ -102,7 +102,6 @@ class _StepSums:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds spent in steps."""
         return sum(self.seconds.values())
 
 

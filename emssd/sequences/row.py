@@ -98,8 +98,8 @@ class _TokenIds(list[int]):
 class Row:
     """A request while it runs. The decode loop changes it, and plugins read it.
 
-    Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token
-    has no KV yet. (A row that EOS has just cut may have more, until it is released.)
+    Invariant between steps once the prompt is computed: ``num_cached == len(tokens) - 1``, as the newest token has no
+    KV yet. A preempted row has less. A row that has just ended may have more, as its end cuts off accepted tokens.
 
     Attributes:
         tokens: prompt and generated token ids, to be read only.
@@ -173,12 +173,12 @@ class Row:
         num_accepted: int,
         logprobs: Seq[TokenLogprob] = (),
     ) -> None:
-        """Count a verification step that accepted `num_accepted` of `num_drafted` tokens.
+        """Append the tokens of a verification step, and count its drafts.
 
         Args:
-            tokens, reason: what was `taken` of the accepted tokens and the target's own one.
+            tokens, reason: what `taken` gave for the accepted tokens and the target's own one.
             num_drafted, num_accepted: drafted tokens that were verified, and how many of them were right.
-            logprobs: of the accepted tokens and the target's own one, taken or not; if the request asks for them.
+            logprobs: of all accepted tokens and the target's own one, if the request asks for them.
         """
         self.num_cached = len(self.tokens) + num_accepted  # all but the target's own newest token
         self.num_steps += 1

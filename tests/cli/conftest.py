@@ -13,35 +13,29 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from emssd_testing import authoring
 from emssd_testing.models import tiny_model
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import CachingConfigRepository, IConfigRepository
-from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
-from omegaconf import DictConfig
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging
 
 from emssd import __main__
-from emssd.cli import command, config
-from emssd.cli.config import register_configs
 from emssd.decoding import engine
-from emssd.hooks.registry import KINDS, Registry
-from emssd.model import ModelOptions, load_model
-from emssd.model.load import loading
+from emssd.hooks.registry import KINDS
 from emssd.sequences import Row
+
+from .shared import composed_once, loaded_once, without_copies
+
+__all__ = ["composed_once", "loaded_once"]  # fixtures
 
 RESUME = ("overwrite=false", "resume=true")
 """Arguments of `decode` that go on with the job in ``out``."""
@@ -188,84 +182,6 @@ def prompts(work: Path) -> Path:
     path = work / "prompts.txt"
     path.write_text("hello hello hello\nabc abcd abc\n\nround and round\nx\nfoo bar foo bar foo\n")
     return path
-
-
-_OPTIONS: dict[object, DictConfig] = {}
-"""The options of plugins as OmegaConf holds them, for all tests; Hydra's store keeps them and hands out copies."""
-
-_STORES: dict[object, dict[str, Any]] = {}
-"""The content of Hydra's store with the plugins of emssd alone."""
-
-_MODELS: dict[object, Any] = {}
-
-
-def without_copies(repo: dict[str, Any]) -> dict[str, Any]:
-    """The folders of Hydra's store; it copies what lies in them itself."""
-    return {name: without_copies(node) if isinstance(node, dict) else node for name, node in repo.items()}
-
-
-@pytest.fixture
-def loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The embedded models and those of fixtures are loaded once; what a test has made itself is its own."""
-
-    def load(options: ModelOptions, **more: Any) -> Any:
-        made = tmp_path / options.path
-        if made.is_relative_to(tmp_path) and os.path.exists(made):  # also of a path too long
-            return load_model(options, **more)
-        key = repr((options, more))
-        if key not in _MODELS:
-            _MODELS[key] = load_model(options, **more)
-        return _MODELS[key]
-
-    monkeypatch.setattr(loading, "load_model", load)
-    monkeypatch.setattr(loading, "gc", SimpleNamespace(collect=lambda: None))  # nothing is dropped
-
-
-@pytest.fixture
-def composed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands share what each would compute anew, or twice. Tests that start `python -m emssd` go the whole way."""
-    get_mode, load, structured = Hydra.get_mode, ConfigLoaderImpl.load_sweep_config, config.structured
-    validated: dict[object, tuple[Any, Any]] = {}
-
-    def mode_if_given(self: Hydra, config_name: str | None, overrides: list[str]) -> Any:
-        """Hydra composes all options once more to see whether they set its mode; here only where they name it."""
-        return get_mode(self, config_name, overrides) if "hydra.mode" in " ".join(overrides) else None
-
-    def launched_as_validated(self: ConfigLoaderImpl, master_config: DictConfig, sweep_overrides: list[str]) -> Any:
-        """A sweep composes the options of each job to see whether they can be, and again when it begins."""
-        key = (id(master_config), *sweep_overrides)  # an id that stays its own, as the value holds the object
-        if key in validated:
-            return validated.pop(key)[1]
-        validated[key] = master_config, load(self, master_config, sweep_overrides)
-        return validated[key][1]
-
-    def of_one_store(self: CachingConfigRepository, delegate: IConfigRepository) -> None:
-        """Hydra copies its whole store with each look at it, for ``--help`` more than a hundred times."""
-        self.delegate, self.cache = copy(delegate), {}
-
-    def structured_once(options: type) -> DictConfig:
-        """A plugin's options get a class of their own in each command, with the plugin's name as a field."""
-        key = (options.__bases__, vars(options)["name"]) if "name" in vars(options) else options
-        if key not in _OPTIONS:
-            _OPTIONS[key] = structured(options)
-        return _OPTIONS[key]
-
-    def registered_once(registry: Registry, *, runnable: bool = False) -> None:
-        """The store of emssd's own plugins is always the same; with a stranger's it is made anew."""
-        store, key = ConfigStore.instance(), tuple((record.name, record.state) for record in registry.records)
-        if any(record.distribution != "emssd" for record in registry.records):
-            register_configs(registry, runnable=runnable)
-        elif key in _STORES:
-            store.repo = without_copies(_STORES[key])
-        else:
-            register_configs(registry, runnable=runnable)
-            _STORES[key] = without_copies(store.repo)
-
-    monkeypatch.setattr(Hydra, "get_mode", mode_if_given)
-    monkeypatch.setattr(ConfigLoaderImpl, "load_sweep_config", launched_as_validated)
-    monkeypatch.setattr(CachingConfigRepository, "__init__", of_one_store)
-    monkeypatch.setattr(config, "structured", structured_once)
-    monkeypatch.setattr(command, "register_configs", registered_once)
 
 
 @pytest.fixture

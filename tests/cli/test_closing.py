@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from emssd.cli.busy import CPUTimes, OtherProcesses
-from emssd.cli.console import remarks, short_end, short_start
+from emssd.cli.console import remarks, shortened
 from emssd.cli.output import OutputFolder
 from emssd.errors import OutputError
 from tests.support.tiers import looped
@@ -38,10 +38,10 @@ def test_prompts_without_text_are_told_by_their_length(emssd: Callable, model: s
 
 
 def test_texts_are_shortened_to_a_paragraph_that_commands_no_terminal() -> None:
-    assert short_start("a\n\n b\tc", 9) == "a b c"
-    assert short_start("ab cd ef", 5) == "ab cd …"
-    assert short_end("ab cd ef", 5) == "… cd ef"
-    assert short_end("x\x1b[2Jy\x9bz") == "x [2Jy z"
+    assert shortened("a\n\n b\tc", 9) == "a b c"
+    assert shortened("ab cd ef", 5) == "ab cd …"
+    assert shortened("ab cd ef", 5, keep_end=True) == "… cd ef"
+    assert shortened("x\x1b[2Jy\x9bz", 9) == "x [2Jy z"
 
 
 @looped(

@@ -105,7 +105,7 @@ def test_truncation_keeps_one_end(truncate: str, kept: str, read: Callable, work
     assert result.rows[0]["num_prompt_tokens"] == 86  # of the model's 96
 
 
-BAD = {  # what is wrong with single records, test_long_jobs.py has
+BAD = {  # what is wrong with single records, test_bad_prompts.py has
     ("", "data=text"): "no/file holds no prompts: it is empty",
     (b"caf\xe9", "data=text"): "no/file is not UTF-8 text (unexpected end of data at byte 3); convert it",
     ("x" * 300, "data=text"): "prompt file:1 has 300 tokens, and the model takes 96 with at least one new one; shorten "

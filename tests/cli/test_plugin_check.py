@@ -23,7 +23,8 @@ from emssd import __version__
 from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
 from emssd.sequences import Batch, Request, Row
-from tests.support.perfect_head import VOCAB, perfect_target, random_head
+from tests.support.perfect_head import VOCAB, perfect_target
+from tests.support.random_drafters import random_head
 from tests.support.tiers import looped
 
 from .conftest import drafter

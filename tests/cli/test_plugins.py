@@ -211,29 +211,8 @@ def test_a_failing_drafter_is_named_and_finished_rows_are_kept(install: Callable
     assert not (result.folder / "metrics.json").exists()
 
 
-def test_a_prompt_source_of_a_plugin_needs_no_options_of_ours(install: Callable, decode: Callable) -> None:
-    install(
-        "source",
-        """
-from dataclasses import dataclass
-from emssd.data import Prompt
-from emssd.hooks import PromptSourceSpec, hookimpl
-
-@dataclass
-class Config:
-    path: str = ""
-    words: str = "one two"
-
-@hookimpl
-def emssd_prompt_sources():
-    return [PromptSourceSpec("words", Config, lambda config: [Prompt(word, word) for word in config.words.split()])]
-""",
-    )
-    result = decode("data=words", "data.words='a b c'", "max_new_tokens=2")
-    assert [row["id"] for row in result.rows] == ["a", "b", "c"]
-
-
 def test_a_prompt_source_of_a_plugin_writes_answers(install: Callable, decode: Callable) -> None:
+    """It needs no options of ours."""
     install(
         "answers",
         """

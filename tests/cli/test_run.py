@@ -18,7 +18,7 @@ from emssd import __version__
 from emssd.__main__ import _spin_briefly
 from emssd.cli import job, provenance
 from emssd.cli.config import RunConfig
-from emssd.cli.job import _most_steps
+from emssd.cli.intake import most_steps
 from emssd.data.prompts import Prompt
 from emssd.errors import OutOfMemoryError
 from emssd.model.load.checkpoint import _MadeEmpty
@@ -132,30 +132,7 @@ def test_a_run_that_fails_before_its_first_row_leaves_no_folder_that_it_made(
 def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size: int, steps: int) -> None:
     """So many steps a run has to do at most, by which ``model.compile=auto`` decides."""
     prompts = [Prompt(str(number), max_new_tokens=limit) for number, limit in enumerate(limits)]
-    assert _most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
-
-
-@pytest.mark.nightly
-def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
-    emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from emssd.model.compile.compiled import CompiledForward
-
-    steps, call = [], CompiledForward.__call__
-    monkeypatch.setattr(
-        CompiledForward, "__call__", lambda *arguments, **named: steps.append(1) or call(*arguments, **named)
-    )
-    result = emssd(
-        "model=demo_draft", "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy",
-        "data.limit=4", "max_new_tokens=24", "output_dir=out", "progress=false",
-    )  # fmt: skip
-    check = result.metrics["check"]
-    assert check["exact"] + check["ties"] == 4
-    assert check["differences"] == 0
-    assert len(steps) >= result.metrics["num_steps"] + result.metrics["greedy"]["num_steps"]
-    assert "without model.compile" not in result.err
-    config = OmegaConf.load(result.folder / "config.yaml")
-    assert (config.model.compile, config.backend.kernels) == (True, "fused")
+    assert most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
 
 
 @pytest.fixture

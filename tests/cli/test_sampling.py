@@ -50,12 +50,12 @@ def test_residual_rows_are_tested_for_their_law_and_others_compared(own: Callabl
 
 
 def test_residual_rows_with_another_law_are_said_to_have_it(decode: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    from emssd_residual import rule
+    from emssd_residual import rules
 
     def same(*_: Any) -> Any:
         return lambda: 0.0
 
-    monkeypatch.setattr(rule, "uniforms", same)  # the most that 0.0 can mean is the first possible token
+    monkeypatch.setattr(rules, "uniforms", same)  # the most that 0.0 can mean is the first possible token
     options = ("sampling.method=residual", "sampling.temperature=5", "max_new_tokens=30")
     result = decode(*SAMPLED, *options, "check=plain")
     assert not result.metrics["check"]["law"]["right"]

@@ -108,7 +108,8 @@ def test_every_step_is_the_engines(
     )
     trace = record_trace(engine, prompts, max_new_tokens=limits)
     assert [stage.drafter for stage in engine.drafting.drafters] == drafters
-    with logged_steps(engine, make_policy()) as steps:
+    engine.drafting.policy = make_policy()
+    with logged_steps(engine) as steps:
         engine.generate(prompts, max_new_tokens=limits)
     in_order = tuple(sorted(trace, key=lambda row: int(row.request_id)))  # as the engine got them
     trace = dataclasses.replace(trace, requests=in_order)

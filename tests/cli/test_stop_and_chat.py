@@ -124,9 +124,9 @@ def figures(monkeypatch: pytest.MonkeyPatch, steps: list[float], *, terminal: bo
     out = io.StringIO()
     console = Console(file=out, force_terminal=terminal, width=120, get_time=lambda: now[0])
     with Bar(console, "decoding", total, done=done) as live:
-        for seconds in steps:
+        for number, seconds in enumerate(steps, start=done + 1):
             now[0] += seconds
-            live.row_done(0.0, 0.0)
+            live.tell(number, "0 tokens/s, τ 0.00")
         live._progress.refresh()
     return out.getvalue()
 

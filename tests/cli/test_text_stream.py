@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from emssd.cli.console import harmless
-from emssd.cli.text_stream import TextStream
+from emssd.cli.text_stream import TerminalStream
 from emssd.sequences import Generation, Request, Row, StopStrings
 from tests.sequences.test_stopping import BYTE_LEVEL, SENTENCEPIECE
 from tests.support.tiers import looped
@@ -27,7 +27,8 @@ def test_what_is_printed_is_never_cut_and_in_the_end_all(seed: int) -> None:
     ids += draw.sample(range(3, len(tokenizer)), 4)  # bytes that are no character
     stop = StopStrings([draw.choice(["b", "aba", "a\n", "é", "b</s>", "😀ab"])], tokenizer) if seed % 3 else None
     file = io.StringIO()
-    stream = TextStream(Console(file=file, force_terminal=True, markup=False, emoji=False, width=9), tokenizer, stop)
+    console = Console(file=file, force_terminal=True, markup=False, emoji=False, width=9)
+    stream = TerminalStream(console, tokenizer, stop)
     row, printed = Row(Request("0", (5,), len(ids), stop=stop)), list[str]()
     while row.finish_reason is None:
         index = len(row.output_ids)
@@ -57,7 +58,7 @@ def test_what_was_drafted_is_coloured_and_told(
     for name, value in colours.items():
         monkeypatch.setenv(name, value)
     file = io.StringIO()
-    stream = TextStream(Console(file=file, force_terminal=True), BYTE_LEVEL, None)
+    stream = TerminalStream(Console(file=file, force_terminal=True), BYTE_LEVEL, None)
     row = Row(Request("0", (5,), 9))
     for new, num_accepted in (("ab", 0), ("cde", 2)):
         row.advance(BYTE_LEVEL.convert_tokens_to_ids(list(new)), None, 2, num_accepted)

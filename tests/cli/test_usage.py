@@ -13,15 +13,10 @@ from .conftest import assert_said, drafter
 
 HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was given, and what to do
     "stop=hello": ("stop: ", "str is not a ListConfig, list"),
-    "stop=3": ("stop: ", "int is not a ListConfig, list"),
     "stop=[null]": ("stop[0]: ", "NoneType is not a subclass of str"),
     "batch_size=four": ("batch_size: ", "'four'", "Integer"),
-    "batch_size=2.5": ("batch_size: ", "'2.5'", "Integer"),
-    "batch_size=true": ("batch_size: ", "'True'", "Integer"),
     "batch_size=null": ("batch_size: ", "is not Optional"),
-    "batch_size.x=3": ("batch_size: ", "dict", "Integer"),
     "batch_size=1,2": ("'batch_size=1,2'", "list, use key=[value1,value2]", "string, quote", "sweep", "--multirun"),
-    "batch_size=range(1,3)": ("'batch_size=range(1,3)'", "requires --multirun"),
     "batch_size=cast(3)": (
         "'batch_size=cast(3)'",
         "Hydra's syntax",
@@ -29,10 +24,7 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
         "put the value in quotes",
     ),
     "batch_size=${nope}": ("batch_size: ", "'nope' not found"),
-    "batch_size=${oc.env:HOME}": ("batch_size: ", "'/home/somebody'", "Integer"),
     "output_dir=${output_dir}": ("output_dir: ", "Recursive interpolation"),
-    "num_threads=x": ("num_threads: ", "'x'", "Integer"),
-    "progress=maybe": ("progress: ", "'maybe' is not a valid bool"),
     "model.compile=2.5": ("model.compile: ", "'2.5' of type 'float' is incompatible"),
     "check=twice": ("check: ", "'twice', expected one of [greedy, plain]"),
     "task={a:1}": ("these options cannot be", "AttributeError"),
@@ -49,14 +41,12 @@ HYDRAS_OWN = {  # what matters in Hydra's words: the option or value that was gi
 
 SHAPE = "model=hf model.path=shape data=random drafter=none +model.architecture.model_type=llama"
 SENTENCES = {
-    "stop=[[1]]": "stop is [[1]]; each item must be a text",
     "stop=['']": "stop holds ''; every stop string is a text of at least one character",
     "resume=true overwrite=true output_dir=out":
         "resume=true keeps the rows of the output folder, overwrite=true drops them; choose one",
     "resume=true": "resume=true goes on with the job of a folder; say which, with output_dir=FOLDER",
     "batch_size=1" + "0" * 30: "batch_size is a number of 31 digits; it must be below 2^63",
     "model.compile=maybe": "model.compile is maybe; it must be true, false or auto",
-    "model.architecture={a:[1,{b:nan}]}": "model.architecture.a[1].b is nan; it must be a finite number",
     "++data.name=jsonl": "data.name cannot be set by itself; choose with data=NAME, one of demo, hf, jsonl, …",
     "prompt=hi data=jsonl data.path=x": "prompt= is decoded in the place of data; leave data= and data.limit= out, …",
     "prompt=hi data.limit=3": "prompt= is decoded in the place of data; leave data= and data.limit= out, …",
@@ -64,10 +54,7 @@ SENTENCES = {
     "data=text data.path=- -m": "a sweep reads its prompts once for each run, and data.path=- is there only once…",
     "data=text data.path=- resume=true output_dir=out": "resume=true reads the prompts of a job again, and …",
     "data.limit=0": "data.limit is 0; it must be at least 1",
-    "model.dtype=int8": "unknown dtype 'int8'; choose auto, float64, float32, bfloat16, float16",
     "~drafter": "drafter is not given and has no default; add drafter=VALUE",
-    "data=text": "data.path is not given and has no default; add data.path=VALUE",
-    "drafter.min_match_length=0": "drafter.min_match_length is 0; it must be at least 1",
     "data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
     "drafter.lenght=3": "drafter 'suffix' has no option 'lenght'. It has num_speculative_tokens, …",
     "model.dtpe=float32": "model has no option 'dtpe'; did you mean 'dtype'? It has path, dtype, device, …",
@@ -119,13 +106,11 @@ TOY_EXPERIMENTS = {
     "experiment=crossover budget=fixed": "experiment=crossover compares methods, and a method sets budget itself;…",
     "experiment=fig1 data=jsonl data.path=nowhere.jsonl": "data.path=nowhere.jsonl: no such file (looked in …",
     "experiment=fig1 data=demo data.kind=sing": "data.kind is 'sing'; the demo has prompts of the kinds continue,…",
-    "experiment=step_time data.num_tokens=0": "data.num_tokens is 0; it must be at least 1",
 }
 
 
 @looped("given", SENTENCES, at_a_time=7)
-def test_what_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+def test_what_cannot_be_is_told_in_a_sentence(given: str, emssd: Callable) -> None:
     assert_said(emssd(*given.split(" ")).sentence, SENTENCES[given])
 
 
@@ -137,10 +122,7 @@ def test_an_experiment_that_cannot_be_is_told_in_a_sentence(given: str, emssd: C
 
 
 @looped("given", HYDRAS_OWN, at_a_time=7)
-def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(
-    given: str, emssd: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+def test_what_hydra_refuses_is_told_in_one_line_with_a_hint(given: str, emssd: Callable) -> None:
     sentence = emssd(given).sentence
     assert all(part in sentence for part in HYDRAS_OWN[given]), sentence
 

@@ -159,12 +159,7 @@ def test_weights_are_counted_once_and_tables_that_are_only_looked_up_are_not() -
 
 
 def test_of_a_mixture_of_experts_a_token_takes_its_own() -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "vocab_size": 61, "num_local_experts": 8, "num_experts_per_tok": 2}
-    config = AutoConfig.for_model("mixtral", **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = tiny_model("mixtral", dtype=torch.float32, num_local_experts=8, num_experts_per_tok=2)
     layer = 32 * (32 + 16 + 16 + 32) + 32 * 8 + 2 * 3 * 32 * 48  # attention, router, two of eight experts
     costs = Costs.of(TargetModel(model))
     assert costs.matmul_parameters == 2 * layer + 61 * 32

@@ -130,17 +130,17 @@ def test_a_drafter_hears_the_targets_choice_at_every_node(
     assert WatchedTrees.num_nodes > 50
 
 
-@pytest.mark.parametrize("page_size", few([16, 1], ci=1))
-def test_long_rows_of_which_some_are_preempted(page_size: int) -> None:
-    references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
-    drafter = TreeDrafter(11, 12, references, right=0.6, seed=page_size)
-    engine = decode_in_little_memory(drafter, RaggedConfig(page_size=page_size, kernels=Kernels.torch))
-    assert engine.report.num_accepted > 40
+LITTLE: dict[str, tuple[Any, dict[str, None]]] = {
+    "page 16": (RaggedConfig(page_size=16, kernels=Kernels.torch), {}),
+    "pad_kv": (PaddedConfig(pad_kv=True), {"num_kv_tokens": None}),
+    "unpad_kv": (PaddedConfig(pad_kv=False), {"num_kv_tokens": None}),
+    "page 1": (RaggedConfig(page_size=1, kernels=Kernels.torch), {}),
+}
 
 
-@pytest.mark.parametrize("pad_kv", [True, False])
-def test_long_rows_in_whole_batches(pad_kv: bool) -> None:
+@pytest.mark.parametrize("name", few(LITTLE, ci=3))
+def test_long_rows_of_which_some_are_preempted_or_in_whole_batches(name: str) -> None:
     references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
-    drafter = TreeDrafter(11, 12, references, right=0.6)
-    engine = decode_in_little_memory(drafter, PaddedConfig(pad_kv=pad_kv), num_kv_tokens=None)
+    config, more = LITTLE[name]
+    engine = decode_in_little_memory(TreeDrafter(11, 12, references, right=0.6), config, **more)
     assert engine.report.num_accepted > 40

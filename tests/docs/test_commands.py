@@ -25,7 +25,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from emssd.cli.config import RunConfig, conf_dir, register_configs
+from emssd.cli.config import DecodeConfig, conf_dir, register_configs
 from emssd.hooks.registry import Registry
 from tests.support.tiers import looped
 
@@ -44,7 +44,7 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-rest": rest_parser,
     "emssd-train": train_parser,
 }
-SHELL = {".", "cd", "emssd-lm-eval", "export", "git", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
+SHELL = {".", "cd", "curl", "emssd-lm-eval", "export", "git", "mypy", "pip", "pre-commit", "pytest", "python3", "ruff"}
 MODULES = {"python -m build", "python -m benchmarks.demo", "python -m benchmarks.demo.head", "python -m pip"}
 PLUGINS = {  # by folder: the kind and the hook of what it offers, and the module of that
     "bigram": ("drafter", "drafters", "drafter"),
@@ -52,7 +52,7 @@ PLUGINS = {  # by folder: the kind and the hook of what it offers, and the modul
     "one_more": ("budget", "budget_policies", "policy"),
 }
 _SCRIPTS = ("library", "sampling", "two_ways", "similar_places", "entropy_budget", "hf_generate", "ray_data",
-            "trl_grpo", "my_drafters", "vllm_generate", "tensor_parallel")  # fmt: skip
+            "generate_batch", "trl_grpo", "my_drafters", "vllm_generate", "tensor_parallel")  # fmt: skip
 QUOTED = {f"examples/{name}.py" for name in _SCRIPTS} | {  # files that a test runs, or nox -s example_plugin
     f"examples/plugins/{name}/{path}.py"
     for name, (_, _, module) in PLUGINS.items()
@@ -135,6 +135,8 @@ def test_every_command_is_one_that_works(page: Path, store: None) -> None:
             assert words[1] == "--nproc-per-node", words
             assert words[3:5] == ["-m", "emssd"], words
             check_run(words[5:])
+        elif words[:2] == ["emssd", "serve"]:
+            check_run([word for word in words[2:] if word != "DIR"], "serve")
         elif head in PARSERS:
             check_arguments(PARSERS[head](), words[len(head.split()) :])
         elif head == "nox":
@@ -162,14 +164,14 @@ def test_a_command_that_does_not_work_is_seen(store: None) -> None:
         check_arguments(plugins_parser(), ["new", "drafters", "mine"])
 
 
-def check_run(arguments: list[str]) -> None:
-    """Compose the options of a run, or of each of a sweep."""
+def check_run(arguments: list[str], config: str = "config") -> None:
+    """Compose the options of a server, of a run, or of each run of a sweep."""
     overrides = [word for word in arguments if not word.startswith("-") and "…" not in word]
     overrides = [word for word in overrides if not word.startswith(("hydra/launcher=", "hydra.launcher."))]
     (runs,) = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(overrides), None)
     with hydra.initialize_config_dir(str(conf_dir()), version_base="1.3"):
         for run in runs:
-            assert isinstance(OmegaConf.to_object(hydra.compose("config", run)), RunConfig), arguments
+            assert isinstance(OmegaConf.to_object(hydra.compose(config, run)), DecodeConfig), arguments
 
 
 def check_compared(arguments: list[str]) -> None:

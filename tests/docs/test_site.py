@@ -172,7 +172,7 @@ def test_the_tutorials_plugin_is_what_the_command_writes_with_another_drafter(tm
 
 
 EXAMPLES = ROOT / "examples" / "plugins"
-MOST_NAMES = 153  # decision 45: fewer is better
+MOST_NAMES = 154  # decision 45: fewer is better
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
 
 import pytest
-from emssd_lab.simulate.recording import StepLog
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
 from emssd_testing.models import tiny_model
 
@@ -90,7 +89,7 @@ def test_a_policy_that_is_held_sees_what_was_drafted_and_is_not_heeded() -> None
     stages = DraftStages([CheckedDrafter(Tree(), None, 9)], HeldBudget(Sees([(1, 1)]), 3))
     assert stages.propose(BATCH, [7, 7, 2], 0).lengths == [3, 3, 2]
     assert seen == [[3, 3, 2]]
-    assert HeldBudget(FixedBudget(depth=2), 3).max_depth == StepLog(FixedBudget(depth=2)).max_depth == 2
+    assert HeldBudget(FixedBudget(depth=2), 3).max_depth == 2
 
 
 def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import runpy
 import warnings
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +17,7 @@ from emssd_testing.models import tiny_model
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
+import emssd
 from emssd.data.demo import model_path
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
@@ -164,21 +163,13 @@ def test_earlier_rollouts_are_drafted_from_if_the_drafter_remembers_texts() -> N
     assert accepted["forgets"][1] <= accepted["remembers"][0]
 
 
-def test_the_cache_lives_as_long_as_a_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    rollouts, made = Rollouts(), list[Any]()
-    engine = rollouts._engine
-
-    def watched(*given: Any) -> Any:
-        made.append(weakref.ref((found := engine(*given)).runner.backend))
-        return found
-
-    monkeypatch.setattr(rollouts, "_engine", watched)
-    gc.disable()
-    try:
-        rollouts(PROMPTS, stand_in(make_model()))
-        assert made[0]() is None
-    finally:
-        gc.enable()
+def test_a_drafter_on_the_targets_own_pages_drafts_from_the_rows_of_the_rollout() -> None:
+    rollouts = Rollouts(drafter="self", budget=FixedBudget())
+    for dtype in (torch.float64, torch.bfloat16):  # for the second, the engine is made again
+        trainer = stand_in(make_model("llama").to(dtype), do_sample=False)
+        rollouts(PROMPTS, trainer)
+        assert rollouts.report is not None
+        assert rollouts.report.num_accepted > 0
 
 
 def test_within_generating_the_model_itself_decodes_so() -> None:
@@ -267,12 +258,19 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
         "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2, "temperature": 0.4, **options,
     }  # fmt: skip
     parts = {"model": model, "reward_funcs": reward, "train_dataset": data, "processing_class": tokenizer}
-    if make == "grpo":
+    if make != "online_dpo":
         from trl import GRPOConfig, GRPOTrainer
 
+        continuous = make == "continuous_batching"
         sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": NUM_NEW}
-        trainer = GRPOTrainer(args=GRPOConfig(**(sizes | common)), rollout_func=rollouts, **parts)
-        trainer.train()
+        sizes |= {"use_transformers_continuous_batching": continuous}
+        rollout_func = None if continuous else rollouts
+        trainer = GRPOTrainer(args=GRPOConfig(**(sizes | common)), rollout_func=rollout_func, **parts)
+        with emssd.speculate(model, tokenizer, drafter=drafter, budget=FixedBudget()) as speculation:
+            trainer.train()
+        if continuous:
+            assert speculation.engine is not None
+            num_accepted = speculation.engine.report.num_accepted
     else:
         from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -291,7 +289,7 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True, "bf16": False, "top_k": 9, "num_iterations": 2}]
 )
-@pytest.mark.parametrize("make", ["grpo", "online_dpo"])
+@pytest.mark.parametrize("make", ["grpo", "online_dpo", "continuous_batching"])
 def test_training_is_the_same_whatever_drafts(make: str, options: dict[str, Any], tmp_path: Path) -> None:
     if make == "online_dpo":
         options = {key: value for key, value in options.items() if key != "num_iterations"}

@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_llma import LLMAConfig, Search
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_testing.drafters import TreeDrafter
 from emssd_testing.models import ARCHITECTURES, tiny_model
 from emssd_testing.oracle import greedy_reference
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 from emssd import Engine, Generation
 from emssd.decoding.check import compare
@@ -28,18 +26,11 @@ from tests.support.draft_models import same_weights_drafter
 from tests.support.tiers import looped
 from tests.support.trees import DecoyDrafter
 
+from .conftest import LLMA, PROMPTS, VOCAB_SIZE
+from .test_checkpoint import save_checkpoint
+
 NEW_TOKENS = 24
-VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
-# Ragged; all but the second are longer than the sliding windows of 7. The first repeats itself.
-PROMPTS = (
-    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
-    (8,),
-    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
-    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
-)
 BACKENDS: dict[str, Any] = {"ragged": "ragged", **PADDED_CONFIGS}
-# Looks everywhere after a single token, so that its drafts are often there, often wrong, and of every length.
-LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 EVERY_ARCHITECTURE = pytest.mark.parametrize("architecture", ARCHITECTURES)
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
@@ -127,36 +118,24 @@ def test_a_window_shorter_than_the_probe_is_served() -> None:
     assert [generation.token_ids for generation in done] == [generate_row(model, prompt) for prompt in PROMPTS]
 
 
-def save_with_tokenizer(path: Path, architecture: str, words: list[str]) -> None:
-    model = tiny_model(architecture, vocab_size=len(words), dtype=torch.float32, max_model_len=64)
-    model.save_pretrained(path)
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<pad>"
-    ).save_pretrained(path)
-
-
 @pytest.mark.parametrize("architecture", ["opt", "llama"])
 def test_a_saved_model_with_its_tokenizer_continues_texts_as_hugging_face_does(
     architecture: str, tmp_path: Path
 ) -> None:
-    words = ["<pad>", "<s>", "</s>", *["the", "cat", "sat", "on", "a", "mat", "and", "dog", "ran", "to"]]
-    save_with_tokenizer(tmp_path, architecture, words)
+    save_checkpoint(tmp_path, architecture, max_model_len=64)
     engine = Engine.from_pretrained(str(tmp_path), dtype="float64", device="cpu", batch_size=2)
-    texts = ["the cat sat on the mat and the cat sat on", "a dog", "to the dog ran a cat"]
+    texts = ["w4 w5 w6 w7 w4 w8 w9 w4 w5 w6 w7", "w9 w0", "w2 w4 w9 w0 w8 w5"]
     done = engine.generate(texts, NEW_TOKENS)
     for text, generation in zip(texts, done, strict=True):
-        prompt = tuple(words.index(word) for word in text.split())
+        prompt = tuple(int(word[1:]) for word in text.split())
         expected = generate_row(engine.target.model, prompt)
         assert generation.prompt_ids == prompt
         assert generation.token_ids == expected
-        assert generation.text == " ".join(words[token] for token in expected if token > 2)
+        assert generation.text == " ".join(f"w{token}" for token in expected if token not in (1, 3))  # special ones
 
 
 def test_a_saved_model_runs_in_the_precision_of_its_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
-    words = ["<pad>", "<s>", "</s>", "one", "two", "three"]
-    save_with_tokenizer(tmp_path, "llama", words)
+    save_checkpoint(tmp_path)
     assert Engine.from_pretrained(str(tmp_path), device="cpu").target.dtype == torch.float32
     assert Engine.from_pretrained(str(tmp_path), device="cpu", dtype="bfloat16").target.dtype == torch.bfloat16
 

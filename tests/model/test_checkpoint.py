@@ -14,8 +14,8 @@ import torch
 from emssd_draft_model import DraftModelConfig
 from emssd_testing.models import tiny_model
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, dynamic_module_utils
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, dynamic_module_utils
 
 from emssd import Engine
 from emssd.errors import ConfigError
@@ -27,6 +27,7 @@ OPTIONS: dict[str, Any] = {"drafter": "none", "device": "cpu"}
 
 def save_checkpoint(folder: Path, architecture: str = "llama", **overrides: Any) -> Path:
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(13)}, unk_token="w3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tiny_model(architecture, vocab_size=13, dtype=torch.float32, **overrides).save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="w1", unk_token="w3").save_pretrained(folder)
     return folder
@@ -197,10 +198,7 @@ def test_experts_that_cannot_be_put_together_are_named(
 ) -> None:
     """Transformers stacks them while it loads, and its error refers to a table, which the user may have silenced."""
     caplog.set_level(level, "transformers")
-    values = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model("mixtral", **values, num_hidden_layers=1, vocab_size=13, num_local_experts=2)
-    folder = save_checkpoint(tmp_path)
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    folder = save_checkpoint(tmp_path, "mixtral", num_hidden_layers=1, num_local_experts=2)
     with_tensor("model.layers.0.block_sparse_moe.experts.1.w1.weight")(folder)
     missing = r"model\.layers\.0\.mlp\.experts\.gate_up_proj are made of is missing in part"
     with pytest.raises(ConfigError, match=missing):

@@ -16,21 +16,20 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
-from emssd_llma import LLMAConfig, Search
 from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from filelock import FileLock
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from emssd.attention import LayerSpec
+from emssd.attention import LayerSpec, additive_mask, masked_attention
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.draft_models import ModelDrafter
 from emssd.draft_models.shapes import DynamicShape
-from emssd.errors import CompileError, ConfigError
+from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
 from emssd.model.compile import tracing
@@ -42,7 +41,8 @@ from tests.support.backends import CONFIGS
 from tests.support.draft_models import same_weights_drafter
 from tests.support.hidden import Listener, right_states
 
-VOCAB_SIZE = 13  # few tokens: continuations repeat themselves, so that retrieval is accepted
+from .conftest import LLMA, PROMPTS, VOCAB_SIZE
+
 MODELS: dict[str, dict[str, Any]] = {
     # Biases, and embeddings that are tied.
     "opt-float32": {"architecture": "opt", "dtype": torch.float32, "num_hidden_layers": 1},
@@ -51,14 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Rounding of other orders of the same sums. Gemma takes norms in float32, whatever the model.
 CLOSE = {torch.float32: 1e-4, torch.float64: 1e-5}
-PROMPTS = (
-    (3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4),
-    (8,),
-    (9, 3, 11, 4, 9, 3, 12, 5, 9, 3),
-    (10, 6, 6, 7, 10, 6, 6, 8, 10, 5, 4, 10, 6),
-)
 BACKENDS = {name: CONFIGS[name] for name in ("fused", "torch", "padded", "unpad_inputs")}
-LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
@@ -84,19 +77,13 @@ def targets(kernels: None) -> dict[str, TargetModel]:
 
 
 def attend_apart(num_rows: int) -> Any:
-    """Plain causal attention within each of the rows that are fed one after another; by no rule of the layer's own."""
+    """Causal attention within each of the rows that are fed one after another."""
 
-    def attend(
-        layer: int, spec: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        group = spec.num_qo_heads // spec.num_kv_heads
-        query, key, value = (
-            tensor.view(num_rows, -1, *tensor.shape[1:]).transpose(1, 2) for tensor in (query, key, value)
-        )
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=spec.scale)
-        in_order = out.transpose(1, 2).flatten(0, 1)
-        return in_order.transpose(0, 1).contiguous().transpose(0, 1)  # what a backend returns may lie in any order
+    def attend(layer: int, spec: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
+        query, key, value = (tensor.view(num_rows, -1, *tensor.shape[1:]) for tensor in qkv)
+        bias = additive_mask(torch.ones(1, query.shape[1], query.shape[1], dtype=torch.bool).tril(), query.dtype)
+        out = masked_attention(query, key, value, bias, spec).flatten(0, 1)
+        return out.transpose(0, 1).contiguous().transpose(0, 1)  # what a backend returns may lie in any order
 
     return attend
 
@@ -332,69 +319,6 @@ def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept(
     expected = Engine.from_model(model, drafter="none", backend="ragged", batch_size=4).generate(PROMPTS, 9)
     assert [row.token_ids for row in engine.generate(PROMPTS, 9)] == [row.token_ids for row in expected]
     assert not (tmp_path / "models").exists()
-
-
-def test_auto_takes_a_program_that_is_kept_and_no_other(
-    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
-    kept = targets["opt-float32"].compiled
-    assert kept is not None
-    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
-    assert target.compiled is not None
-    assert target.compiled.folder == kept.folder
-    assert target.why_compiled == "compiled: its program was kept"
-    target.compile_if_it_pays(10**12)
-    assert target.compiled.folder == kept.folder
-    target.prepare_hidden([0])  # of which none is kept: the model itself gives them
-    assert target.compiled is None
-
-
-def test_auto_compiles_where_the_work_is_worth_it(
-    targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    usual = str(cache_dir())
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "empty"))
-    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
-    assert target.compiled is None
-    target.compile_if_it_pays(10)
-    assert target.compiled is None
-    assert target.why_compiled.startswith("not compiled: 10 steps at most are too few to pay for it")
-    assert not (tmp_path / "empty").exists()  # no lock, nothing built
-    monkeypatch.setenv("EMSSD_CACHE", usual)  # where the program is that it would have to compile
-    target.compile_if_it_pays(10**9)
-    assert target.compiled is not None
-    assert target.may_compile is True
-
-
-def test_a_program_that_is_compiled_late_gives_the_hidden_states_that_were_asked_for(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
-    requested: list[tuple[int, ...]] = []
-
-    def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
-        requested.append(hidden)
-        raise CompileError("this is enough")
-
-    monkeypatch.setattr(tracing, "compile_program", compile_program)
-    target = TargetModel(make("opt-float32"), ModelOptions(compile="auto"))
-    target.compile()
-    target.prepare_hidden([0])
-    target.compile_if_it_pays(10**9)
-    assert requested == [(0,)]
-
-
-def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:
-    model = make("opt-float32")
-    model.register_forward_hook(lambda *arguments: None)
-    target = TargetModel(model, ModelOptions(compile="auto"))
-    target.compile_if_it_pays(10**9)
-    assert target.compiled is None
-    assert "hook" in target.why_compiled
-    assert not [warning for warning in recwarn if warning.category is RuntimeWarning]
-    with pytest.raises(ConfigError, match="must be true, false or auto"):
-        TargetModel(make("opt-float32"), ModelOptions(compile="maybe"))  # type: ignore[arg-type]
 
 
 def test_a_drafters_model_is_compiled_and_rounded_if_the_target_is_compiled(

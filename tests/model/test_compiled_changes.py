@@ -14,11 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
-from filelock import FileLock
 from torch import nn
-from transformers import OPTForCausalLM, PreTrainedModel
+from transformers import OPTForCausalLM
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -28,34 +26,22 @@ from emssd.model.compile import tracing
 from emssd.model.compile.compile_time import Compiling
 from emssd.native import cache_dir, load_kernels
 
+from .conftest import opt
+
 PROMPT = (3, 4, 5, 6, 7, 3, 4)
 Change = Callable[[Any], object]
 
 
-def opt(seed: int = 0) -> PreTrainedModel:
-    """The same as one of `test_compiled`, so that both compile it once."""
-    return tiny_model("opt", dtype=torch.float32, num_hidden_layers=1, vocab_size=13, max_model_len=64, seed=seed)
-
-
-@pytest.fixture(scope="module")
-def compiled_entry(kernels: None) -> Path:
-    """The program of `opt` on disk."""
-    with FileLock(cache_dir() / "opt-float32.lock"):
-        program = TargetModel(opt(), ModelOptions(compile=True)).compiled
-    assert program is not None
-    return program.folder
-
-
 @pytest.fixture
-def entry_copy(compiled_entry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def entry_copy(kept_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same in a cache that a test may spoil; to compile again takes the good files, and no time."""
-    copy = tmp_path / "cache" / "models" / compiled_entry.name
-    shutil.copytree(compiled_entry, copy)
+    copy = tmp_path / "cache" / "models" / kept_program.name
+    shutil.copytree(kept_program, copy)
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path / "cache"))
 
     def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
         for name in (tracing.PROGRAM, tracing.LINEARS, tracing.CONSTANTS):
-            shutil.copy(compiled_entry / name, folder)
+            shutil.copy(kept_program / name, folder)
 
     monkeypatch.setattr(tracing, "compile_program", compile_program)
     return copy
@@ -76,7 +62,7 @@ def layer(model: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("error")
-def test_weights_that_change_later_are_read_again(compiled_entry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_change_later_are_read_again(kept_program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`test_ownership` tests other changes."""
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     target = TargetModel(opt(), ModelOptions(compile=True))
@@ -103,7 +89,7 @@ CHANGES: dict[str, tuple[Change, str]] = {
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_model_whose_code_changes_before_or_later_runs_as_it_is(
-    what: str, compiled_entry: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, kept_program: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
     (change, why), model = CHANGES[what], opt()
@@ -227,7 +213,7 @@ def test_inductor_keeps_its_files_in_the_cache_unless_another_folder_is_set(
 
 
 @pytest.mark.parametrize("mode", ["fake tensors", "export"])
-def test_a_program_that_is_collected_while_another_is_traced_frees_its_weights(mode: str, compiled_entry: Path) -> None:
+def test_a_program_that_is_collected_while_another_is_traced_frees_its_weights(mode: str, kept_program: Path) -> None:
     target = TargetModel(opt(), ModelOptions(compile=True))
     assert target.compiled is not None
     program, handle = weakref.ref(target.compiled), target.compiled._program._handle

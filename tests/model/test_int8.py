@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_llma import LLMAConfig, Search
-from emssd_testing.models import tiny_model
 from filelock import FileLock
 
 from emssd.cli.config import changed_options
@@ -24,19 +22,19 @@ from emssd.model.compile.int8 import bytes_of, round_drafter, round_weights, sca
 from emssd.native import cache_dir, load_kernels
 from emssd.sequences import Request
 
+from .conftest import LLMA, opt
+
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
 
 
 def rounded(dtype: torch.dtype = torch.float32) -> Any:
-    """An OPT, whose embeddings are those of its output layer: the one that `test_compiled` compiles."""
-    model = tiny_model("opt", dtype=dtype, num_hidden_layers=1, vocab_size=13, max_model_len=64)
+    model = opt(dtype=dtype)
     return model, round_weights(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_weight_goes_to_the_nearest_of_its_output_s_255(dtype: torch.dtype) -> None:
-    plain = tiny_model("opt", dtype=dtype, num_hidden_layers=1, vocab_size=13, max_model_len=64)
-    model, count = rounded(dtype)
+    plain, (model, count) = opt(dtype=dtype), rounded(dtype)
     linears = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
     assert count == sum(linear.weight.numel() for linear in linears.values())
     scales = scales_of(model)
@@ -72,9 +70,8 @@ def test_a_program_holds_bytes_and_computes_the_rounded_model(kernels: None, mon
     assert {*added} == {torch.int8}
     got, right = (short_pass(target, run)[0] for run in (target.compiled, target.run))
     assert torch.allclose(got, right, atol=1e-4 * float(right.std()))
-    llma = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
     texts = []
-    for drafter in ("none", llma):
+    for drafter in ("none", LLMA):
         options = EngineOptions(batch_size=3)
         engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options)
         requests = [Request(str(row), prompt, 50, frozenset()) for row, prompt in enumerate(PROMPTS)]

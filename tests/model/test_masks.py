@@ -6,15 +6,15 @@ Oracle: the model's own eager forward pass over each row alone, anew for every t
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from emssd_llma import LLMAConfig, Search
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, masking_utils
+from transformers import PreTrainedModel, masking_utils
 from transformers.models.llama import modeling_llama
 
 from emssd import Engine
@@ -26,7 +26,8 @@ from emssd.model.hf.masks import window_of
 from tests.support.backends import CONFIGS
 from tests.support.tiers import looped
 
-PROMPTS = [[3, 4, 5, 6, 7] * 4, [8], [9, 3, 11, 4, 9, 3, 12, 5, 9, 3]]
+from .conftest import LLMA, PROMPTS
+
 LLAMA4: dict[str, Any] = {
     "intermediate_size_mlp": 48, "head_dim": 8, "num_local_experts": 2, "moe_layers": [1], "no_rope_layers": [1, 0],
     "attn_temperature_tuning": True, "attn_scale": 1.0,
@@ -37,7 +38,7 @@ FULL = ["full_attention", "full_attention"]
 random_model = partial(tiny_model, max_model_len=64)
 
 
-def alone(model: Any, prompt: list[int], count: int) -> list[int]:
+def alone(model: Any, prompt: Sequence[int], count: int) -> list[int]:
     """`greedy_reference` with experts that compute in float64."""
     before, model.config._experts_implementation = model.config._experts_implementation, "eager"
     row = greedy_reference(model, prompt, count)
@@ -195,26 +196,14 @@ class TestExperts:
         assert seen == {"grouped_mm"}
 
 
-SINK_PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9, 3))
-LLMA = LLMAConfig(match_length=1, copy_length=4, search=Search.prompt_and_output, require_full_copy=False)
-SINK_TOKENS = 16
-
-
-def gpt_oss(vocab_size: int = 13) -> PreTrainedModel:
+def gpt_oss() -> Any:
     """A tiny one whose sinks take much of the attention, with windows of 6 in every other layer."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "gpt_oss", vocab_size=vocab_size, hidden_size=32, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
-        sliding_window=6, max_position_embeddings=64, initializer_range=0.5, eos_token_id=None, pad_token_id=0,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-    )  # fmt: skip
-    config._experts_implementation = "eager"  # the default has no float64
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float64)  # type: ignore[no-untyped-call]
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.sinks.normal_(1.0, 2.0)
-    return cast("PreTrainedModel", model.eval())
+    more: dict[str, Any] = {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 6}
+    model: Any = random_model("gpt_oss", vocab_size=13, std=0.5, **more)
+    model.set_experts_implementation("eager")  # the default has no float64
+    for layer in model.model.layers:
+        layer.self_attn.sinks.data = torch.tensor([-2.0, 0.0, 2.0, 4.0], dtype=torch.float64)
+    return model
 
 
 @pytest.mark.parametrize("backend", [CONFIGS[name] for name in ("fused", "torch", "padded")], ids=str)
@@ -224,8 +213,8 @@ def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backen
     for change in (0.0, 3.0):
         for layer in model.model.layers:
             layer.self_attn.sinks.data.add_(change)
-        runs.append([[*row.token_ids] for row in engine.generate(SINK_PROMPTS, SINK_TOKENS)])
-        assert runs[-1] == [greedy_reference(model, prompt, SINK_TOKENS) for prompt in SINK_PROMPTS]
+        runs.append([[*row.token_ids] for row in engine.generate(PROMPTS, 16, ignore_eos=True)])
+        assert runs[-1] == [greedy_reference(model, prompt, 16) for prompt in PROMPTS]
         assert engine.report.num_accepted > 0
     assert runs[0] != runs[1]
 
@@ -239,9 +228,9 @@ def test_a_backend_that_takes_no_other_sinks_is_refused(monkeypatch: pytest.Monk
     sinks.add_(1.0)
     for _ in range(2):
         with pytest.raises(UnsupportedModelError, match=r"sinks have changed, .* a PaddedBackend, takes no others"):
-            engine.generate(SINK_PROMPTS, 2)
+            engine.generate(PROMPTS, 2)
     sinks.copy_(before)
-    assert engine.generate(SINK_PROMPTS, 2)
+    assert engine.generate(PROMPTS, 2)
 
 
 def test_no_program_is_made_of_a_model_with_sinks() -> None:

@@ -14,7 +14,7 @@ from emssd_testing.models import HYBRIDS, tiny_model
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model.hf import recurrent_pass
-from emssd.model.hf.recurrent_layers import _STATE_OPS, Convolution, Recurrence, keeps_states
+from emssd.model.hf.recurrent_layers import _PASS, Convolution, Recurrence, keeps_states
 from emssd.model.hf.recurrent_pass import StatePass
 from emssd.model.hf.recurrent_states import RowTokens, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
@@ -61,7 +61,7 @@ class Layers:
 
     def mixed(self, tokens: Text) -> torch.Tensor:
         """``[n, numbers]`` of fed tokens, by the ops of this pass."""
-        ops: StatePass | None = _STATE_OPS.get()
+        ops: StatePass | None = _PASS.get()
         assert ops is not None
         first, *rest = self.fed(tokens)
         return torch.cat([ops.convolve(first), *(ops.recur(inputs).flatten(1) for inputs in rest)], 1)

@@ -14,9 +14,8 @@ from tempfile import TemporaryDirectory
 
 from noxfile import CI as TESTS
 
-from .fault import Fault
+from .fault import FAULTS, Fault, as_markdown, function_of
 from .runner import Copy, Result, Run
-from .table import FAULTS, as_markdown, function_of
 
 _KINDS = ("gemma2", "gpt2", "llama", "mistral", "opt", "qwen2")
 _LIBRARIES = ("accelerate", "hydra", "hypothesis.strategies", "rich.console", "torch", "transformers.modeling_utils")
@@ -96,7 +95,7 @@ def _results(faults: Seq[Fault], copies: Seq[Copy]) -> Iterator[tuple[Fault, Res
                 running[copy] = copy.start(fault.caught_by, _QUICKLY, fault)
             except LookupError as error:
                 idle.append(copy)
-                yield fault, Result({}, {}, str(error), 0.0)
+                yield fault, Result([], [], str(error), 0.0)
         for copy, run in list(running.items()):
             if (result := run.poll()) is not None and run.fault is not None:
                 del running[copy]

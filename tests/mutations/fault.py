@@ -1,4 +1,4 @@
-"""`Fault`: a mistake to plant into one file, as plain data; `read` finds those of a file."""
+"""`Fault`: a mistake to plant into one file, as plain data; `FAULTS`, and their table for the decision note."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Fault", "read"]
+__all__ = ["FAULTS", "ROOT", "Fault", "as_markdown", "function_of"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,16 +42,6 @@ class Fault(NamedTuple):
             raise LookupError(f"{self.name!r}: its old text is in {self.file} {len(paths)} times, and should be once")
         return paths[0]
 
-    def plant(self, root: Path) -> Path:
-        """Make the mistake below `root`. Returns the changed file.
-
-        Raises:
-            LookupError: see `place`.
-        """
-        path = self.place(root)
-        path.write_text(path.read_text().replace(self.old, self.new))
-        return path
-
 
 def read(path: Path) -> Iterator[Fault]:
     """The faults of a text file, with an empty line between them.
@@ -67,3 +57,20 @@ def read(path: Path) -> Iterator[Fault]:
         assert sum(map(len, marked.values())) == len(lines), f"{path.name}: {name!r} has a line of another kind"
         old, new = "\n".join(marked["-"]), "\n".join(marked["+"])
         yield Fault(name, room, file, old, new, tuple(line.strip() for line in marked["="]), *needs)
+
+
+FAULTS = tuple(fault for path in sorted(Path(__file__).parent.glob("faults/*.txt")) for fault in read(path))
+
+
+def function_of(test: str) -> str:
+    """The name of a test without its parameters."""
+    return test.partition("[")[0]
+
+
+def as_markdown() -> str:
+    """The table of faults, by room."""
+    lines = ["| Room | Fault | Caught by |", "| --- | --- | --- |"]
+    for fault in sorted(FAULTS, key=lambda fault: fault.room):
+        caught_by = ", ".join(f"`{function_of(test).rpartition('/')[2]}`" for test in fault.caught_by)
+        lines.append(f"| {fault.room} | {fault.name} | {caught_by} |")
+    return "\n".join(lines)

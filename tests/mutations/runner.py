@@ -28,13 +28,13 @@ class Result(NamedTuple):
     """The results of the tests of one run; all are names without parameters.
 
     Attributes:
-        passed, failed: tests that ran, and how many seconds each took.
+        passed, failed: tests that ran.
         error: why the run says nothing; ``None`` if it does.
         seconds: that it took.
     """
 
-    passed: dict[str, float]
-    failed: dict[str, float]
+    passed: list[str]
+    failed: list[str]
     error: str | None
     seconds: float
 
@@ -72,8 +72,9 @@ class Run:
         self._told.unlink(missing_ok=True)
         self._kept = changed.read_bytes() if changed is not None else b""
         self._times = changed.stat().st_mtime_ns if changed is not None else 0
-        if fault is not None:
-            os.utime(fault.plant(copy.tree), ns=(1, 1))  # so that no compiled file fits it
+        if fault is not None and changed is not None:
+            changed.write_text(changed.read_text().replace(fault.old, fault.new))
+            os.utime(changed, ns=(1, 1))  # so that no compiled file fits it
         sys.stdout.flush()
         self._pid = os.fork()
         if self._pid == 0:
@@ -91,16 +92,13 @@ class Run:
         if self._changed is not None:
             self._changed.write_bytes(self._kept)
             os.utime(self._changed, ns=(self._times, self._times))
-        record: dict[str, Any] = {
-            "passed": {},
-            "failed": {},
-            "error": "its process ended" if pid else "it takes too long",
-        }
+        error = "its process ended" if pid else "it takes too long"
+        record: dict[str, Any] = {"passed": [], "failed": [], "error": error}
         if self._told.exists():
             record = json.loads(self._told.read_text())
         if record["error"]:
             record["error"] += f":\n{self._copy.log.read_text(errors='replace')[-1000:]}"
-        return Result(record["passed"], record["failed"], record["error"], seconds)
+        return Result(**record, seconds=seconds)
 
     def wait(self) -> Result:
         """The result, once it has ended."""
@@ -125,7 +123,7 @@ class _Watch:
     """A plugin of pytest: the tests that passed or failed by themselves, and not for want of their fixtures."""
 
     def __init__(self) -> None:
-        self.passed, self.failed = dict[str, float](), dict[str, float]()
+        self.passed, self.failed = list[str](), list[str]()
 
     def pytest_sessionstart(self) -> None:
         """Turn shrinking off. A property that fails is enough."""
@@ -134,8 +132,7 @@ class _Watch:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
-            durations = {"passed": self.passed, "failed": self.failed}.get(report.outcome, {})
-            durations[report.nodeid] = report.duration
+            {"passed": self.passed, "failed": self.failed}.get(report.outcome, []).append(report.nodeid)
 
 
 def _tested(copy: Copy, cache: Path, changed: Path | None, arguments: Seq[str], record: Path) -> None:

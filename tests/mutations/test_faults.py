@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .fault import ROOT
-from .table import FAULTS, as_markdown, function_of
+from .fault import FAULTS, ROOT, as_markdown, function_of
 
 NOTE = ROOT / "docs" / "decisions" / "0035-planted-faults.md"
 

@@ -58,18 +58,11 @@ def test_as_a_library_it_shows_no_messages() -> None:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = sorted(path for path in ROOT.glob("plugins/*") if path.is_dir() and not path.name.startswith((".", "_")))
 NAMES = [f"emssd_{path.name}" for path in PACKAGES]
-PARTS = [
-    path.parent
-    for path in ROOT.glob("plugins/*/emssd_*/*/__init__.py")
-    if any(hook in path.read_text("utf-8") for hook in ("@hookimpl", "emssd_drafters = "))
-]
+HOOK = re.compile(r"^(@hookimpl|emssd_\w+ = )", re.MULTILINE)
+PARTS = [path.parent for path in ROOT.glob("plugins/*/emssd_*/*/__init__.py") if HOOK.search(path.read_text("utf-8"))]
 KITS = ("heads", "lab", "testing")  # of which parts are offered
 # One that has no hook yet cannot be chosen, and nobody gets it.
-OFFERED = [
-    path
-    for path in PACKAGES
-    if "@hookimpl" in (path / f"emssd_{path.name}" / "__init__.py").read_text(encoding="utf-8")
-]
+OFFERED = [path for path in PACKAGES if HOOK.search((path / f"emssd_{path.name}" / "__init__.py").read_text("utf-8"))]
 
 
 def test_every_plugin_is_one_package_named_after_its_folder() -> None:

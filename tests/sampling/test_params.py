@@ -13,7 +13,6 @@ from emssd_testing.drafters import RandomDrafter, TreeDrafter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.decoding.engine import Engine
 from emssd.drafting import Drafter
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
@@ -175,15 +174,11 @@ def test_preempted_ones_go_on_with_the_same_text() -> None:
     assert [row.token_ids for row in done] == [by_hand((1, 2, 3, 4), "0", sample, 24) for sample in range(5)]
 
 
-def sharing_engine(*, static: bool = False, batch_size: int = 8) -> Engine:
-    options = {"max_step_tokens": 512, "static": static, "prefix_caching": True}
-    return engine_of(target(), RandomDrafter(VOCAB, 3), BACKENDS["ragged-page-16"](), batch_size, **options)
-
-
 @looped(("length", "shared"), [(40, 32), (32, 16), (33, 32), (15, 0)])
 def test_all_start_together_and_the_prompts_whole_pages_are_computed_once(length: int, shared: int) -> None:
     """The last token of a prompt is always computed, as its logits are wanted: of 32 tokens 16 are shared."""
-    engine, prompt = sharing_engine(), tuple(token % VOCAB for token in range(length))
+    backend, prompt = BACKENDS["ragged-page-16"](), tuple(token % VOCAB for token in range(length))
+    engine = engine_of(target(), RandomDrafter(VOCAB, 3), backend, 8, max_step_tokens=512, prefix_caching=True)
     done = engine.generate([prompt], 4, sampling=dataclasses.replace(HOT, n=6))
     assert engine.report.num_adopted_tokens == 5 * shared
     assert [row.token_ids for row in done] == [by_hand(prompt, "0", sample, 4) for sample in range(6)]

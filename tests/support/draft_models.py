@@ -9,6 +9,7 @@ from emssd_draft_model.build import shape_of
 from emssd_draft_model.drafter import DraftModelDrafter
 from emssd_residual.drafter import SampledDrafter, SampledShape
 
+from emssd.attention import PackedInputs
 from emssd.decoding.caches import make_backend
 from emssd.draft_models import ModelDrafter
 from emssd.draft_models.shapes import Shape
@@ -16,11 +17,7 @@ from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.backends import BACKENDS, runner_of
 
-__all__ = [
-    "DRAFT_MODEL_OPTIONS",
-    "draft_model_drafter",
-    "same_weights_drafter",
-]
+__all__ = ["DRAFT_MODEL_OPTIONS", "draft_model_drafter", "same_weights_drafter", "watch"]
 
 DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
@@ -32,9 +29,9 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) -> ModelDrafter:
+def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int, **spec: Any) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
-    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True)
+    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True, **spec)
     if tree == "chain":
         return DraftModelDrafter(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
     if isinstance(tree, str):
@@ -45,6 +42,14 @@ def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) 
     if isinstance(shape, SampledShape):
         return SampledDrafter(runner, vocab_size, shape)
     return ModelDrafter(runner, vocab_size, shape)
+
+
+def watch(drafter: ModelDrafter) -> list[PackedInputs]:
+    """Everything that the draft model computes from now on."""
+    backend: Any = drafter._runner.backend  # type: ignore[attr-defined]  # as of all runners with weights
+    plan, seen = backend.plan, list[PackedInputs]()
+    backend.plan = lambda packed: seen.append(packed) or plan(packed)
+    return seen
 
 
 def same_weights_drafter(target: TargetModel, backend: Any) -> DraftModelDrafter:

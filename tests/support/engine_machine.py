@@ -8,7 +8,6 @@ from functools import cache
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from emssd_lab.simulate.recording import StepLog
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import DenseBackend, References
 from emssd_testing.strategies import policies
@@ -17,8 +16,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
+from emssd.decoding.outcome import StepTimer
 from emssd.decoding.scheduler import ContinuousScheduler, Fits, Schedule
-from emssd.drafting import BudgetPolicy, Drafter, Outcome, StepStats
+from emssd.drafting import BudgetPolicy, Drafter, StepStats
 from emssd.errors import PromptError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Request, Row
@@ -111,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not backend.unsupported(spec), backend.unsupported(spec)
         backend.allocate(spec)
         self._max_bytes = None if max_tokens is None else max_tokens * spec.bytes_per_token()
-        self._policy = _WatchedPolicy(data.draw(self.policies(), label="policy"))
+        self._steps = list[StepStats]()
         self._scheduler = _WatchedScheduler(
             batch_size, max_step_tokens, worst_case=headroom is None, headroom=headroom or 0
         )
@@ -119,8 +119,9 @@ class EngineMachine(RuleBasedStateMachine):
             CausalLMRunner(target, backend),
             drafter,
             scheduler=self._scheduler,
-            budget=self._policy,
+            budget=data.draw(self.policies(), label="policy"),
             on_drafter_error="fail",
+            make_timer=lambda: _Clock(self._steps),
         )
         self._never_preempts = headroom is None
         self._open: dict[str, Request] = {}  # in order of arrival
@@ -190,7 +191,7 @@ class EngineMachine(RuleBasedStateMachine):
         before = len(first.tokens), first.num_cached
         cached = {row.request_id: row.num_cached for row in self._scheduler.rows.values()}
         finished = self.engine.step()
-        schedule, stats = self._scheduler.schedules[-1], self._policy.steps[-1]
+        schedule, stats = self._scheduler.schedules[-1], self._steps[-1]
         type(self).num_preempted += stats.num_preempted
         type(self).num_pieces += len(schedule.prefills)
         type(self).num_adopted += stats.num_adopted_tokens
@@ -232,11 +233,16 @@ class _WatchedScheduler(ContinuousScheduler):
         return self.schedules[-1]
 
 
-class _WatchedPolicy(StepLog):
-    """Another policy, whose clock is made up from numbers of tokens: it does the same whenever a run is repeated."""
+class _Clock(StepTimer):
+    """Made up from numbers of tokens, so that a policy does the same whenever a run is repeated; it keeps `steps`."""
 
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
+    def __init__(self, steps: list[StepStats]) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def timed(self, stats: StepStats) -> StepStats:
         forward, draft = 1.0 + 0.2 * max(0, stats.num_tokens - 6), 0.1 * sum(stats.drafted)
-        seconds = dict.fromkeys(stats.seconds, 0.0) | {"forward": forward, "draft": draft}
+        seconds = dict.fromkeys(self.seconds, 0.0) | {"forward": forward, "draft": draft}
         stages = tuple(dataclasses.replace(stage, seconds=0.1 * sum(stage.budget)) for stage in stats.stages)
-        super().observe(outcome, dataclasses.replace(stats, seconds=seconds, stages=stages))
+        self._steps.append(dataclasses.replace(stats, seconds=seconds, stages=stages))
+        return self._steps[-1]

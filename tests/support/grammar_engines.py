@@ -15,12 +15,12 @@ from emssd_testing.drafters import RandomDrafter, ScriptedBudget, TreeDrafter
 from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.decoding.options import EngineOptions
 from emssd.drafting.budget import FixedBudget
-from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
+from emssd.sampling.grammar import Grammar
+from emssd.sampling.matching import Grammars, MatcherState
 from emssd.sequences import FinishReason, Generation, Request
 from tests.support.backends import CONFIGS as BACKENDS
 from tests.support.every_drafter import COINS, EveryDrafter
@@ -31,6 +31,7 @@ __all__ = [
     "DRAFTERS",
     "VOCAB",
     "Tally",
+    "begun",
     "check",
     "decode",
     "drafter_of",
@@ -58,6 +59,10 @@ OWN: dict[str, Any] = {
 DRAFTERS = [*OWN, *EVERY, *COINS]
 
 
+def begun(grammar: Any) -> MatcherState:
+    return Grammars(tokenizer(), VOCAB).begin(Grammar.of(grammar), [EOS])
+
+
 def drafter_of(name: str, texts: Texts, seed: int) -> Any:
     """One of `DRAFTERS`, for rows whose outputs will be `texts`."""
     return OWN[name](texts, seed) if name in OWN else _every().config(name, texts)
@@ -73,11 +78,6 @@ def _every() -> EveryDrafter:
     return EveryDrafter(target())
 
 
-@cache
-def _registry() -> Registry:
-    return Registry()
-
-
 def make_engine(
     drafter: Any = "none",
     backend: Any = "page 3",
@@ -87,30 +87,9 @@ def make_engine(
     budget: Any = None,
     **options: Any,
 ) -> Engine:
-    """An engine as users get it; with `max_tokens` of KV, rows begin as soon as there is room for their prompts."""
-    chosen = EngineOptions(batch_size, on_drafter_error=OnDrafterError.fail, max_step_tokens=64, **options)
-    spec = target().kv_cache_spec(1)
-
-    def assembled(room: int) -> Engine:
-        chosen.kv_memory = str(room * spec.bytes_per_token()) if room else None
-        return Engine.assemble(
-            target(),
-            tokenizer(),
-            drafter=drafter,
-            backend=BACKENDS.get(backend, backend),
-            budget=budget or FixedBudget(),
-            options=chosen,
-            registry=_registry(),
-            eos=[EOS],
-            load=_every().load,
-        )
-
-    made, room = assembled(max_tokens or 0), max_tokens or 0
-    while max_tokens and not made.runner.fits({"longest": max_tokens}):
-        made, room = assembled(room + 9), room + 9  # what drafters hold of their own takes its share
-    if max_tokens and isinstance(made.scheduler, ContinuousScheduler):
-        made.scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    return made
+    """See `EveryDrafter.engine`."""
+    chosen = EngineOptions(batch_size, max_step_tokens=64, **options)
+    return _every().engine(drafter, backend, chosen, tokenizer(), budget=budget, max_tokens=max_tokens or 0, eos=[EOS])
 
 
 def requests(grammars: Seq[Any], limit: int = _LIMIT, *, each: Seq[dict[str, Any]] = ({},), **common: Any) -> list[Any]:

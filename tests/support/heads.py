@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -22,17 +21,20 @@ from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
+from tests.support.trees import ways
 
 __all__ = [
     "CPU",
     "SMALL",
     "Weights",
+    "assert_ragged",
     "assert_same",
     "blank_weights",
     "causal",
     "changed",
     "dense_layer",
     "dense_rms",
+    "drawn_rows",
     "eagle3_shapes",
     "layer_weights",
     "numbers",
@@ -74,9 +76,9 @@ def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_same(is_: torch.Tensor, wanted: torch.Tensor) -> None:
+def assert_same(is_: torch.Tensor, wanted: torch.Tensor, rtol: float = 1e-9, atol: float = 1e-9) -> None:
     """Hold outputs to what formulas give; only the order of sums may differ."""
-    torch.testing.assert_close(is_, wanted, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(is_, wanted, rtol=rtol, atol=atol)
 
 
 def refusal(load: Callable[[], object]) -> str:
@@ -203,19 +205,37 @@ def causal(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tens
     return out[0].transpose(0, 1)
 
 
-@dataclass
-class _Row:
+class _Row(NamedTuple):
     request_id: str
     tokens: Seq[int]
     num_cached: int
 
 
+Rows = Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
+
+
+def drawn_rows(input_size: int) -> Rows:
+    """Rows for `run_ragged`, of different lengths and trees."""
+    sizes = ((9, 2, (-1, -1, 0, 0, 1, 3)), (3, 1, (-1, 0, 1)), (6, 5, (-1, -1, -1, 2, 2)))
+    return [
+        (numbers(length, input_size, seed=row), first, numbers(len(tree), input_size, seed=10 + row), tree)
+        for row, (length, first, tree) in enumerate(sizes)
+    ]
+
+
+def assert_ragged(
+    head: Head, rows: Rows, dense: Callable[[torch.Tensor], torch.Tensor], backend: Any = "ragged", **close: float
+) -> None:
+    """Hold all that `run_ragged` gives to ``dense`` outputs ``[n, H]`` of each way's inputs alone."""
+    for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
+        chains = [inputs, *(torch.cat([inputs, nodes[way]]) for way in ways(tree))]
+        chains.append(torch.cat([chains[-1], nodes[:1]]))
+        for is_, chain in zip((last, *outputs, again), chains, strict=True):
+            assert_same(is_, dense(chain)[-1], **close)
+
+
 def run_ragged(
-    head: Head,
-    rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]],
-    backend: Any = "ragged",
-    *,
-    compile: bool = False,
+    head: Head, rows: Rows, backend: Any = "ragged", *, compile: bool = False
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Run sequences of different lengths together: a first piece, the rest, a tree level by level; commit; the rest.
 
@@ -256,9 +276,7 @@ def run_ragged(
     return list(zip(last, nodes, again, strict=True))
 
 
-def _grow(
-    runner: HeadRunner, names: Seq[str], rows: Seq[tuple[torch.Tensor, int, torch.Tensor, Parents]]
-) -> list[torch.Tensor]:
+def _grow(runner: HeadRunner, names: Seq[str], rows: Rows) -> list[torch.Tensor]:
     """The outputs of each row's tree; all rows level by level, and nodes are in the order of their levels."""
     grown: list[list[torch.Tensor]] = [[] for _ in rows]
     for level in range(1, 1 + max(max(depths(parents)) for *_, parents in rows)):

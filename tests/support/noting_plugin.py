@@ -9,7 +9,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
 __all__ = ["CYCLE", "NOTED", "POINT", "NotingConfig", "NotingDrafter", "emssd_drafters"]
@@ -65,7 +65,4 @@ def _build(config: NotingConfig, context: DrafterContext) -> Drafter:
     return NotingDrafter(config)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("noting", NotingConfig, _build)]
+emssd_drafters = offering(DrafterSpec("noting", NotingConfig, _build))

@@ -8,22 +8,18 @@ KV of the pair before, and nothing from elsewhere.
 from __future__ import annotations
 
 import math
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from emssd_testing.models import tiny_model
 
-from tests.support.heads import Weights, blank_weights, eagle3_shapes, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, blank_weights, eagle3_shapes, layer_weights, write_head
 
 __all__ = [
-    "DRAFTED",
     "SIZE",
     "VOCAB",
     "perfect_target",
-    "random_head",
     "write_perfect_eagle",
     "write_perfect_eagle3",
     "write_perfect_mtp",
@@ -209,31 +205,3 @@ def write_perfect_mtp(folder: Path, **config: Any) -> str:
     }
     _heads(weights, prefix, [(1, VOCAB, fused)] * 3, (ONE, fused), SIZE)
     return write_head(folder, {"hidden_size": SIZE, "vocab_size": VOCAB} | config, weights)
-
-
-DRAFTED = [0, 1, 3, 4, 8]  # by the heads of EAGLE-3
-
-
-@cache
-def random_head(head: str) -> str:
-    """The folder of a head of a kind. Heads of EAGLE-3 and P-EAGLE read the target's streams 0 and 2."""
-    config = {"hidden_size": SIZE, "intermediate_size": 8, "num_attention_heads": 3, "num_key_value_heads": 1}
-    config |= {"vocab_size": VOCAB, "rms_norm_eps": 1e-6}
-    ids: Weights = {}
-    if head == "eagle":
-        shapes = {"fc.weight": (SIZE, 2 * SIZE), "fc.bias": (SIZE,)} | layer_weights("layers.0.", config, SIZE)
-    elif head == "mtp":
-        config |= {"intermediate_size": 4, "num_key_value_heads": 3, "head_dim": DIM, "rms_norm_eps": EPS}
-        prefix = f"model.layers.{NUM_LAYERS}."
-        norms = ("enorm", "hnorm", "input_layernorm", "shared_head.norm")
-        shapes = {f"{prefix}{name}.weight": (SIZE,) for name in norms} | {f"{prefix}eh_proj.weight": (SIZE, 2 * SIZE)}
-        shapes |= layer_weights(prefix, config, SIZE) | {f"{prefix}shared_head.head.weight": (VOCAB, SIZE)}
-    else:
-        config |= {"draft_vocab_size": len(DRAFTED), "eagle_aux_hidden_state_layer_ids": [0, 2]}
-        shapes = eagle3_shapes(config, 2)
-        ids = {"d2t": torch.tensor(DRAFTED) - torch.arange(len(DRAFTED))}
-    if head == "peagle":
-        config |= {"pard_token": 7}
-        shapes |= {"mask_hidden": (1, 1, 2 * SIZE), "embed_tokens.weight": (VOCAB, SIZE)}
-    weights = random_weights(shapes) | ids
-    return write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights)

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from emssd_rest.build import build_store
 
-from emssd.drafting import DrafterContext
+from emssd.model import BorrowedTarget
 from tests.support.heads import Weights, eagle3_shapes, layer_weights, random_weights, write_head
+from tests.support.right_drafters import target
 
 __all__ = [
     "random_adapter",
     "random_block_head",
     "random_eagle",
+    "random_head",
     "random_hydra",
     "random_layer",
     "random_medusa",
@@ -26,40 +28,37 @@ __all__ = [
 ]
 
 _WRITTEN: dict[str, str] = {}
-_HEADS: dict[str, Any] = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+_HEADS: dict[str, Any] = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 
 
 def _written(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], more: Weights | None = None, file: str = ""
+    config: Mapping[str, Any],
+    shapes: Mapping[str, tuple[int, ...]],
+    more: Weights | None = None,
+    file: str = "",
+    seed: int = 0,
 ) -> str:
     """The folder of the head whose weights have these shapes; written once."""
     key = f"{config} {shapes}"
     if key not in _WRITTEN:
-        weights = random_weights(shapes) | (more or {})
+        weights = random_weights(shapes, seed) | (more or {})
         _WRITTEN[key] = write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights, file or "model.safetensors")
     return _WRITTEN[key]
 
 
-def _sizes(context: DrafterContext) -> tuple[int, int]:
-    """Of hidden states and of the vocabulary."""
-    assert context.target is not None
-    return context.target.hidden_size, context.vocab_size
-
-
-def random_medusa(context: DrafterContext) -> str:
+def random_medusa(target: BorrowedTarget) -> str:
     """Three heads."""
-    size, vocab_size = _sizes(context)
+    size, vocab_size = target.hidden_size, target.vocab_size
     layers = {f"{head}.0.linear.weight": (size, size) for head in range(3)}
     shapes = layers | {f"{head}.1.weight": (vocab_size, size) for head in range(3)}
     return _written({}, shapes, file="medusa_lm_head.pt")
 
 
-def random_hydra(context: DrafterContext) -> str:
+def random_hydra(target: BorrowedTarget) -> str:
     """Three heads after a prefix layer."""
-    assert context.target is not None
-    (size, vocab_size), prefix = _sizes(context), "prefix_embeding_layer."
+    size, vocab_size, prefix = target.hidden_size, target.vocab_size, "prefix_embeding_layer."
     shapes: dict[str, tuple[int, ...]] = {f"{prefix}norm.weight": (size,)}
-    shapes |= layer_weights(f"{prefix}layers.0.", context.target.config, size)
+    shapes |= layer_weights(f"{prefix}layers.0.", target.config, size)
     shapes[f"{prefix}layers.0.input_layernorm.weight"] = (size,)
     for head in range(3):
         for part in ("linear", "res_connection"):
@@ -68,39 +67,43 @@ def random_hydra(context: DrafterContext) -> str:
     return _written({"hydra_head_arch": "prefix-mlp"}, shapes, file="hydra_lm_head.pt")
 
 
-def random_eagle(context: DrafterContext, kind: str) -> str:
-    """A head of EAGLE; that of EAGLE-3 reads two hidden states, and drafts all tokens of the target but the first."""
-    size, vocab_size = _sizes(context)
+def random_eagle(target: BorrowedTarget, kind: str, seed: int = 0) -> str:
+    """A head of a kind of EAGLE; all but the first read two hidden states, and draft all tokens but the first."""
+    size, vocab_size = target.hidden_size, target.vocab_size
     config = _HEADS | {"hidden_size": size, "vocab_size": vocab_size}
     if kind == "eagle":
-        return _written(config, {"fc.weight": (size, 2 * size)} | layer_weights("layers.0.", config, size))
-    config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 1]}
-    return _written(config, eagle3_shapes(config, 2), {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)})
+        shapes = {"fc.weight": (size, 2 * size), "fc.bias": (size,)} | layer_weights("layers.0.", config, size)
+        return _written(config, shapes)
+    config |= {"draft_vocab_size": vocab_size - 1, "eagle_aux_hidden_state_layer_ids": [0, 2], "seed": seed}
+    shapes = eagle3_shapes(config, 2)
+    if kind == "peagle":
+        config |= {"pard_token": vocab_size - 2}
+        shapes |= {"mask_hidden": (1, 1, 2 * size), "embed_tokens.weight": (vocab_size, size)}
+    return _written(config, shapes, {"d2t": torch.ones(vocab_size - 1, dtype=torch.int64)}, seed=seed)
 
 
-def random_adapter(context: DrafterContext) -> str:
+def random_adapter(target: BorrowedTarget) -> str:
     """An adapter of Kangaroo."""
-    size, _ = _sizes(context)
+    size = target.hidden_size
     config = _HEADS | {"hidden_size": size}
     shapes = {name: shape for name, shape in layer_weights("layers.0.", config, size).items() if "self_attn" in name}
     return _written(config, shapes | {"layers.0.input_layernorm.weight": (size,), "norm.weight": (size,)})
 
 
-def random_layer(context: DrafterContext) -> str:
+def random_layer(target: BorrowedTarget) -> str:
     """A layer for multi-token prediction."""
-    assert context.target is not None
-    (size, vocab_size), values = _sizes(context), context.target.config
+    size, vocab_size, values = target.hidden_size, target.vocab_size, target.config
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     config = {name: values[name] for name in names} | {"vocab_size": vocab_size}
-    prefix, norms = f"model.layers.{context.target.num_layers}.", ("enorm", "hnorm", "input_layernorm")
+    prefix, norms = f"model.layers.{target.num_layers}.", ("enorm", "hnorm", "input_layernorm")
     shapes = {f"{prefix}{name}.weight": (size,) for name in (*norms, "shared_head.norm")}
-    shapes[f"{prefix}eh_proj.weight"] = (size, 2 * size)
+    shapes |= {f"{prefix}eh_proj.weight": (size, 2 * size), f"{prefix}shared_head.head.weight": (vocab_size, size)}
     return _written(config, shapes | layer_weights(prefix, config, size))
 
 
-def random_block_head(context: DrafterContext) -> str:
+def random_block_head(target: BorrowedTarget) -> str:
     """A block drafter that reads two hidden states of the target."""
-    size, vocab_size = _sizes(context)
+    size, vocab_size = target.hidden_size, target.vocab_size
     config = _HEADS | {
         "hidden_size": size,
         "block_size": 4,
@@ -114,6 +117,13 @@ def random_block_head(context: DrafterContext) -> str:
         "norm.weight": (size,),
     }
     return _written(config, shapes)
+
+
+def random_head(kind: str, seed: int = 0) -> str:
+    """A layer for multi-token prediction, or a head of EAGLE, for the target of `tests.support.right_drafters`."""
+    return (
+        random_layer(BorrowedTarget(target())) if kind == "mtp" else random_eagle(BorrowedTarget(target()), kind, seed)
+    )
 
 
 @cache

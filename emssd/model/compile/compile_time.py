@@ -60,7 +60,6 @@ class Compiling:
         return self
 
     def traced(self) -> None:
-        """All layers are traced."""
         self.num_traced = self._num_layers
         self._seconds = self._total()
         self._tell(f": {self.clock}")

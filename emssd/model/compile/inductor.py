@@ -135,22 +135,15 @@ class _Forward:
         return same_modules and changed(self._tensors, self._tensors_now()) is None
 
     def __call__(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attend: Attend,
-        logits_to_keep: torch.Tensor,
-        *,
-        hidden: Hidden,
+        self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, kept: torch.Tensor, *, hidden: Hidden
     ) -> torch.Tensor:
-        inputs = input_ids, position_ids, logits_to_keep, self._handle
         if self._program is None:
             tokens = torch.arange(24, device=self.target.device)  # as many as no dimension of a model has
             example = tokens.unsqueeze(0) % self.target.vocab_size, tokens.unsqueeze(0), tokens, self._handle
             self._program = self._compile(Traced(self.target, self._hidden, torch.ops.emssd.attend.default), example)
         self._attend = attend
         try:
-            logits, *states = self._program(*inputs)
+            logits, *states = self._program(ids, positions, kept, self._handle)
         finally:
             self._attend = None
         hidden.update(zip(self._hidden, states, strict=True))

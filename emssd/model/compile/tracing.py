@@ -52,14 +52,12 @@ class Traced(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, logits_to_keep: torch.Tensor, handle: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        def attend(
-            layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
+        def attend(layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
             if seen != self._target.layers[layer]:
                 raise CompileError(f"layer {layer} attends by {seen}, and by {self._target.layers[layer]} before")
             if self._work is not None:
                 self._work.num_traced = layer + 1
-            return self._attend(query, key, value, handle, layer)
+            return self._attend(*qkv, handle, layer)
 
         states = dict.fromkeys(self._hidden, input_ids)
         logits = self._target.run(input_ids, position_ids, attend, logits_to_keep, hidden=states)

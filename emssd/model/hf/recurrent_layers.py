@@ -1,8 +1,8 @@
 """Layers that keep a state: Transformers' five functions for them, each as a convolution or one recurrence.
 
 Since 5.16, linear attention, state spaces and short convolutions of all models mix tokens in functions of these names,
-which a modelling module looks up in each call. `install` puts a switch before each. In a pass within `states_by`, a
-`StateOps` that knows the rows computes them; at any other time, and in other threads, they are the model's own.
+which a modelling module looks up in each call. `install` puts a switch before each. Within `states_by`, a `StatePass`
+that knows the rows computes them; at any other time, and in other threads, they are the model's own.
 """
 
 from __future__ import annotations
@@ -13,12 +13,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from emssd.model.hf.recurrent_pass import StatePass
 
 __all__ = ["Convolution", "Recurrence", "install", "keeps_states", "states_by"]
 
@@ -60,27 +63,17 @@ class Recurrence(NamedTuple):
     rates: torch.Tensor | None = None
 
 
-class StateOps(Protocol):
-    """Computes, in a pass, what the functions of `install` are called for."""
-
-    def convolve(self, inputs: Convolution) -> torch.Tensor:
-        """``[n, channels]`` in the dtype of the weight."""
-
-    def recur(self, inputs: Recurrence) -> torch.Tensor:
-        """``[n, heads, v]``."""
-
-
-_STATE_OPS: ContextVar[StateOps | None] = ContextVar("_STATE_OPS", default=None)
+_PASS: ContextVar[StatePass | None] = ContextVar("_PASS", default=None)
 
 
 @contextmanager
-def states_by(ops: StateOps) -> Iterator[None]:
+def states_by(ops: StatePass) -> Iterator[None]:
     """Within, `ops` mixes the tokens of models that this thread calls."""
-    token = _STATE_OPS.set(ops)
+    token = _PASS.set(ops)
     try:
         yield
     finally:
-        _STATE_OPS.reset(token)
+        _PASS.reset(token)
 
 
 def keeps_states(model_class: type) -> bool:
@@ -99,12 +92,12 @@ def install(model: torch.nn.Module) -> bool:
     return has_any
 
 
-def _switch(original: Callable[..., Any], rule: Callable[[StateOps, Mapping[str, Any]], Any]) -> Callable[..., Any]:
+def _switch(original: Callable[..., Any], rule: Callable[[StatePass, Mapping[str, Any]], Any]) -> Callable[..., Any]:
     signature = inspect.signature(getattr(original, "__wrapped__", original))  # PyTorch's; kernels have the same names
 
     @wraps(original)
     def switch(*args: Any, **kwargs: Any) -> Any:
-        if (ops := _STATE_OPS.get()) is None:
+        if (ops := _PASS.get()) is None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -124,42 +117,37 @@ def _refuse_state(of: Mapping[str, Any], name: str) -> None:
         raise UnsupportedModelError(f"a layer keeps its state beside its cache: it passes {name}")
 
 
-def _fed(tensor: torch.Tensor) -> torch.Tensor:
-    """``[b, n, ...]`` as ``[b * n, ...]``."""
-    return tensor.flatten(0, 1)
-
-
-def _convolution(ops: StateOps, of: Mapping[str, Any]) -> torch.Tensor:
+def _convolution(ops: StatePass, of: Mapping[str, Any]) -> torch.Tensor:
     from transformers.activations import ACT2FN
 
     values, weight = of["hidden_states"], of["weight"]  # [b, channels, n]
-    out = ops.convolve(Convolution(_fed(values.transpose(1, 2)).to(weight.dtype), weight, of["bias"]))
+    out = ops.convolve(Convolution(values.transpose(1, 2).flatten(0, 1).to(weight.dtype), weight, of["bias"]))
     out = out if of["activation"] is None else ACT2FN[of["activation"]](out)
     return out.view(values.shape[0], values.shape[2], -1).transpose(1, 2).to(values.dtype)
 
 
-def _delta_rule(ops: StateOps, of: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
+def _delta_rule(ops: StatePass, of: Mapping[str, Any]) -> tuple[torch.Tensor, None]:
     """The gated delta rule, and Kimi's, whose decay differs along the keys."""
     _refuse_state(of, "initial_state")
     value = of["value"]  # [b, n, heads, v]
-    query, key, decay = (_wide(_fed(of[name])) for name in ("query", "key", "g"))
+    query, key, decay = (_wide(of[name].flatten(0, 1)) for name in ("query", "key", "g"))
     if of["use_qk_l2norm_in_kernel"]:
         query, key = (vector * torch.rsqrt((vector * vector).sum(-1, keepdim=True) + 1e-6) for vector in (query, key))
     groups = value.shape[2] // query.shape[1]
     query, key = (vector.repeat_interleave(groups, 1) for vector in (query * query.shape[-1] ** -0.5, key))
     decay = decay[..., None] if decay.ndim == 3 else decay[..., None, None]
-    out = ops.recur(Recurrence(query, key, _wide(_fed(value)), decay, _wide(_fed(of["beta"]))))
+    out = ops.recur(Recurrence(query, key, _wide(value.flatten(0, 1)), decay, _wide(of["beta"].flatten(0, 1))))
     return out.view(value.shape).to(of["query"].dtype), None
 
 
-def _mamba2(ops: StateOps, of: Mapping[str, Any]) -> Any:
+def _mamba2(ops: StatePass, of: Mapping[str, Any]) -> Any:
     _refuse_state(of, "initial_states")
     inputs = of["hidden_states"]  # [b, n, heads, v]
     dt = of["dt"] if of["dt_bias"] is None else of["dt"] + of["dt_bias"].to(of["dt"].dtype)
-    dt = _wide(_fed((F.softplus(dt) if of["dt_softplus"] else dt).clamp(*of["dt_limit"])))
-    values = _wide(_fed(inputs))
+    dt = _wide((F.softplus(dt) if of["dt_softplus"] else dt).clamp(*of["dt_limit"]).flatten(0, 1))
+    values = _wide(inputs.flatten(0, 1))
     groups = inputs.shape[2] // of["B"].shape[2]
-    key, query = (_wide(_fed(of[name])).repeat_interleave(groups, 1) for name in ("B", "C"))
+    key, query = (_wide(of[name].flatten(0, 1)).repeat_interleave(groups, 1) for name in ("B", "C"))
     decay = (of["A"].to(dt.dtype) * dt)[..., None, None]
     out = ops.recur(Recurrence(query, key, values * dt[..., None], decay))
     if of["D"] is not None:
@@ -168,11 +156,12 @@ def _mamba2(ops: StateOps, of: Mapping[str, Any]) -> Any:
     return (out, None) if of["return_final_states"] else out
 
 
-def _mamba(ops: StateOps, of: Mapping[str, Any]) -> Any:
+def _mamba(ops: StatePass, of: Mapping[str, Any]) -> Any:
     inputs = of["hidden_states"]  # [b, v, n]
     dt = of["dt"] if of["delta_bias"] is None else of["dt"] + of["delta_bias"].to(of["dt"].dtype)[..., None]
     dt = F.softplus(dt) if of["delta_softplus"] else dt
-    value, dt, key, query = (_wide(_fed(part.transpose(1, 2))).unsqueeze(1) for part in (inputs, dt, of["B"], of["C"]))
+    parts = (part.transpose(1, 2).flatten(0, 1).unsqueeze(1) for part in (inputs, dt, of["B"], of["C"]))
+    value, dt, key, query = map(_wide, parts)
     rates = of["A"].to(dt.dtype).transpose(0, 1)
     out = ops.recur(Recurrence(query, key, value * dt, dt.unsqueeze(2), rates=rates)).to(inputs.dtype)
     out = out.view(inputs.shape[0], inputs.shape[2], -1).transpose(1, 2)
@@ -181,7 +170,7 @@ def _mamba(ops: StateOps, of: Mapping[str, Any]) -> Any:
     return (out, None) if of["return_last_state"] else out
 
 
-_FUNCTIONS: dict[str, Callable[[StateOps, Mapping[str, Any]], Any]] = {
+_FUNCTIONS: dict[str, Callable[[StatePass, Mapping[str, Any]], Any]] = {
     "causal_conv1d_fn": _convolution,
     "torch_chunk_gated_delta_rule": _delta_rule,
     "chunk_kimi_delta_attention": _delta_rule,

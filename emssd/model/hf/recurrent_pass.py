@@ -68,7 +68,7 @@ class Paths:
 
 
 class StatePass:
-    """The `emssd.model.hf.recurrent_layers.StateOps` of one pass. Its changes are adopted if the pass ends.
+    """Computes, in one pass, what the functions of `install` are called for. Its changes are adopted if the pass ends.
 
     Args:
         carried: ``[tokens, numbers]`` the inputs of each layer in the latest pass, in the order of calls.

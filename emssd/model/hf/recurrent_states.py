@@ -98,7 +98,6 @@ class StateCache:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the states of all rows."""
         return self.bytes_per_row * len(self._slots)
 
     @contextmanager

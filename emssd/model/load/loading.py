@@ -81,7 +81,6 @@ class ModelCache:
         self._models: dict[str, tuple[TargetModel, Any]] = {}
 
     def target(self, options: ModelOptions) -> tuple[TargetModel, Any]:
-        """The target of a run."""
         if repr(options) != self._target:
             self._models.clear()
             gc.collect()  # models hold themselves, and the next one needs the room

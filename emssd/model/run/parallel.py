@@ -72,7 +72,6 @@ class Group:
         return self._exchange("numbers", numbers)[0]
 
     def least(self, number: int) -> int:
-        """The least `number` of all ranks."""
         return int(min(numbers[0] for numbers in self._exchange("number", [number])))
 
     def made_by_first(self, make: Callable[[], _Result]) -> _Result:
@@ -102,7 +101,6 @@ class Group:
                 self._exchange(_END)
 
     def _gathered(self, value: Any) -> list[Any]:
-        """The values of all ranks."""
         if self.size == 1:
             return [value]
         import torch.distributed as dist

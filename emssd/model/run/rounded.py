@@ -72,7 +72,6 @@ class RoundedRunner(CausalLMRunner):
 
     @property
     def backend(self) -> AttentionBackend:  # type: ignore[override]  # read-only
-        """The target's."""
         return self._runner.backend
 
     @property

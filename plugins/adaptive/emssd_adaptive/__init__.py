@@ -7,7 +7,7 @@ from typing import Annotated
 
 from emssd.drafting import BudgetPolicy
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import BudgetSpec, hookimpl
+from emssd.hooks import BudgetSpec, offering
 
 __all__ = ["AdaptiveConfig"]
 
@@ -33,7 +33,4 @@ def _build(config: AdaptiveConfig) -> BudgetPolicy:
     return AdaptiveBudget(memory=config.memory, probe_interval=config.probe_interval)
 
 
-@hookimpl
-def emssd_budget_policies() -> list[BudgetSpec]:
-    """Offer the policy."""
-    return [BudgetSpec("adaptive", AdaptiveConfig, _build)]
+emssd_budget_policies = offering(BudgetSpec("adaptive", AdaptiveConfig, _build))

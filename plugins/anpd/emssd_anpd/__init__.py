@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import NGramDrafter
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne, AtLeastZero
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["ANPDConfig"]
 
@@ -46,7 +46,4 @@ class ANPDDrafter(NGramDrafter):
         super().__init__(longest, shortest, length, length, 1, config.group_tokens)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("anpd", ANPDConfig, lambda config, _: ANPDDrafter(config))]
+emssd_drafters = offering(DrafterSpec("anpd", ANPDConfig, lambda config, _: ANPDDrafter(config)))

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter, DrafterContext
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
 __all__ = ["AutoConfig", "emssd_drafters", "why_not_self"]
@@ -74,7 +74,4 @@ def _build(config: AutoConfig, context: DrafterContext) -> list[Drafter]:
     return [context.make_drafter("suffix", {}), *few]
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("auto", AutoConfig, _build)]
+emssd_drafters = offering(DrafterSpec("auto", AutoConfig, _build))

@@ -7,7 +7,7 @@ from typing import Any
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["CascadeConfig"]
 
@@ -38,7 +38,4 @@ def _build(config: CascadeConfig, context: DrafterContext) -> list[Drafter]:
     return [context.make_drafter(name, config.options.get(name, {})) for name in names]
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("cascade", CascadeConfig, _build)]
+emssd_drafters = offering(DrafterSpec("cascade", CascadeConfig, _build))

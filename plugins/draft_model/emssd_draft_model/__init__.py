@@ -11,7 +11,7 @@ from typing import Annotated
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["DraftModelConfig", "TreeKind", "Vocabulary"]
 
@@ -93,7 +93,4 @@ def _build(config: DraftModelConfig, context: DrafterContext) -> Drafter:
     return build(config, context)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("draft_model", DraftModelConfig, _build, reads=("causal_lm",))]
+emssd_drafters = offering(DrafterSpec("draft_model", DraftModelConfig, _build, reads=("causal_lm",)))

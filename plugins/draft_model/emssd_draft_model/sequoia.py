@@ -87,11 +87,6 @@ class SequoiaShape(Shape):
         self._given = None if acceptance is None else [level[:width] for level in acceptance]
         self.reset()
 
-    @property
-    def acceptance(self) -> Table:
-        """The acceptance that the present trees are planned for."""
-        return self._table
-
     def expand(self, tree: GrowingTree, frontier: Seq[int]) -> list[Expansion]:
         children = self._children(tree.num_nodes, tree.depth)
         return [(node, ranks) for node in frontier if (ranks := children.get(tree.path_ranks(node)))]
@@ -112,7 +107,7 @@ class SequoiaShape(Shape):
         self._plan()
 
     def _plan(self) -> None:
-        self._table: Table = self._measured.table() if self._given is None else self._given
+        self._table: Table = self._given or self._measured.table()
         self._plans: dict[tuple[int, int], dict[tuple[int, ...], list[int]]] = {}
         self._next_plan = max(_TRIALS_BEFORE_REPLAN, self._measured.num_trials * 5 // 4)
 

@@ -22,7 +22,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of
-from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
+from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter, watch
 from tests.support.tiers import looped
 
 VOCAB, MOST_NEW = 11, 31
@@ -109,11 +109,14 @@ def test_all_of_its_chains_are_accepted(batch: str) -> None:
 @looped("batch", BATCHES)
 def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str, kind: str) -> None:
     shape, kinds = sure_shapes()[kind], BATCHES[batch]
-    ranks = watched(shape)
-    engine = make_engine(draft_model_drafter(target(), shape, VOCAB), len(kinds))
+    ranks, drafter = watched(shape), draft_model_drafter(target(), shape, VOCAB)
+    engine, computed = make_engine(drafter, len(kinds)), watch(drafter)
     decode(engine, requests_of(kinds, 4 * (shape.depth + 1)))
     assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * len(kinds)}
     assert set(ranks) == {0}
+    assert len(computed) == 4 * shape.depth
+    # A step begins with what the draft model never saw: the accepted leaf and the target's own token.
+    assert [packed.lengths for packed in computed[:: shape.depth]][1:] == [[2] * len(kinds)] * 3
 
 
 @looped("tree", DRAFT_MODEL_OPTIONS)

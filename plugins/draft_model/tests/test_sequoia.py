@@ -103,7 +103,7 @@ def test_it_plans_again_as_it_learns_the_same_in_every_run_and_forgets_on_reques
     tables = []
     for _ in range(2):
         shape = SequoiaShape(4, 4, 4)
-        first, plans = shape.acceptance, [children(shape, 4, 4)]
+        first, plans = shape._table, [children(shape, 4, 4)]
         for step in range(400):
             shape.learn([step % 4])  # at the first level every rank is right equally often
             shape.learn([None] * 2)
@@ -112,9 +112,9 @@ def test_it_plans_again_as_it_learns_the_same_in_every_run_and_forgets_on_reques
         assert plans[0] < 4
         assert plans[-1] == 4, "nothing is ever accepted below the first level"
         assert sum(a != b for a, b in pairwise(plans)) <= 4
-        tables.append((shape.acceptance, plans))
+        tables.append((shape._table, plans))
         shape.reset()
-        assert shape.acceptance == first
+        assert shape._table == first
         assert children(shape, 4, 4) == plans[0]
     assert tables[0] == tables[1]
 
@@ -134,7 +134,7 @@ def test_a_given_table_is_not_learnt_over_and_ranks_beyond_top_k_are_not_used() 
     for _ in range(100):
         shape.learn([None, None])
         shape.replan()
-    assert shape.acceptance == [[0.5, 0.3]]
+    assert shape._table == [[0.5, 0.3]]
 
 
 @pytest.mark.parametrize(

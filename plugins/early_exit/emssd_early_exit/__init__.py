@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from emssd.draft_models import LayerTreeOptions, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["EarlyExitConfig"]
 
@@ -35,7 +35,4 @@ def _build(config: EarlyExitConfig, context: DrafterContext) -> Drafter:
     return ModelDrafter(runner, context.vocab_size, shape)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("early_exit", EarlyExitConfig, _build)]
+emssd_drafters = offering(DrafterSpec("early_exit", EarlyExitConfig, _build))

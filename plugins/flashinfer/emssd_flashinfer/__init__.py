@@ -9,7 +9,7 @@ from typing import Annotated
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, offering
 
 __all__ = ["FlashInferConfig", "PrefillKernel", "unavailable"]
 
@@ -81,7 +81,4 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     return PagedBackend(kernels, page_size=config.page_size, memory_fraction=config.memory_fraction)
 
 
-@hookimpl
-def emssd_attention_backends() -> list[BackendSpec]:
-    """Offer the backend."""
-    return [BackendSpec("flashinfer", FlashInferConfig, _build, unavailable)]
+emssd_attention_backends = offering(BackendSpec("flashinfer", FlashInferConfig, _build, unavailable))

@@ -4,17 +4,16 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 `PairedDrafter`. Other heads are run by subclasses of `StatesDrafter`.
 """
 
-from emssd_heads.config import DecoderConfig
+from emssd_heads.config import LAST_NORMED, DecoderConfig, Embed, Project, TargetSizes
 from emssd_heads.files import Checkpoint
 from emssd_heads.formats import Format
 from emssd_heads.head import LayerHead
 from emssd_heads.layers import Angles, Attend, HeadLayer, HeadNorm, Rotary
 from emssd_heads.loading import HeadFiles, Loaded, TargetWeights
-from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, offered, shape_of
+from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd_heads.paired import PairedDrafter, PairedHead
 from emssd_heads.runner import HeadRunner
 from emssd_heads.states import StatesDrafter
-from emssd_heads.target import LAST_NORMED, Embed, Project, TargetSizes
 from emssd_heads.weights import keep_bytes
 
 __all__ = [
@@ -42,6 +41,5 @@ __all__ = [
     "TreeKind",
     "TreeOptions",
     "keep_bytes",
-    "offered",
     "shape_of",
 ]

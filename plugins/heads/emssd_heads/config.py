@@ -1,14 +1,16 @@
-"""`DecoderConfig`: the sizes and rules of a head's decoder layers, from a config of Llama's kind."""
+"""The sizes and rules of a head's decoder layers, from a config of Llama's kind, and the sizes of its target."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from emssd_heads.files import cannot_load, reading_config
 
-__all__ = ["DecoderConfig"]
+__all__ = ["LAST_NORMED", "DecoderConfig", "Embed", "Project", "TargetSizes"]
 
 # Types of rotary frequencies that do not depend on the other sequences of a batch, and the parameters of each.
 _NEEDED: dict[str, tuple[str, ...]] = {
@@ -20,6 +22,30 @@ _NEEDED: dict[str, tuple[str, ...]] = {
 }
 # Far beyond any published head; a larger one would take all memory before it is compared with a file of weights.
 _MOST, _MOST_LAYERS = 2**20, 2**10
+
+
+_CPU = torch.device("cpu")
+
+LAST_NORMED = -1
+"""Among numbers of hidden states: the last one, after the final norm. Number k is the residual stream before layer k,
+counted from 0, and the number of layers is the stream after the last layer, before the norm."""
+
+Embed = Callable[[torch.Tensor], torch.Tensor]
+"""The target's embeddings ``[…, hidden_size]`` of token ids ``[…]``, as its first layer reads them."""
+
+Project = Callable[[torch.Tensor], torch.Tensor]
+"""The target's logits ``[n, vocab]`` of hidden states ``[n, hidden_size]`` that are normed already."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetSizes:
+    """Sizes of the model that a head drafts for, and the type and device of the head's weights."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +80,31 @@ class DecoderConfig:
         Raises:
             ConfigError: a size is missing, or the head has a kind of attention that is not supported.
         """
+        from transformers.activations import ACT2FN
+
         if values.get("kv_lora_rank"):
             raise cannot_load(path, "its attention is of the kind MLA (kv_lora_rank), which emssd's heads do not have")
         missing = [name for name in ("hidden_size", "intermediate_size", "num_attention_heads") if not values.get(name)]
         if missing:
             raise cannot_load(path, f"its config.json has no {', '.join(missing)}")
         with reading_config(path):
-            return cls._of(values, path)
-
-    @classmethod
-    def _of(cls, values: Mapping[str, Any], path: str) -> DecoderConfig:
-        from transformers.activations import ACT2FN
-
-        if (act := values.get("hidden_act") or "silu") not in ACT2FN:
-            raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
-        num_heads, num_layers = _size(values, "num_attention_heads"), _size(values, "num_hidden_layers", 1)
-        longest = int(values.get("max_position_embeddings") or 2048)
-        return cls(
-            hidden_size=_size(values, "hidden_size"),
-            intermediate_size=_size(values, "intermediate_size"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=_size(values, "num_key_value_heads", num_heads),
-            head_dim=_size(values, "head_dim", _size(values, "hidden_size") // num_heads),
-            rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
-            hidden_act=str(values.get("hidden_act") or "silu"),
-            rope=_rope(values, longest, path),
-            max_position_embeddings=longest,
-            windows=tuple(_window(values, layer) for layer in range(num_layers)),
-        )
+            if (act := values.get("hidden_act") or "silu") not in ACT2FN:
+                raise cannot_load(path, f"its hidden_act is {act!r}, which Transformers does not know")
+            num_heads, num_layers = _size(values, "num_attention_heads"), _size(values, "num_hidden_layers", 1)
+            longest = int(values.get("max_position_embeddings") or 2048)
+            return cls(
+                hidden_size=_size(values, "hidden_size"),
+                intermediate_size=_size(values, "intermediate_size"),
+                num_layers=num_layers,
+                num_heads=num_heads,
+                num_kv_heads=_size(values, "num_key_value_heads", num_heads),
+                head_dim=_size(values, "head_dim", _size(values, "hidden_size") // num_heads),
+                rms_norm_eps=float(values.get("rms_norm_eps") or 1e-6),
+                hidden_act=str(act),
+                rope=_rope(values, longest, path),
+                max_position_embeddings=longest,
+                windows=tuple(_window(values, layer) for layer in range(num_layers)),
+            )
 
     @property
     def max_len(self) -> int | None:

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from emssd.attention import KVCacheSpec, LayerSpec
-from emssd_heads.config import DecoderConfig
+from emssd_heads.config import DecoderConfig, Embed, Project
 from emssd_heads.layers import Attend, HeadLayer, HeadNorm, Rotary
-from emssd_heads.target import Embed, Project
 
 __all__ = ["Head", "LayerHead", "Vocabulary"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,13 +12,20 @@ import torch.nn.functional as F
 from torch import nn
 
 from emssd.attention import LayerSpec
+from emssd.model import Attend as LayerAttend
 from emssd.model.compile.program import Attend
+from emssd.model.hf.interface import PassAttention, implementation
 from emssd_heads.config import DecoderConfig
 
-__all__ = ["Angles", "Attend", "HeadLayer", "HeadNorm", "Rotary", "rotated"]
+__all__ = ["Angles", "Attend", "HeadLayer", "HeadNorm", "Rotary", "attending", "rotated"]
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines of positions, each ``[b, n, 1, head_dim]``."""
+
+
+def attending(attend: LayerAttend) -> AbstractContextManager[None]:
+    """For a body that runs a layer of the target's classes: its attention is `attend`."""
+    return implementation(PassAttention(attend))
 
 
 class HeadNorm(nn.Module):

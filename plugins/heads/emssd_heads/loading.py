@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -15,10 +14,10 @@ from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.model import BorrowedTarget
-from emssd_heads.files import Checkpoint, cannot_load, read_checkpoint, reading_config
+from emssd_heads.config import TargetSizes
+from emssd_heads.files import Checkpoint, cannot_load, read_checkpoint
 from emssd_heads.formats import Format, expect, unwrapped
 from emssd_heads.head import Head
-from emssd_heads.target import TargetSizes
 
 __all__ = ["HeadFiles", "Loaded", "TargetWeights"]
 
@@ -130,10 +129,6 @@ class HeadFiles:
     def cannot(self, why: str) -> ConfigError:
         """The error for this head, for the reason `why`."""
         return cannot_load(self.checkpoint.path, why)
-
-    def reading_config(self) -> AbstractContextManager[None]:
-        """For a body that reads `config`. Raises ConfigError: a value is of another type than the body takes."""
-        return reading_config(self.checkpoint.path)
 
     def renamed(self, new_name: Callable[[str], str | None]) -> dict[str, str]:
         """The names of the tensors by their new ones; ``None`` drops a tensor.

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from emssd.draft_models.growing_tree import GrowingTree
 from emssd.draft_models.shapes import DynamicShape, Expansion, Shape
-from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError, did_you_mean
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
-from emssd_heads.formats import Format
 
 __all__ = [
     "HeadTreeOptions",
     "PublishedShape",
     "TreeKind",
     "TreeOptions",
-    "offered",
     "read_trees",
     "shape_of",
     "static_tree",
@@ -67,10 +62,7 @@ class HeadTreeOptions:
 
 @dataclass
 class TreeOptions(HeadTreeOptions):
-    """Options of drafters with an EAGLE head.
-
-    A level of a tree costs one pass of the head, and a node one token of the target. The defaults are for batches, and
-    for CPUs; EAGLE-2 drafts 59 nodes on 8 levels, 10 of each expanded, for one row on a GPU.
+    """Options of drafters whose heads run once a level.
 
     Attributes:
         depth: of dynamic and chain, the most levels of a tree, or tokens of a chain.
@@ -168,15 +160,3 @@ class PublishedShape(Shape):
     def most_cached(self, num_nodes: int, depth: int) -> int:
         levels = [len(parent) for parent in self._ranks]
         return sum(min(levels.count(level), num_nodes - 1) for level in range(1, depth))
-
-
-def offered(
-    name: str, config: type[Any], build: Callable[[Any, DrafterContext], Drafter], *formats: Format
-) -> Callable[[], list[DrafterSpec]]:
-    """The hook of a plugin with one drafter, which reads heads of these formats."""
-
-    def emssd_drafters() -> list[DrafterSpec]:
-        return [DrafterSpec(name, config, build, reads=tuple(kind.name for kind in formats))]
-
-    hook: Callable[[], list[DrafterSpec]] = hookimpl(emssd_drafters)
-    return hook

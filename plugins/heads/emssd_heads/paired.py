@@ -24,7 +24,7 @@ __all__ = ["PairedDrafter", "PairedHead"]
 
 
 class PairedHead(Vocabulary, Head):
-    """A head that reads pairs: the embedding of token ``i + 1`` beside the feature of token ``i``, at position ``i``.
+    """A head that reads pairs: the embedding of token ``i + 1``, then the feature of token ``i``, at position ``i``.
 
     The output there is for token ``i + 2``. A feature is made of the target's hidden states; in a draft, it is the
     head's own output for the token before.

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_heads.eagle.head import EagleHead, load_eagle
-from emssd_heads.loading import Loaded
-from emssd_heads.target import TargetSizes
+from emssd_heads.config import TargetSizes
+from emssd_heads.eagle.head import load_eagle
 
 from tests.support.heads import (
     SMALL,
     Weights,
+    assert_ragged,
     assert_same,
     changed,
     dense_layer,
     dense_rms,
+    drawn_rows,
     layer_weights,
     numbers,
     random_weights,
     refusal,
-    run_ragged,
     write_head,
 )
 from tests.support.tiers import looped
-from tests.support.trees import ways
 
 H, V = 16, 40
-TARGET = TargetSizes(V, H, 9)
+load = partial(load_eagle, target=TargetSizes(V, H, 9, torch.float64))
 CONFIG: dict[str, Any] = SMALL | {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -46,10 +45,6 @@ def head_weights(config: dict[str, Any] = CONFIG) -> Weights:
         if layer:
             shapes[f"layers.{layer}.input_layernorm.weight"] = (H,)
     return random_weights(shapes)
-
-
-def load(path: str, target: TargetSizes = TARGET) -> Loaded[EagleHead]:
-    return load_eagle(path, replace(target, dtype=torch.float64))
 
 
 def dense_outputs(w: Weights, inputs: torch.Tensor, config: dict[str, Any] = CONFIG) -> torch.Tensor:
@@ -76,17 +71,7 @@ def test_rows_with_trees_run_together_as_each_way_alone(
     config = CONFIG | {"num_hidden_layers": num_layers}
     weights = {name: weight.to(dtype) for name, weight in head_weights(config).items() if bias or name != "fc.bias"}
     head = load(write_head(tmp_path, config, weights, file)).head
-    trees = [(-1, -1, 0, 0, 1, 3), (-1, 0, 1)]
-    rows = [
-        (numbers(9, 2 * H), 2, numbers(6, 2 * H, seed=2), trees[0]),
-        (numbers(3, 2 * H, seed=3), 1, numbers(3, 2 * H, seed=4), trees[1]),
-    ]
-    for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
-        assert_same(last, dense_outputs(weights, inputs, config)[-1])
-        for node, way in enumerate(ways(tree)):
-            chain = torch.cat([inputs, nodes[way]])
-            assert_same(outputs[node], dense_outputs(weights, chain, config)[-1])
-        assert_same(again, dense_outputs(weights, torch.cat([chain, nodes[:1]]), config)[-1])
+    assert_ragged(head, drawn_rows(2 * H), lambda inputs: dense_outputs(weights, inputs, config), backend)
 
 
 def test_embeddings_are_the_files_or_the_targets_and_logits_the_targets(tmp_path: Path) -> None:

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Seq
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_heads import Loaded
-from emssd_heads.compiled import CompiledHead
+from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
-from emssd_heads.eagle3.head import Eagle3Head
-from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from emssd.errors import ConfigError
-from emssd.model.compile import proven, tracing
-from emssd.native import NativeError
 from tests.support.heads import (
     SMALL,
     Weights,
+    assert_ragged,
     assert_same,
     changed,
     dense_layer,
     dense_rms,
+    drawn_rows,
     eagle3_shapes,
     layer_weights,
     numbers,
     random_weights,
     refusal,
-    run_ragged,
     write_head,
 )
 from tests.support.tiers import looped
-from tests.support.trees import ways
 
 H, V, VD, L = 16, 40, 12, 9
-TARGET = TargetSizes(V, H, L)
+load = partial(load_eagle3, target=TargetSizes(V, H, L, torch.float64))
 CONFIG: dict[str, Any] = SMALL | {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
@@ -50,7 +44,7 @@ CONFIG: dict[str, Any] = SMALL | {
 DRAFTED = sorted(torch.randperm(V, generator=torch.Generator().manual_seed(5))[:VD].tolist())
 
 
-def head_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> Weights:
+def head_weights(config: dict[str, Any] = CONFIG) -> Weights:
     shapes = eagle3_shapes(config, 3)
     for layer in range(1, config.get("num_hidden_layers", 1)):
         shapes |= {f"layers.{layer}.input_layernorm.weight": (H,), **layer_weights(f"layers.{layer}.", config, H)}
@@ -58,23 +52,16 @@ def head_weights(config: dict[str, Any] = CONFIG, seed: int = 0) -> Weights:
         "d2t": torch.tensor(DRAFTED) - torch.arange(VD),
         "t2d": torch.zeros(V, dtype=torch.bool).index_fill_(0, torch.tensor(DRAFTED), True),
     }
-    return random_weights(shapes, seed) | vocabulary
+    return random_weights(shapes) | vocabulary
 
 
-def load(path: str, target: TargetSizes = TARGET, **options: Any) -> Loaded[Eagle3Head]:
-    return load_eagle3(path, replace(target, dtype=torch.float64), **options)
-
-
-def dense_outputs(
-    w: Weights, embeds: torch.Tensor, features: torch.Tensor, first: str = "midlayer.", **flags: Any
-) -> torch.Tensor:
-    """Outputs ``[n, H]`` of one sequence, as the format's description says it."""
-    config = CONFIG | flags
-    eps = config["rms_norm_eps"]
+def dense_outputs(w: Weights, pairs: torch.Tensor, first: str = "midlayer.", **flags: Any) -> torch.Tensor:
+    """Outputs ``[n, H]`` of one sequence of ``pairs [n, 2 * H]``, as the format's description says it."""
+    config, (embeds, features) = CONFIG | flags, pairs.chunk(2, -1)
+    eps, positions = config["rms_norm_eps"], range(len(pairs))
     normed = dense_rms(features, w[f"{first}hidden_norm.weight"].double(), eps)
     attended = torch.cat([dense_rms(embeds, w[f"{first}input_layernorm.weight"].double(), eps), normed], -1)
     residual = normed if flags.get("norm_before_residual") else features
-    positions = range(len(embeds))
     h = dense_layer(w, first, config, residual, attended, positions)
     for layer in range(1, config["num_hidden_layers"]):
         normed = dense_rms(h, w[f"layers.{layer}.input_layernorm.weight"].double(), eps)
@@ -116,8 +103,7 @@ def test_a_parallel_head_is_read_of_a_container(tmp_path: Path) -> None:
     assert head.mask_token_id == 3
     assert_same(head.mask_feature(), weights["mask_hidden"][0].double() @ weights["fc.weight"].double().T)
     pairs = numbers(5, 2 * H)
-    ((last, _, _),) = run_ragged(head, [(pairs, 2, pairs[:1], (-1,))])
-    assert_same(last, dense_outputs(weights, *pairs.chunk(2, -1), first="layers.0.")[-1])
+    assert_ragged(head, [(pairs, 2, pairs[:1], (-1,))], partial(dense_outputs, weights, first="layers.0."))
 
 
 LAYOUTS = {
@@ -141,24 +127,12 @@ def test_a_head_of_each_layout_gives_what_the_formulas_say(layout: str, dtype: t
     states, embeds = numbers(11, 3 * H), numbers(11, H, seed=2)
     features = states @ weights["fc.weight"].double().T
     assert_same(loaded.head.features(states), features)
-    wanted = dense_outputs(weights, embeds, features)
-    ((last, _, _),) = run_ragged(
-        loaded.head, [(torch.cat([embeds, features], -1), 4, torch.cat([embeds, features], -1)[:1], (-1,))]
-    )
-    assert_same(last, wanted[-1])
-    assert_same(loaded.head.logits(wanted, pytest.fail), dense_logits(weights, wanted))
+    pairs = torch.cat([embeds, features], -1)
+    assert_ragged(loaded.head, [(pairs, 4, pairs[:1], (-1,))], partial(dense_outputs, weights))
+    assert_same(loaded.head.logits(features, pytest.fail), dense_logits(weights, features))
     assert loaded.head.to_target(torch.arange(VD)).tolist() == DRAFTED
     assert loaded.layers == (2, L // 2, L - 3)
     assert not any(parameter.requires_grad for parameter in loaded.head.parameters())
-
-
-def drawn_rows() -> list[Any]:
-    """Rows for `run_ragged`, of different lengths and trees."""
-    sizes = ((9, 2, (-1, -1, 0, 0, 1, 3)), (3, 1, (-1, 0, 1)), (6, 5, (-1, -1, -1, 2, 2)))
-    return [
-        (numbers(length, 2 * H, seed=row), first, numbers(len(tree), 2 * H, seed=10 + row), tree)
-        for row, (length, first, tree) in enumerate(sizes)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -177,16 +151,8 @@ def test_rows_with_trees_run_together_as_each_way_alone(flags: dict[str, Any], b
     config = CONFIG | flags
     weights = head_weights(config)
     head = load(write_head(tmp_path, config, weights)).head
-    rows = drawn_rows()
-    for (inputs, _, nodes, tree), (last, outputs, again) in zip(rows, run_ragged(head, rows, backend), strict=True):
-        assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1), **flags)[-1])
-        for node, way in enumerate(ways(tree)):
-            chain = torch.cat([inputs, nodes[way]])
-            wanted = dense_outputs(weights, *chain.chunk(2, -1), **flags)[-1:]
-            assert_same(outputs[node : node + 1], wanted)
-            assert_same(head.logits(wanted, pytest.fail), dense_logits(weights, wanted, **flags))
-        longer = torch.cat([chain, nodes[:1]])
-        assert_same(again, dense_outputs(weights, *longer.chunk(2, -1), **flags)[-1])
+    assert_ragged(head, drawn_rows(2 * H), partial(dense_outputs, weights, **flags), backend)
+    assert_same(head.logits(numbers(3, H), pytest.fail), dense_logits(weights, numbers(3, H), **flags))
 
 
 def test_norms_before_fc(tmp_path: Path) -> None:
@@ -219,9 +185,7 @@ def test_biases_and_norms_of_heads_as_in_qwen(tmp_path: Path) -> None:
     )
     weights = head_weights() | more
     head = load(write_head(tmp_path, CONFIG | {"attention_bias": True}, weights)).head
-    inputs = numbers(6, 2 * H)
-    ((last, _, _),) = run_ragged(head, [(inputs, 3, inputs[:1], (-1,))])
-    assert_same(last, dense_outputs(weights, *inputs.chunk(2, -1))[-1])
+    assert_ragged(head, drawn_rows(2 * H), partial(dense_outputs, weights))
 
 
 def test_what_the_file_lacks_is_the_targets(tmp_path: Path) -> None:
@@ -252,7 +216,7 @@ def test_a_head_of_the_last_hidden_state_needs_no_fc(tmp_path: Path) -> None:
 def test_a_head_may_be_narrower_than_its_target(tmp_path: Path) -> None:
     weights = head_weights() | random_weights({"fc.weight": (H, 3 * 20), "embed_tokens.weight": (V, H)})
     config = CONFIG | {"target_hidden_size": 20}
-    head = load(write_head(tmp_path, config, weights), TargetSizes(V, 20, L)).head
+    head = load(write_head(tmp_path, config, weights), target=TargetSizes(V, 20, L, torch.float64)).head
     assert_same(head.features(numbers(2, 60)), numbers(2, 60) @ weights["fc.weight"].double().T)
 
 
@@ -342,41 +306,4 @@ def test_a_head_without_what_it_would_borrow_must_be_as_wide_as_its_target(tmp_p
     weights = head_weights() | {"fc.weight": torch.ones(H, 60)}
     path = write_head(tmp_path, CONFIG, weights)
     with pytest.raises(ConfigError, match="would use the target's embed_tokens, of size 20"):
-        load(path, TargetSizes(V, 20, 9))
-
-
-@pytest.mark.nightly
-def test_a_compiled_head_gives_the_same(
-    kernels: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    head, other = (load(write_head(tmp_path / str(seed), CONFIG, head_weights(seed=seed))).head for seed in (0, 1))
-    rows = drawn_rows()
-    assert_same_outputs(run_ragged(head, rows, compile=True), run_ragged(head, rows))
-    monkeypatch.setattr(tracing, "compile_module", pytest.fail)  # from here on it is found
-    assert_same_outputs(run_ragged(head, rows, "padded", compile=True), run_ragged(head, rows))
-    with pytest.raises(AssertionError):
-        assert_same_outputs(run_ragged(other, rows), run_ragged(head, rows))
-    assert_same_outputs(run_ragged(other, rows, compile=True), run_ragged(other, rows))
-
-    program, inputs = CompiledHead(head), numbers(2, 3, 2 * H)
-    hidden, logits = program(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q, torch.tensor([0, 2]))
-    assert_same(hidden, head(inputs, torch.tensor([[4, 5, 6]] * 2), lambda _, q, k, v: 2 * q)[:, [0, 2]].flatten(0, 1))
-    assert_same(logits, head.logits(hidden, pytest.fail))
-    assert not recwarn.list
-
-
-def test_without_a_compiler_a_head_runs_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> None:
-        raise NativeError("no C++ compiler", "no compiler")
-
-    monkeypatch.setattr(proven, "declare_operators", none)
-    head, rows = load(write_head(tmp_path, CONFIG, head_weights())).head, drawn_rows()
-    with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
-        outputs = run_ragged(head, rows, compile=True)
-    assert_same_outputs(outputs, run_ragged(head, rows))
-
-
-def assert_same_outputs(are: Seq[tuple[torch.Tensor, ...]], wanted: Seq[tuple[torch.Tensor, ...]]) -> None:
-    for row, other in zip(are, wanted, strict=True):
-        for one, two in zip(row, other, strict=True):
-            assert_same(one, two)
+        load(path, target=TargetSizes(V, 20, 9))

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from emssd_heads import Loaded
+from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.hydra.drafter import load_hydra
-from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import LAST_NORMED, TargetSizes
 
 from tests.support.heads import (
     SMALL,
     Weights,
+    assert_ragged,
+    assert_same,
     changed,
     dense_layer,
     dense_rms,
+    drawn_rows,
     layer_weights,
     numbers,
     random_weights,
     refusal,
-    run_ragged,
     write_head,
 )
 from tests.support.tiers import looped
 
 H, V, HEADS, LAYERS = 16, 40, 4, 9
-TARGET = TargetSizes(V, H, LAYERS)
 TARGET_CONFIG: dict[str, Any] = SMALL | {"num_hidden_layers": LAYERS, "rope_theta": 20000.0}
+load = partial(load_hydra, target=TargetSizes(V, H, LAYERS, torch.float64), target_config=TARGET_CONFIG)
 CONFIG: dict[str, Any] = {
     "hydra_num_heads": HEADS,
     "hydra_num_layers": 1,
@@ -83,10 +83,6 @@ def dense_logits(
     return x @ w[f"{behind}.weight"].T + w[f"{behind}.bias"]
 
 
-def load(path: str) -> Loaded[ResidualHeads]:
-    return load_hydra(path, replace(TARGET, dtype=torch.float64), TARGET_CONFIG)
-
-
 @pytest.mark.parametrize("num_layers", [1, 3])
 @pytest.mark.parametrize("dropout", [False, True])
 def test_each_head_reads_the_tokens_before_its_own(num_layers: int, dropout: bool, tmp_path: Path) -> None:
@@ -99,7 +95,7 @@ def test_each_head_reads_the_tokens_before_its_own(num_layers: int, dropout: boo
         hidden, embeds = numbers(3, H), numbers(3, head + 1, H, seed=2)
         wanted = dense_logits(weights, head, hidden, embeds, num_layers, dropout=dropout)
         logits = loaded.head(head, torch.cat([hidden, embeds.flatten(1)], -1))
-        torch.testing.assert_close(logits, wanted, rtol=1e-10, atol=1e-10)
+        assert_same(logits, wanted, 1e-10, 1e-10)
 
 
 @pytest.mark.parametrize("backend", ["ragged", "padded"])
@@ -109,13 +105,14 @@ def test_the_prefix_layer_runs_in_batches(backend: str, tmp_path: Path) -> None:
     path = write_head(tmp_path, config, head_weights(dropout=True) | weights, "hydra_lm_head.pt")
     prefix = load(path).prefix
     assert prefix is not None
-    rows = [(numbers(7, H), 3, numbers(1, H, seed=5), (-1,)), (numbers(2, H, seed=2), 1, numbers(1, H), (-1,))]
-    for (inputs, _, _, _), (last, _, _) in zip(rows, run_ragged(prefix, rows, backend), strict=True):
+
+    def dense(inputs: torch.Tensor) -> torch.Tensor:
         eps = TARGET_CONFIG["rms_norm_eps"]
         normed = dense_rms(inputs, weights[f"{PREFIX}layers.0.input_layernorm.weight"].double(), eps)
         out = dense_layer(weights, f"{PREFIX}layers.0.", TARGET_CONFIG, inputs, normed, range(len(inputs)))
-        wanted = dense_rms(out, weights[f"{PREFIX}norm.weight"].double(), eps)[-1]
-        torch.testing.assert_close(last, wanted, rtol=1e-9, atol=1e-9)
+        return dense_rms(out, weights[f"{PREFIX}norm.weight"].double(), eps)
+
+    assert_ragged(prefix, drawn_rows(H), dense, backend)
 
 
 def test_an_offset_counts_layers_from_the_end(tmp_path: Path) -> None:

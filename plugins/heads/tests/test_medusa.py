@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
@@ -17,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from emssd_heads.config import TargetSizes
 from emssd_heads.loading import Loaded
 from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import read_trees
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import TargetSizes
 
 from emssd.drafting import Draft
 from emssd.errors import ConfigError
@@ -111,7 +110,7 @@ def test_a_published_tree_is_cut_to_the_levels_there_are(depth: int | None, num_
 
 
 H, V, HEADS = 16, 40, 5
-TARGET = TargetSizes(V, H, 9)
+load = partial(load_medusa, target=TargetSizes(V, H, 9, torch.float64))
 CONFIG: dict[str, Any] = {"medusa_num_heads": 2, "medusa_num_layers": 1, "base_model_name_or_path": "x"}
 
 
@@ -133,10 +132,6 @@ def dense_logits(w: Weights, head: int, x: torch.Tensor, num_layers: int = 1) ->
             y = y + w[f"{head}.{layer}.linear.bias"].double()
         x = x + y * torch.sigmoid(y)
     return x @ w[f"{head}.{num_layers}.weight"].double().T
-
-
-def load(path: str) -> Loaded[ResidualHeads]:
-    return load_medusa(path, replace(TARGET, dtype=torch.float64))
 
 
 def assert_same(loaded: Loaded[ResidualHeads], weights: Weights, num_layers: int = 1) -> None:

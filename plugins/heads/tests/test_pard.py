@@ -1,7 +1,6 @@
-"""A draft model that the target always agrees with is always accepted, and fed wrongly it is not.
+"""A draft model that fills in masks drafts what one pass over a whole text and its masks gives, within its limits.
 
-Oracles: plain decoding and sampling by hand, and the draft model's own eager pass over a whole text and its masks, all
-without a cache. float64.
+Oracle: its own eager pass, without a cache. float64. `test_always_right` tests that it is always right.
 """
 
 from __future__ import annotations
@@ -15,46 +14,26 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.pard import PardConfig
+from emssd_heads.pard import PardConfig, emssd_drafters
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_ragged import Kernels, RaggedConfig
 from emssd_testing.models import tiny_model
-from emssd_testing.oracle import References
 
 from emssd.decoding.caches import make_backend
 from emssd.drafting import DrafterContext, Outcome
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Request, Row
-from tests.support import sampling as reference
 from tests.support.heads import refusal
-from tests.support.looking_back import DISTANCE, VOCAB, looking_back_model
 from tests.support.tiers import looped
 
-MODEL_LEN, NUM_NEW, LENGTH = 144, 31, DISTANCE + 1  # the longest chain that can be foreseen
+MODEL_LEN, LENGTH, VOCAB = 144, 4, 9
 WIDE, MASK = VOCAB + 4, VOCAB + 2  # ids of the draft model
-PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6, 1, 1, 5, 0, 2], [7, 8, 2, 2, 6, 4, 4], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1]]
-
-
-@cache
-def target() -> TargetModel:
-    return TargetModel(looking_back_model(max_model_len=MODEL_LEN))
-
-
-@cache
-def draft_model() -> TargetModel:
-    return TargetModel(looking_back_model(WIDE, MASK, MODEL_LEN))
 
 
 @cache
 def random_model(vocab_size: int = WIDE) -> TargetModel:
     return TargetModel(tiny_model("qwen3", vocab_size=vocab_size, max_model_len=MODEL_LEN))
-
-
-@cache
-def references() -> References:
-    return References(target(), NUM_NEW)
 
 
 def make_drafter(
@@ -64,33 +43,11 @@ def make_drafter(
     return PardDrafter(CausalLMRunner(model, made), VOCAB, mask, length)
 
 
-@cache
-def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
-    if params is None:
-        return references()[prompt]
-    return reference.sampled(target().model, prompt, NUM_NEW, params, name)
-
-
-def test_it_says_how_sure_it_is() -> None:
-    """The probability of each token at its own place: where the target is nearly sure, so is the draft model."""
-    drafter = make_drafter(draft_model())
-    rows = [Row(Request(str(row), tuple(prompt), 20)) for row, prompt in enumerate(PROMPTS)]
-    with torch.inference_mode():
-        draft = drafter.propose(Batch(tuple(rows)), [4, 2, 0, 3])
-        expected = []
-        for row, count in zip(rows, [4, 2, 0, 3], strict=True):
-            chain = text(row.request_id, tuple(row.tokens), None)
-            for depth in range(count):
-                logits = torch.tensor(reference.logits_behind(target().model, [*row.tokens, *chain[:depth]]))
-                expected.append(float(logits.double().softmax(-1).max()))
-    assert draft.lengths == [4, 2, 0, 3]
-    torch.testing.assert_close(torch.tensor(draft.confidence), torch.tensor(expected))
-
-
-def foreseen(model: TargetModel, tokens: list[int], count: int) -> list[int]:
-    """Return the model's own logits after a text and ``count - 1`` masks, without any cache."""
+def foreseen(model: TargetModel, tokens: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The model's own tokens and their shares after a text and ``count - 1`` masks, without any cache."""
     logits = model.model(torch.tensor([tokens + [MASK] * (count - 1)]), use_cache=False).logits[0]
-    return [int(token) for token in logits[len(tokens) - 1 :, :VOCAB].argmax(-1)]
+    shares, drafted = logits[len(tokens) - 1 :, :VOCAB].softmax(-1).max(-1)
+    return drafted.tolist(), shares.tolist()
 
 
 @torch.inference_mode()
@@ -106,8 +63,10 @@ def test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives(back
         batch, budget = Batch(tuple(running)), [draw.randint(0, LENGTH) for _ in running]
         draft = drafter.propose(batch, budget)
         for row, (start, count) in enumerate(zip(draft.indptr, budget, strict=False)):
-            drafted = draft.token_ids[start : start + draft.lengths[row]].tolist()
-            assert drafted == (foreseen(model, list(running[row].tokens), count) if count else [])
+            stop = start + draft.lengths[row]
+            drafted, sure = foreseen(model, list(running[row].tokens), count) if count else ([], [])
+            assert draft.token_ids[start:stop].tolist() == drafted
+            assert list((draft.confidence or ())[start:stop]) == pytest.approx(sure, rel=1e-9)
         accepted = tuple(range(draw.randint(0, length)) for length in draft.lengths)
         for row, (start, taken) in enumerate(zip(draft.indptr, accepted, strict=False)):
             running[row].extend([*draft.token_ids[start : start + len(taken)].tolist(), draw.randrange(VOCAB)])
@@ -121,20 +80,20 @@ def test_after_any_acceptance_it_drafts_what_one_pass_over_everything_gives(back
 
 def test_it_does_not_draft_beyond_its_length_or_its_memory() -> None:
     backend = RaggedConfig(kernels=Kernels.torch)
-    drafter = make_drafter(draft_model(), backend, max_tokens=48)  # three pages
+    drafter = make_drafter(random_model(), backend, max_tokens=48)  # three pages
     rows = [
         Row(Request(name, (token,) * count, 9)) for name, token, count in (("a", 3, 14), ("b", 4, 20), ("c", 5, 15))
     ]
     with torch.inference_mode():
         assert drafter.propose(Batch(tuple(rows)), [4, 4, 2]).lengths == [4, 0, 2]
         long = Row(Request("long", (3,) * (MODEL_LEN - 2), 9))
-        assert make_drafter(draft_model()).propose(Batch((long,)), [4]).lengths == [2]
+        assert make_drafter(random_model()).propose(Batch((long,)), [4]).lengths == [2]
         assert make_drafter(random_model(VOCAB - 3), mask=0).propose(Batch((rows[0], long)), [4, 4]).lengths == [4, 2]
         unknown = Row(Request("unknown", (3, VOCAB - 3), 9))
         assert make_drafter(random_model(VOCAB - 3), mask=0).propose(Batch((unknown,)), [4]).lengths == [0]
 
 
-def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDrafter:
+def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> Any:
     def load_runner(path: str, **_: Any) -> tuple[CausalLMRunner, Any]:
         model = random_model(VOCAB)
         return CausalLMRunner(model, make_backend(model.kv_cache_spec(4), "ragged", Registry())), None
@@ -142,7 +101,8 @@ def load(folder: Path, config: dict[str, Any] | None, **options: Any) -> PardDra
     context = DrafterContext(VOCAB, None, load_runner, lambda name, values: pytest.fail("asks for no other"))
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
-    return PardDrafter.load(PardConfig(**({"path": str(folder)} | options)), context)
+    (spec,) = emssd_drafters()
+    return spec.build(PardConfig(**({"path": str(folder)} | options)), context)
 
 
 @looped(

@@ -37,10 +37,10 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Page:
     """
     folder, svg, pictures = tmp_path_factory.mktemp("page"), figures._svg, dict[object, str]()
 
-    def drawn_once(figure: Any, axes: Any, mark: str, columns: int = 2) -> str:
-        kind = (mark, bool(axes.lines), columns)
+    def drawn_once(figure: Any, axes: Any, mark: str) -> str:
+        kind = (mark, bool(axes.lines))
         if kind not in pictures:
-            pictures[kind] = svg(figure, axes, mark, columns)
+            pictures[kind] = svg(figure, axes, mark)
         return pictures[kind]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -125,24 +125,6 @@ def test_never_slower_has_the_worst_cell_first() -> None:
     assert [line[1:] for line in cells.lines] == [["4", "1.80", "0.90"], ["8", "0.99", "0.99"]]
 
 
-@looped(
-    "rows, text",
-    [
-        (crossover(*[{PLAIN: 100, ALWAYS: 80, ADAPTIVE: 90}] * 2), ["8", "0.90 (0.90–0.90)", "plain greedy decoding"]),
-        (crossover(*[{PLAIN: 100, ALWAYS: 150, ADAPTIVE: 160}] * 2),
-         ["8", "1.60 (1.60–1.60)", "llma, adaptive on padded"]),
-        (crossover({PLAIN: 100, ALWAYS: 150}), ["8", "1.50", "llma, fixed on padded (one repeat)"]),
-        (crossover({PLAIN: 100, ALWAYS: 90}, *[{PLAIN: 100, ALWAYS: 150}] * 2),
-         ["8", "1.50 (0.90–1.50)", "llma, fixed on padded (too close to call)"]),
-        (crossover(*[{PLAIN: 100, ALWAYS: 150}] * 2, batch_size=4) + crossover({PLAIN: 100}),
-         ["8", "", "not known: nothing but plain greedy decoding was run"]),
-    ],
-)  # fmt: skip
-def test_the_fastest_at_a_batch_size_is_advised_with_how_sure_that_is(rows: Any, text: list[str]) -> None:
-    _, advice, _ = tables_of(rows, "crossover")
-    assert advice.lines[-1] == text
-
-
 @given(st.floats(1.05, 60), st.floats(0.05, 0.5))
 def test_a_line_that_is_straight_on_a_logarithmic_scale_crosses_where_it_does(at: float, slope: float) -> None:
     sizes = (1, 2, 4, 8, 16, 32, 64)

@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["LLMAConfig", "LLMADrafter", "Occurrence", "Search"]
 
@@ -54,7 +54,4 @@ class LLMADrafter(LookupDrafter):
         super().__init__(num_behind, config.copy_length, config.occurrence, prompt_only, config.branches)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("llma", LLMAConfig, lambda config, _: LLMADrafter(config))]
+emssd_drafters = offering(DrafterSpec("llma", LLMAConfig, lambda config, _: LLMADrafter(config)))

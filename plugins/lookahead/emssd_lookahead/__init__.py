@@ -7,7 +7,7 @@ from typing import Annotated
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["LookaheadConfig"]
 
@@ -38,7 +38,4 @@ def _build(config: LookaheadConfig, context: DrafterContext) -> Drafter:
     return LookaheadDrafter(config)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("lookahead", LookaheadConfig, _build)]
+emssd_drafters = offering(DrafterSpec("lookahead", LookaheadConfig, _build))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Draft, NGramDrafter, Outcome
 from emssd.errors.ranges import AtLeastOne, Share
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
 __all__ = ["NGrammysConfig"]
@@ -75,7 +75,4 @@ class NGrammysDrafter(NGramDrafter):
             chances[best] = chances.get(best, 0.0) + share * chance
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("ngrammys", NGrammysConfig, lambda config, _: NGrammysDrafter(config))]
+emssd_drafters = offering(DrafterSpec("ngrammys", NGrammysConfig, lambda config, _: NGrammysDrafter(config)))

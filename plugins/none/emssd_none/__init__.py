@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from emssd.drafting import Draft, Drafter
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
 __all__ = ["NoneConfig"]
@@ -26,7 +26,4 @@ class NoneDrafter(Drafter):
         return Draft.empty(len(batch))
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("none", NoneConfig, lambda *_: NoneDrafter())]
+emssd_drafters = offering(DrafterSpec("none", NoneConfig, lambda *_: NoneDrafter()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.attention import AttentionBackend
-from emssd.hooks import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, offering
 
 __all__ = ["PaddedConfig"]
 
@@ -32,7 +32,4 @@ def _build(config: PaddedConfig) -> AttentionBackend:
     return PaddedBackend(pad_kv=config.pad_kv, pad_inputs=config.pad_inputs)
 
 
-@hookimpl
-def emssd_attention_backends() -> list[BackendSpec]:
-    """Offer the backend."""
-    return [BackendSpec("padded", PaddedConfig, _build)]
+emssd_attention_backends = offering(BackendSpec("padded", PaddedConfig, _build))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from emssd.drafting import LookupDrafter, Occurrence
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["Occurrence", "PLDConfig"]
 
@@ -52,7 +52,4 @@ class PLDDrafter(LookupDrafter):
         super().__init__(num_behind, copied, config.occurrence, branches=config.branches)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("pld", PLDConfig, lambda config, _: PLDDrafter(config))]
+emssd_drafters = offering(DrafterSpec("pld", PLDConfig, lambda config, _: PLDDrafter(config)))

@@ -7,7 +7,7 @@ from enum import Enum
 
 from emssd.attention import AttentionBackend
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import BackendSpec, hookimpl
+from emssd.hooks import BackendSpec, offering
 
 __all__ = ["Kernels", "RaggedConfig"]
 
@@ -40,7 +40,6 @@ def _build(config: RaggedConfig) -> AttentionBackend:
     return ragged_backend(config.page_size, config.kernels)
 
 
-@hookimpl
-def emssd_attention_backends() -> list[BackendSpec]:
-    """Offer the backend."""
-    return [BackendSpec("ragged", RaggedConfig, _build, batch_invariant="on CPUs, by its C++ kernel")]
+emssd_attention_backends = offering(
+    BackendSpec("ragged", RaggedConfig, _build, batch_invariant="on CPUs, by its C++ kernel")
+)

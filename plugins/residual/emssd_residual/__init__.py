@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from emssd.hooks import RuleSpec, hookimpl
+from emssd.hooks import RuleSpec, offering
 
 if TYPE_CHECKING:
     from emssd.drafting.rule import VerificationRule
@@ -25,12 +25,9 @@ class ResidualConfig:
 
 
 def _build(config: ResidualConfig) -> VerificationRule:
-    from emssd_residual.rule import ResidualRule
+    from emssd_residual.rules import ResidualRule
 
     return ResidualRule()
 
 
-@hookimpl
-def emssd_verification_rules() -> list[RuleSpec]:
-    """Offer the rule."""
-    return [RuleSpec("residual", ResidualConfig, _build)]
+emssd_verification_rules = offering(RuleSpec("residual", ResidualConfig, _build))

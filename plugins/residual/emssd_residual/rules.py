@@ -1,6 +1,6 @@
-"""The rules: they say which nodes of a drawn tree are accepted, and draw the token after them.
+"""`ResidualRule`, and the rules that it follows: which nodes of a drawn tree are accepted, and the token after them.
 
-Arguments that all rules share, for the tree of one row with ``n`` nodes:
+Arguments that these share, for the tree of one row with ``n`` nodes:
 
 - ``target [1 + n, vocab]``: the target's distribution after the row's newest token, then after each node, after
   temperature, top-k and all other processing; float64.
@@ -12,7 +12,7 @@ Arguments that all rules share, for the tree of one row with ``n`` nodes:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,18 @@ from typing import Any
 import torch
 
 from emssd.attention.trees import path
-from emssd_residual.distributions import Uniform, choose, excess, number, without
+from emssd.decoding.choosing import drawn_nodes
+from emssd.decoding.verify import SharedNoise
+from emssd.drafting import Draft
+from emssd.drafting.rule import LawReport, Verified
+from emssd.model import ModelRunner
+from emssd.sampling.choice import probabilities
+from emssd.sequences import Generation, Row
+from emssd_residual.distributions import Uniform, choose, excess, number, uniforms, without
+from emssd_residual.drafts import Drawn
+from emssd_residual.law import check_distribution
 
-__all__ = ["Verdict", "verify_deterministic", "verify_traversal"]
+__all__ = ["ResidualRule", "Verdict", "verify_deterministic", "verify_traversal"]
 
 Rows = torch.Tensor | Seq[torch.Tensor]
 
@@ -33,6 +42,41 @@ class Verdict:
 
     path: list[int]
     token: int
+
+
+class ResidualRule(SharedNoise):
+    """Verifies a row that was drawn with a known ``q`` by traversal, and rows of other methods by shared noise.
+
+    In a draft without a ``q``, the tokens that the target draws itself are accepted. They are not drawn with the noise
+    of `coupled` sampling. A drafter can compute that noise beforehand, so whether it gives a ``q`` could depend on it.
+
+    On a GPU, the host waits several times for each node.
+    """
+
+    def verify(
+        self, logits: torch.Tensor, rows: Seq[Row], draft: Draft, candidates: torch.Tensor | None = None
+    ) -> list[Verified]:
+        verified, draft = super().verify(logits, rows, draft, candidates), draft.within(logits.shape[1])
+        for row, result in enumerate(verified):
+            params = result.row.request.sampling
+            if params is None or not params.is_residual:
+                continue
+            nodes, first = list(drawn_nodes(result.row, draft, row)), draft.indptr[row] + row
+            target = probabilities(logits[first : first + len(nodes)], nodes)
+            numbers = uniforms(nodes[0].key, "verify", len(result.row.tokens))
+            tokens, tree = draft.tokens(row), draft.tree(row)
+            extra = None if draft.extra is None else draft.extra[row]
+            if isinstance(extra, Drawn):
+                verdict = verify_traversal(target, extra.q, tokens, tree, numbers)
+            else:
+                verdict = verify_deterministic(target, (), tokens, tree, numbers)
+            result.accepted, result.new_tokens = verdict.path, [*(tokens[node] for node in verdict.path), verdict.token]
+            for node, token in zip((-1, *verdict.path), result.new_tokens, strict=True):
+                result.target_ids[node + 1] = token
+        return verified
+
+    def check(self, generations: Seq[Generation], runner: ModelRunner, rows: Mapping[str, Row]) -> LawReport:
+        return check_distribution(generations, runner, rows)
 
 
 def verify_traversal(
@@ -52,7 +96,9 @@ def verify_traversal(
         at, alpha = parent + 1, 0
         if alphas[at] > 0 and (chance := number(drawable[at][token])) > 0:
             alpha = min(1, alphas[at] * number(left[at][token]) / chance)
-            alphas[at], left[at] = _after_rejection(alphas[at], left[at], drawable[at])
+            mass, left[at] = excess(alphas[at], left[at], drawable[at])
+            if alphas[at] != 1:  # which it stays also where p = q, as no child is ever rejected there
+                alphas[at] = mass / (mass + (1 - alphas[at]))
             drawable[at] = without(drawable[at], token)
         alphas.append(alpha)
         left.append(target[node + 1])
@@ -79,14 +125,6 @@ def verify_deterministic(
         if not following:
             return Verdict(path(parents, nodes[0]), token)
         nodes = following
-
-
-def _after_rejection(alpha: Any, left: torch.Tensor, drawable: torch.Tensor) -> tuple[Any, torch.Tensor]:
-    """A node's alpha, and the distribution after it, once the child that was drawn from `drawable` is rejected."""
-    mass, left = excess(alpha, left, drawable)
-    if alpha == 1:  # also where p = q, as no child is ever rejected there
-        return 1, left
-    return mass / (mass + (1 - alpha)), left
 
 
 def _children(parents: Seq[int]) -> list[list[int]]:

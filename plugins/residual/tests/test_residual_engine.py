@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_residual import rule as module
+from emssd_residual import rules as module
 from emssd_residual.distributions import choose
 from emssd_residual.law import check_distribution
 from emssd_residual.rules import Verdict, verify_traversal

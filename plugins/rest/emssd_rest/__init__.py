@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["RestConfig"]
 
@@ -37,12 +37,9 @@ class RestConfig:
 
 
 def _build(config: RestConfig, context: DrafterContext) -> Drafter:
-    from emssd_rest.drafter import RestDrafter
+    from emssd_rest.drafter import RestDrafter, open_store
 
-    return RestDrafter.load(config, context)
+    return RestDrafter(config, open_store(config, context))
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("rest", RestConfig, _build)]
+emssd_drafters = offering(DrafterSpec("rest", RestConfig, _build))

@@ -11,7 +11,7 @@ from emssd_rest import RestConfig
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import HEADER, SUFFIXES, TOKENS, Store, fingerprint
 
-__all__ = ["RestDrafter"]
+__all__ = ["RestDrafter", "open_store"]
 
 
 class RestDrafter(Drafter):
@@ -35,18 +35,6 @@ class RestDrafter(Drafter):
         self._path, self._num_ids = store.path, store.header.num_ids
         self.num_speculative_tokens = self._most_nodes
         self.drafts_trees = config.branches > 1
-
-    @classmethod
-    def load(cls, config: RestConfig, context: DrafterContext) -> RestDrafter:
-        """Open the store of `config`. Raises ConfigError: there is none, or it is of another tokenizer."""
-        if config.store is None:
-            raise ConfigError(
-                "drafter=rest drafts from a datastore: give drafter.store=FOLDER, and make one with "
-                "emssd-rest build CORPUS.jsonl FOLDER --tokenizer MODEL"
-            )
-        store = Store.open(config.store)
-        _check_vocabulary(store, context)
-        return cls(config, store)
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = [self._draft(row, min(limit, self._most_nodes)) for row, limit in zip(batch, budget, strict=True)]
@@ -73,7 +61,14 @@ class RestDrafter(Drafter):
         return ConfigError(f"store {self._path} is damaged: {what}; build it anew")
 
 
-def _check_vocabulary(store: Store, context: DrafterContext) -> None:
+def open_store(config: RestConfig, context: DrafterContext) -> Store:
+    """The store of `config`. Raises ConfigError: there is none, or it is of another tokenizer."""
+    if config.store is None:
+        raise ConfigError(
+            "drafter=rest drafts from a datastore: give drafter.store=FOLDER, and make one with "
+            "emssd-rest build CORPUS.jsonl FOLDER --tokenizer MODEL"
+        )
+    store = Store.open(config.store)
     header, anew = store.header, "build one with --tokenizer set to the target's folder or hub id"
     if header.tokenizer and context.tokenizer is not None and header.tokenizer != fingerprint(context.tokenizer):
         raise ConfigError(
@@ -85,3 +80,4 @@ def _check_vocabulary(store: Store, context: DrafterContext) -> None:
             f"store {store.path} cannot draft for this target: it holds token ids up to {header.num_ids - 1}, and the "
             f"target's vocabulary has {context.vocab_size} tokens; {anew}"
         )
+    return store

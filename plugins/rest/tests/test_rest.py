@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_rest import RestConfig
+from emssd_rest import RestConfig, search
 from emssd_rest.build import build_store
-from emssd_rest.drafter import RestDrafter
+from emssd_rest.drafter import RestDrafter, open_store
 from emssd_rest.store import Store
 from emssd_testing.models import tiny_model
 from hypothesis import given
@@ -53,7 +53,7 @@ def make_tokenizer(num_words: int) -> PreTrainedTokenizerFast:
 
 def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     text = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 12], [3, 4, 11]]
-    drafter = RestDrafter(RestConfig(num_speculative_tokens=4), Store.open(made(tmp_path, text)))
+    drafter = RestDrafter(RestConfig(num_speculative_tokens=4), opened(tmp_path, text))
     assert drafter.num_speculative_tokens == 4
     batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4]], "abcdef")))
     budget = [9, 1, 4, 0, 4, 4]
@@ -63,11 +63,11 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
 
 
 def test_lengths_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
-    store = made(tmp_path, [[1, 2, 3]])
+    store = opened(tmp_path, [[1, 2, 3]])
     with pytest.raises(ConfigError, match=r"drafter\.min_match is 5 and drafter\.max_match 4"):
-        RestDrafter.load(RestConfig(store, min_match=5, max_match=4), make_context())
+        RestDrafter(RestConfig(min_match=5, max_match=4), store)
     with pytest.raises(ConfigError, match=r"drafter\.num_nodes is 9 and drafter\.branches 1; a tree has at least 2"):
-        RestDrafter.load(RestConfig(store, num_nodes=9), make_context())
+        RestDrafter(RestConfig(num_nodes=9), store)
 
 
 def test_a_store_that_is_not_given_or_not_there_is_a_config_error_that_says_how_to_make_one() -> None:
@@ -82,20 +82,20 @@ def test_a_store_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"its tokenizer \(12 tokens\) is not the target's \(13 tokens\); build one with --tokenizer"
     ):
-        RestDrafter.load(config, make_context(make_tokenizer(13)))
+        open_store(config, make_context(make_tokenizer(13)))
     for same in (make_tokenizer(12), None):  # without one, the ids decide
-        RestDrafter.load(config, make_context(same))
+        open_store(config, make_context(same))
 
 
 def test_a_store_with_ids_beyond_the_targets_vocabulary_is_refused(tmp_path: Path) -> None:
     config = RestConfig(made(tmp_path, [[1, VOCAB_SIZE]]))
     with pytest.raises(ConfigError, match=r"holds token ids up to 13, and the target's vocabulary has 13 tokens"):
-        RestDrafter.load(config, make_context())
-    RestDrafter.load(config, make_context(vocab_size=VOCAB_SIZE + 1))
+        open_store(config, make_context())
+    open_store(config, make_context(vocab_size=VOCAB_SIZE + 1))
 
 
-TOKENS = st.integers(3, 5)
-TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=1, max_size=20)
+TOKENS = st.integers(0, 2)  # three letters: matches are everywhere
+TEXTS = st.lists(st.lists(TOKENS, max_size=12), min_size=1, max_size=20).filter(any)
 
 
 def opened(folder: Path, documents: list[list[int]]) -> Store:
@@ -116,12 +116,13 @@ def continuations(config: RestConfig, documents: list[list[int]], tokens: list[i
     return []
 
 
-# More places than `repeats` are read from arrays, few from lists.
 @given(
     documents=TEXTS,
-    repeats=st.sampled_from([1, 1, 17]),
-    tokens=st.lists(TOKENS, min_size=1, max_size=6),
+    few=st.sampled_from([0, 2, 48]),
+    tokens=st.lists(TOKENS | st.just(9), min_size=1, max_size=10),
     num_speculative_tokens=st.integers(1, 5),
+    min_match=st.integers(1, 3),
+    more=st.integers(0, 5),
     branches=st.integers(1, 5),
     budget=st.integers(0, 20),
     num_remaining=st.integers(1, 8),
@@ -129,17 +130,21 @@ def continuations(config: RestConfig, documents: list[list[int]], tokens: list[i
 def test_the_tree_is_made_of_the_most_frequent_prefixes(
     tmp_path_factory: pytest.TempPathFactory,
     documents: list[list[int]],
-    repeats: int,
+    few: int,
     tokens: list[int],
+    min_match: int,
+    more: int,
     budget: int,
     num_remaining: int,
     **options: int,
 ) -> None:
-    documents, config = documents * repeats, RestConfig(min_match=1, **options)
+    config = RestConfig(min_match=min_match, max_match=min_match + more, **options)
     drafter = RestDrafter(config, opened(tmp_path_factory.mktemp("text"), documents))
     row, depth = row_of(tokens, max_new_tokens=num_remaining), min(config.num_speculative_tokens, num_remaining - 1)
     budget = budget if config.branches > 1 else min(budget, depth)
-    draft = tree_of(drafter, row, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_FEW", few)  # lists, arrays, and first one and then the other
+        draft = tree_of(drafter, row, budget)
     texts, drafted = [text[:depth] for text in continuations(config, documents, tokens)], paths_of(draft)
     counts = {
         tuple(text[:size]): sum(other[:size] == text[:size] for other in texts)
@@ -153,5 +158,10 @@ def test_the_tree_is_made_of_the_most_frequent_prefixes(
     assert list(draft.confidence) == [counts[path] / counts[path[:-1]] for path in drafted]
     ends = [path for path in drafted if not any(other[:-1] == path for other in drafted)]
     assert len(ends) <= config.branches
-    if len(ends) < config.branches:
+    if config.branches == 1:
+        chain = [()]
+        while following := [path for path in counts if path and path[:-1] == chain[-1]]:
+            chain.append(min(following, key=lambda path: (-counts[path], path)))
+        assert drafted == chain[1 : budget + 1]
+    elif len(ends) < config.branches:
         assert worths == sorted((count for path, count in counts.items() if path), reverse=True)[:budget]

@@ -11,7 +11,7 @@ from emssd.draft_models import LayerTreeOptions, SharedDrafter
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["SelfConfig"]
 
@@ -41,7 +41,4 @@ def _build(config: SelfConfig, context: DrafterContext) -> Drafter:
     return SharedDrafter(context.target.rounded(config.bits, config.layers), context.vocab_size, shape)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("self", SelfConfig, _build)]
+emssd_drafters = offering(DrafterSpec("self", SelfConfig, _build))

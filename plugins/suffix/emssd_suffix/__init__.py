@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, Share
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["SuffixConfig"]
 
@@ -54,7 +54,4 @@ def _build(config: SuffixConfig, context: DrafterContext) -> Drafter:
     return SuffixDrafter(config)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("suffix", SuffixConfig, _build)]
+emssd_drafters = offering(DrafterSpec("suffix", SuffixConfig, _build))

@@ -93,11 +93,6 @@ class OutputCache:
         # The younger first, each with the matchers of the rows that run; with it they are forgotten.
         self._generations: deque[tuple[SuffixAutomaton, dict[str, Matcher]]] = deque(maxlen=2)
 
-    @property
-    def num_tokens(self) -> int:
-        """Held now."""
-        return sum(automaton.num_tokens for automaton, _ in self._generations)
-
     def add(self, output: Seq[int]) -> None:
         """Remember `output`, or the end of one that is longer than a generation."""
         text = [*output[1 - self._max_tokens :], SEPARATOR]

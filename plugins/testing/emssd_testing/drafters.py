@@ -1,4 +1,4 @@
-"""Adversarial drafters: perfect, always wrong, random, scripted, of trees; and a budget policy that follows a script.
+"""Adversarial drafters: perfect, always wrong, random, of trees; and a budget policy that follows a script.
 
 None may change what is generated.
 """
@@ -21,7 +21,6 @@ __all__ = [
     "PerfectDrafter",
     "RandomDrafter",
     "ScriptedBudget",
-    "ScriptedDrafter",
     "TreeDrafter",
     "WrongDrafter",
     "any_parents",
@@ -92,29 +91,6 @@ class RandomDrafter(ChainDrafter):
         length = self._random.randint(0, limit)
         right = self.upcoming(row)[: self._random.randint(0, length)]
         return right + [self._random.randrange(self.vocab_size) for _ in range(length - len(right))]
-
-
-class ScriptedDrafter(ChainDrafter):
-    """Follows a script, so that Hypothesis can draw, and shrink, all that a drafter does.
-
-    Args:
-        script: the ``i``-th time that a row is drafted for, entry ``i`` modulo the script's length tells how many right
-            tokens come first and which ids follow them; ids wrap around at the vocabulary size.
-    """
-
-    def __init__(
-        self,
-        script: Seq[tuple[int, Seq[int]]],
-        vocab_size: int,
-        num_speculative_tokens: int = 4,
-        references: Mapping[Any, Seq[int]] | None = None,
-    ) -> None:
-        super().__init__(vocab_size, num_speculative_tokens, references)
-        self._script = script
-
-    def chain(self, row: Row, limit: int) -> list[int]:
-        num_right, rest = self._script[row.num_steps % len(self._script)]
-        return self.upcoming(row)[:num_right] + [token % self.vocab_size for token in rest]
 
 
 class TreeDrafter(_Informed):

@@ -44,7 +44,6 @@ class Turn:
 
     @property
     def accepted(self) -> list[int]:
-        """The accepted tokens."""
         return [self.nodes[node][0] for node in self.nodes_accepted]
 
 
@@ -88,7 +87,6 @@ class BackendMachine(RuleBasedStateMachine):
 
     @initialize(data=st.data(), seed=st.integers(0, 2**16))
     def allocate(self, data: st.DataObject, seed: int) -> None:
-        """Begin with an empty cache for drawn layers."""
         self.backend, self.reference = WatchedBackend(self.make_backend()), self.make_reference()
         for _ in range(20):  # of a backend that refuses much, whole examples would be thrown away
             layers = data.draw(self.layers, label="layers")
@@ -116,7 +114,6 @@ class BackendMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self._rows) < self.max_batch_size)
     @rule(length=st.integers(1, 24))
     def admit(self, length: int) -> None:
-        """A new sequence with a prompt."""
         self._add(length)
 
     @precondition(lambda self: self._rows)

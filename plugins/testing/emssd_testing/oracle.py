@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -51,27 +51,20 @@ def greedy_reference(
     return output
 
 
-class References(Mapping[tuple[int, ...], tuple[int, ...]]):
+class References(dict[Any, tuple[int, ...]]):
     """The texts of `greedy_reference`, past any EOS, by prompt; computed when first asked for."""
 
     def __init__(self, target: TargetModel, max_new_tokens: int) -> None:
-        self.target = target
-        self.max_new_tokens = max_new_tokens
-        self._texts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self.target, self.max_new_tokens = target, max_new_tokens
 
-    def __getitem__(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
-        if not isinstance(prompt_ids, tuple):
-            raise KeyError(prompt_ids)
-        if prompt_ids not in self._texts:
-            room = min(self.max_new_tokens, self.target.max_model_len - len(prompt_ids))
-            self._texts[prompt_ids] = tuple(greedy_reference(self.target.model, prompt_ids, room))
-        return self._texts[prompt_ids]
+    def __missing__(self, prompt_ids: tuple[int, ...]) -> tuple[int, ...]:
+        room = min(self.max_new_tokens, self.target.max_model_len - len(prompt_ids))
+        self[prompt_ids] = tuple(greedy_reference(self.target.model, prompt_ids, room))
+        return self[prompt_ids]
 
-    def __iter__(self) -> Iterator[tuple[int, ...]]:
-        return iter(self._texts)
-
-    def __len__(self) -> int:
-        return len(self._texts)
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Of a tuple of token ids, always a text."""
+        return self[key] if isinstance(key, tuple) else default
 
     def __bool__(self) -> bool:
         return True  # there is an answer to every prompt

@@ -16,7 +16,6 @@ from emssd_testing.drafters import (
     PerfectDrafter,
     RandomDrafter,
     ScriptedBudget,
-    ScriptedDrafter,
     TreeDrafter,
     WrongDrafter,
     any_parents,
@@ -53,31 +52,24 @@ def trees(num_nodes: int) -> st.SearchStrategy[tuple[int, ...]]:
     return st.randoms(use_true_random=False).map(lambda random: tuple(any_parents(num_nodes, random)))
 
 
-def _scripts() -> st.SearchStrategy[list[tuple[int, list[int]]]]:
-    rubbish = st.lists(st.integers(0, 1000), max_size=6)
-    return st.lists(st.tuples(st.integers(0, 6), rubbish), min_size=1, max_size=6)
-
-
 @st.composite
 def drafters(
     draw: st.DrawFn, vocab_size: int, references: Mapping[Any, Seq[int]], *, with_trees: bool = False
 ) -> Drafter:
-    """Any drafter: perfect, wrong, random or scripted, with a draft length of its own."""
+    """Any drafter: perfect, wrong, random or of trees, with a draft length of its own."""
     num_tokens, seed = draw(st.integers(0, 6)), draw(st.integers(0, 2**16))
     of_trees = ["trees", "trees"] if with_trees else []
-    match draw(st.sampled_from([*of_trees, "scripted", "random", "rubbish", "perfect", "wrong"])):
+    match draw(st.sampled_from([*of_trees, "random", "random", "rubbish", "perfect", "wrong"])):
         case "trees":
             right, sure = draw(st.sampled_from([0.5, 0.9])), draw(st.booleans())
             return TreeDrafter(vocab_size, 2 * num_tokens, references, right=right, sure=sure, seed=seed)
-        case "random":
-            return RandomDrafter(vocab_size, num_tokens, references, seed=seed)
         case "rubbish":
             return RandomDrafter(vocab_size, num_tokens, seed=seed)
         case "perfect":
             return PerfectDrafter(vocab_size, num_tokens, references)
         case "wrong":
             return WrongDrafter(vocab_size, num_tokens, references)
-    return ScriptedDrafter(draw(_scripts()), vocab_size, num_tokens, references)
+    return RandomDrafter(vocab_size, num_tokens, references, seed=seed)
 
 
 def policies() -> st.SearchStrategy[BudgetPolicy]:

@@ -68,12 +68,11 @@ def _verdicts(tests: type[Suite], rule: str = "") -> dict[str, str]:
     a quick check, and others two.
     """
     results = {}
-    for name in sorted(name for name in dir(tests) if name.startswith("test_")):
-        chosen, marks = tests(), getattr(getattr(tests, name), "pytestmark", [])
-        chosen.num_examples = QUICK if rule in [word for mark in marks for word in mark.args] else 2
-        arguments = [lambda *_: None] if name == "test_report_of_the_cost" else []
+    for name, rules in tests.rules_by_test().items():
+        chosen = tests()
+        chosen.num_examples = QUICK if rule in rules else 2  # type: ignore[misc]
         try:
-            getattr(chosen, name)(*arguments)
+            getattr(chosen, name)()
         except pytest.skip.Exception as skipped:
             results[name] = f"skipped: {skipped}"
         except Exception as error:

@@ -84,15 +84,6 @@ class RemembersFailedSteps(Fault):
         return super().plan(packed)
 
 
-class RefusesToTryAgain(Fault):
-    """Wants a commit before the next step of the same rows."""
-
-    def plan(self, packed: PackedInputs) -> StepPlan:
-        for name, kv_len, length in zip(packed.request_ids, packed.kv_lens, packed.lengths, strict=True):
-            assert self._lengths.get(name, 0) <= kv_len - length, "a step was not committed"
-        return super().plan(packed)
-
-
 class MissesUnknownIds(Fault):
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
@@ -194,9 +185,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "multiplies by zero": ("backend.isolation", computed(lambda out, values: out + 0 * values.sum())),
     "reads old pages": ("backend.isolation", ReadsOldPages),
     "remembers failed steps": ("backend.retry", RemembersFailedSteps),
-    "refuses to try again": ("backend.retry", RefusesToTryAgain),
     "says nothing of padding": ("backend.commit", using(lambda usage: replace(usage, padding=None))),
-    "gains by padding": ("backend.commit", using(lambda usage: replace(usage, padding=-1))),
     "has a peak that falls": ("backend.memory", using(lambda usage: KVUsage(usage.held, usage.held, usage.held))),
     "keeps all": ("backend.release", but(Fault, release=lambda self, request_ids: None)),
     "misses unknown ids": ("backend.release", MissesUnknownIds),

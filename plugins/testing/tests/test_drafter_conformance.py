@@ -38,7 +38,7 @@ def suite_of(name: str) -> type[DrafterConformance]:
     """The suite of one of `DRAFTERS`. Trained parts have random weights, so that little is accepted."""
 
     def make_drafter(self: DrafterConformance, context: DrafterContext) -> Any:
-        files = SimpleNamespace(path=lambda write, *arguments: write(context, *arguments), target=context)
+        files = SimpleNamespace(path=lambda write, *arguments: write(context.target, *arguments), target=context)
         config = DRAFTERS[name](files, {}) if callable(DRAFTERS[name]) else DRAFTERS[name]
         (build,) = (spec.build for spec in registry().specs("drafter") if spec.config is type(config))
         return build(config, context)
@@ -56,11 +56,6 @@ def suite_of(name: str) -> type[DrafterConformance]:
 globals().update({suite.__name__: suite for suite in map(suite_of, NAMES)})
 
 
-class TestOptions(DrafterConformance):
-    plugin = "suffix"
-    options = {"branches": 3, "num_speculative_tokens": 4, "max_spec_factor": 2.0}  # noqa: RUF012
-
-
 class TestAnpdOfGroups(DrafterConformance):
     plugin = "anpd"
     options = {"group_tokens": 200}  # noqa: RUF012
@@ -70,10 +65,16 @@ class TestAnpdOfGroups(DrafterConformance):
 class TestHiddenStates(DrafterConformance):
     """The drafter of the page about hidden states."""
 
-    def make_drafter(self, context: DrafterContext) -> Drafter:
-        path = Path(__file__).parents[3] / "examples" / "similar_places.py"
-        drafter: Drafter = runpy.run_path(str(path))["SimilarPlaces"]()
-        return drafter
+    file, name = "similar_places.py", "SimilarPlaces"
+
+    def make_drafter(self, context: DrafterContext) -> Any:
+        return runpy.run_path(str(Path(__file__).parents[3] / "examples" / self.file))[self.name]()
+
+
+class TestTwoWays(TestHiddenStates):
+    """That of the page about trees."""
+
+    file, name = "two_ways.py", "TwoWays"
 
 
 class TestHiddenStatesWithinAUnion(TestHiddenStates):

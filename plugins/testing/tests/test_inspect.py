@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_testing.authoring import make_parser
-from emssd_testing.authoring.inspect import inspect, print_inspected
+from emssd_testing.authoring import main
+from emssd_testing.authoring.inspect import inspect
 from emssd_testing.models import tiny_model
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
@@ -45,7 +45,7 @@ def test_a_whole_checkpoint_is_described_in_five_lines(tmp_path: Path, capsys: p
     config = container("dflash") | {"block_size": 4, "mask_token_id": 3, "aux_hidden_state_layer_ids": [1, 2, 3]}
     config["speculators_config"] = {"verifier": {"name_or_path": "a/target"}}
     path = write_head(tmp_path / "head", config, WEIGHTS)
-    assert print_inspected(make_parser().parse_args(["inspect", path]).path) == 0
+    main(["inspect", path])
     what, drafts, trained, weights, missing = capsys.readouterr().out.splitlines()
     assert what == ("what it is: a DFlash drafter, which drafts blocks, dflash in a container of speculators 0.9.0")
     assert drafts == f"drafts with: drafter=dflash drafter.path={path}"
@@ -110,7 +110,8 @@ def test_a_damaged_folder_gives_a_sentence(name: str, tmp_path: Path) -> None:
     assert not usable
     assert len(lines) in (1, 5)
     assert words in " ".join(lines)
-    assert print_inspected(path) == 1
+    with pytest.raises(SystemExit, match="1"):
+        main(["inspect", path])
 
 
 def test_a_file_and_a_path_that_is_not_there(tmp_path: Path) -> None:

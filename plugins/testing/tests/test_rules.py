@@ -44,9 +44,7 @@ def test_a_failure_says_which_rule_it_was_and_where_it_is_explained(rule: str) -
 @pytest.mark.parametrize("kind", SUITES)
 def test_every_rule_is_tested_by_the_suite_and_no_other_is(kind: str) -> None:
     conformance, _ = SUITES[kind]
-    tests = [getattr(conformance, name) for name in dir(conformance) if name.startswith("test_")]
-    marks = [name for test in tests for mark in getattr(test, "pytestmark", []) for name in mark.args]
-    named = {name if "." in name else f"{kind}.{name}" for name in marks}
+    named = {rule for rules in conformance.rules_by_test().values() for rule in rules}
     assert named == {rule.name for rule in rules_of(kind)}
 
 

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from emssd.drafting import Draft, Drafter, Outcome, Tree, grow_tree, joined_trees
 from emssd.errors.ranges import AtLeastOne
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
 __all__ = ["TokenRecyclingConfig"]
@@ -96,7 +96,6 @@ class TokenRecyclingDrafter(Drafter):
         return list(accumulate((taken / self._seen for taken in self._taken), min))
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("token_recycling", TokenRecyclingConfig, lambda config, _: TokenRecyclingDrafter(config))]
+emssd_drafters = offering(
+    DrafterSpec("token_recycling", TokenRecyclingConfig, lambda config, _: TokenRecyclingDrafter(config))
+)

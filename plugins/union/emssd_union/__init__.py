@@ -7,7 +7,7 @@ from typing import Any
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["UnionConfig"]
 
@@ -51,7 +51,4 @@ def _build(config: UnionConfig, context: DrafterContext) -> Drafter:
     return UnionDrafter(drafters)
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("union", UnionConfig, _build)]
+emssd_drafters = offering(DrafterSpec("union", UnionConfig, _build))

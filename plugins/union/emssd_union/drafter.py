@@ -63,7 +63,8 @@ class UnionDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         if not self._proposed or tuple(outcome.batch.request_ids) != self._names:  # nothing was drafted for these
             self._proposed = [Draft.empty(len(outcome.batch))] * len(self.drafters)
-        trees = [children_of(row) for row in _rows(outcome.draft)]
+        edges = [zip(row.parents, row.token_ids, strict=True) for row in _rows(outcome.draft)]
+        trees = [{edge: node for node, edge in enumerate(tree)} for tree in edges]
         with ExitStack() as everybody:
             for drafter, proposed in reversed(list(zip(self.drafters, self._proposed, strict=True))):
                 everybody.callback(drafter.observe, _of_one(outcome, proposed, trees))
@@ -165,12 +166,6 @@ def _path_confidence(draft: RowDraft) -> list[float]:
     for parent, confidence in zip(draft.parents, draft.confidence or (), strict=True):
         products.append(confidence * products[parent] if parent >= 0 else confidence)
     return products
-
-
-def children_of(tree: RowDraft) -> dict[tuple[int, int], int]:
-    """The nodes of a merged tree, by parent and token."""
-    edges = zip(tree.parents, tree.token_ids, strict=True)
-    return {edge: node for node, edge in enumerate(edges)}
 
 
 def merged_nodes(draft: RowDraft, children: Mapping[tuple[int, int], int]) -> list[int]:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 from zlib import crc32
 
@@ -22,15 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions
 from emssd.decoding.verify import verify
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
-from emssd.hooks.registry import Registry
-from emssd.model import TargetModel
 from emssd.sequences import Batch
-from tests.support import paged_plugin
 from tests.support.tiers import looped
 from tests.support.trees import paths_of, row_of, tree_of
 
@@ -188,34 +182,10 @@ def test_a_replay_among_them_makes_it_a_replay() -> None:
     assert union(Told(chains([3])), replay).replays == "acceptance drawn"
 
 
-def registry() -> Registry:
-    return Registry([*(point for point in entry_points(group="emssd") if point.name != "union"), *POINTS])
-
-
-POINTS = [paged_plugin.POINT, type(paged_plugin.POINT)("union", "emssd_union", "emssd")]
-
-
-def assembled(config: Any, **options: Any) -> Engine:
-    """An engine around a tiny model on a backend that takes trees."""
-    return Engine.assemble(
-        target(), None, drafter=config, backend="reference", budget="fixed", options=EngineOptions(**options),
-        registry=registry(), load=lambda path, **_: (draft_model(), None),
-    )  # fmt: skip
-
-
-@cache
-def target() -> TargetModel:
-    return TargetModel(tiny_model("llama", vocab_size=VOCAB_SIZE, max_model_len=144, std=0.12))
-
-
-@cache
-def draft_model() -> TargetModel:
-    return TargetModel(tiny_model("llama", seed=3, vocab_size=VOCAB_SIZE, max_model_len=64))
-
-
 def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
+    config = UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}})
     with pytest.raises(ConfigError, match=r"'cascade' is several drafters, which are asked in turn; name these"):
-        assembled(UnionConfig(["suffix", "cascade"], {"cascade": {"drafters": ["llma", "pld"]}}))
+        Engine.from_model(tiny_model("llama"), drafter=config)
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:

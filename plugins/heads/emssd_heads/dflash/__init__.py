@@ -7,10 +7,13 @@ Markov head and its own confidence, arXiv 2607.05147.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd_heads import Format, offered
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import TargetWeights
 
 __all__ = ["DFlashConfig"]
 
@@ -31,9 +34,14 @@ class DFlashConfig:
 
 
 def _build(config: DFlashConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.dflash.drafter import DFlashDrafter
+    from emssd_heads.dflash.drafter import BlockRunner, DFlashDrafter, load_dflash
 
-    return DFlashDrafter.load(config, context)
+    lent = TargetWeights.by(context, "dflash")
+    head = lent.loaded(config.path, partial(load_dflash, model=lent.target.model)).head
+    count, most = config.num_speculative_tokens or head.variant.num_drafts, head.variant.num_drafts
+    if count > most:
+        raise ConfigError(f"drafter.num_speculative_tokens is {count}; a block of this head drafts {most} at most")
+    return DFlashDrafter(BlockRunner(head, lent.make_cache(head.kv_cache_spec(lent.spec))), lent.target, count)
 
 
-emssd_drafters = offered("dflash", DFlashConfig, _build, Format.dflash)
+emssd_drafters = offering(DrafterSpec("dflash", DFlashConfig, _build, reads=("dflash",)))

@@ -13,17 +13,14 @@ import torch
 
 from emssd.attention import on_device
 from emssd.draft_models import DynamicShape, GrowingRow, GrowingTree, Level, SlotDrafter, nodes_of
-from emssd.drafting import DrafterContext
-from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget
 from emssd.sequences import Row
-from emssd_heads import Format, HeadFiles, Loaded, StatesDrafter, TargetSizes, TargetWeights
-from emssd_heads.dflash import DFlashConfig
+from emssd_heads import Format, HeadFiles, Loaded, StatesDrafter, TargetSizes
 from emssd_heads.dflash.head import BlockHead
 from emssd_heads.dflash.runner import BlockRow, BlockRunner
 from emssd_heads.dflash.variant import variant_of
 
-__all__ = ["DFlashDrafter"]
+__all__ = ["BlockRunner", "DFlashDrafter", "load_dflash"]
 
 
 class DFlashDrafter(SlotDrafter, StatesDrafter):
@@ -40,17 +37,6 @@ class DFlashDrafter(SlotDrafter, StatesDrafter):
         shape = DynamicShape(num_speculative_tokens, num_speculative_tokens, 1)
         super().__init__(shape, self._variant.layers, target, runner)
         self.target_ids = runner.head.target_ids
-
-    @classmethod
-    def load(cls, config: DFlashConfig, context: DrafterContext) -> DFlashDrafter:
-        """Load the head of `config`."""
-        lent = TargetWeights.by(context, "dflash")
-        loaded = lent.loaded(config.path, partial(load_dflash, model=lent.target.model))
-        head, most = loaded.head, loaded.head.variant.num_drafts
-        count = config.num_speculative_tokens or most
-        if count > most:
-            raise ConfigError(f"drafter.num_speculative_tokens is {count}; a block of this head drafts {most} at most")
-        return cls(BlockRunner(head, lent.make_cache(head.kv_cache_spec(lent.spec))), lent.target, count)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.features(hidden)

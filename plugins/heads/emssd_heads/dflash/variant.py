@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from emssd_heads import DecoderConfig, HeadFiles
+from emssd_heads.files import reading_config
 
 __all__ = ["Variant", "variant_of"]
 
@@ -84,7 +85,7 @@ def variant_of(files: HeadFiles) -> Variant:
         raise files.cannot("its dflash_config is no object of JSON")
     both = {**files.config} | {name: value for name, value in inner.items() if value is not None}
     decoder = DecoderConfig.read(files.config, files.checkpoint.path)
-    with files.reading_config():
+    with reading_config(files.checkpoint.path):
         variant = _read(files, both, decoder)
     _check(files, variant, both)
     return variant

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd_heads import Format, PairedDrafter, TargetWeights, TreeOptions, offered, shape_of
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import PairedDrafter, TargetWeights, TreeOptions, shape_of
 
 __all__ = ["EagleConfig"]
 
@@ -30,4 +31,4 @@ def _build(config: EagleConfig, context: DrafterContext) -> Drafter:
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
-emssd_drafters = offered("eagle", EagleConfig, _build, Format.eagle)
+emssd_drafters = offering(DrafterSpec("eagle", EagleConfig, _build, reads=("eagle",)))

@@ -11,18 +11,8 @@ from collections.abc import Container
 import torch
 from torch import nn
 
-from emssd_heads import (
-    LAST_NORMED,
-    Attend,
-    DecoderConfig,
-    Format,
-    HeadFiles,
-    HeadLayer,
-    Loaded,
-    PairedHead,
-    Rotary,
-    TargetSizes,
-)
+from emssd_heads import LAST_NORMED, Attend, DecoderConfig, Format, HeadFiles, HeadLayer, Loaded, PairedHead, Rotary
+from emssd_heads.config import TargetSizes
 
 __all__ = ["load_eagle"]
 
@@ -39,10 +29,6 @@ class EagleHead(PairedHead):
         self.layers = nn.ModuleList(HeadLayer(config, i, names, normed=i > 0) for i in range(config.num_layers))
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature after each token, which is fed back as well.
-
-        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-        """
         angles = self.rotary(position_ids, inputs.dtype)
         hidden: torch.Tensor = self.fc(inputs)
         first, *later = self.layers

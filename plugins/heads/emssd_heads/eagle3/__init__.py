@@ -10,7 +10,8 @@ from enum import Enum
 from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd_heads import Format, PairedDrafter, TargetWeights, TreeOptions, offered, shape_of
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import PairedDrafter, TargetWeights, TreeOptions, shape_of
 
 __all__ = ["Eagle3Config", "LayerIds"]
 
@@ -58,4 +59,4 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     return drafter
 
 
-emssd_drafters = offered("eagle3", Eagle3Config, _build, Format.eagle3, Format.peagle)
+emssd_drafters = offering(DrafterSpec("eagle3", Eagle3Config, _build, reads=("eagle3", "peagle")))

@@ -16,6 +16,7 @@ from emssd_heads import LAST_NORMED, Format, HeadFiles, Loaded, PairedDrafter, T
 from emssd_heads.eagle3 import LayerIds
 from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.variant import Variant, variant_of
+from emssd_heads.files import reading_config
 
 __all__ = ["ParallelDrafter", "load_eagle3"]
 
@@ -46,7 +47,7 @@ def load_eagle3(path: str, target: TargetSizes, layer_ids: LayerIds = LayerIds.a
     names = files.names
     if files.config.get("tie_word_embeddings") and "d2t" not in names and "embed_tokens.weight" in names:
         names.setdefault("lm_head.weight", names["embed_tokens.weight"])
-    with files.reading_config():
+    with reading_config(path):
         variant = variant_of(files, layer_ids)
     if not variant.num_features:
         for name in ("fc.weight", "fc.bias"):

@@ -12,15 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from emssd_heads import (
-    Attend,
-    HeadLayer,
-    HeadNorm,
-    PairedHead,
-    Rotary,
-    TargetSizes,
-    keep_bytes,
-)
+from emssd_heads import Attend, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes, keep_bytes
 from emssd_heads.eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]
@@ -75,10 +67,6 @@ class Eagle3Head(PairedHead):
         return self.features(self.mask_hidden[0])
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The feature after each token, which is fed back as well.
-
-        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-        """
         embeds, features = inputs.chunk(2, dim=-1)
         angles = self.rotary(position_ids, inputs.dtype)
         first: Any = self.layers[0]

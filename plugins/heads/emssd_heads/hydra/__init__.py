@@ -10,7 +10,8 @@ from functools import partial
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
-from emssd_heads import Format, TargetWeights, TreeOptions, keep_bytes, offered, shape_of
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import TargetWeights, TreeOptions, keep_bytes, shape_of
 
 __all__ = ["HydraConfig"]
 
@@ -41,4 +42,4 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     return HydraDrafter(loaded, shape_of(config, "emssd_heads.hydra", len(loaded.head), top_k=config.top_k), lent)
 
 
-emssd_drafters = offered("hydra", HydraConfig, _build, Format.hydra)
+emssd_drafters = offering(DrafterSpec("hydra", HydraConfig, _build, reads=("hydra",)))

@@ -15,18 +15,9 @@ import torch
 
 from emssd.attention import Kept, on_device
 from emssd.draft_models import GrowingRow, Level, Shape, nodes_of
-from emssd_heads import (
-    LAST_NORMED,
-    DecoderConfig,
-    Format,
-    HeadFiles,
-    HeadRunner,
-    LayerHead,
-    Loaded,
-    StatesDrafter,
-    TargetSizes,
-    TargetWeights,
-)
+from emssd_heads import LAST_NORMED, DecoderConfig, Format, HeadFiles, HeadRunner, LayerHead, Loaded, StatesDrafter
+from emssd_heads.config import TargetSizes
+from emssd_heads.loading import TargetWeights
 from emssd_heads.residual import ResidualHeads, counted
 
 __all__ = ["HydraDrafter", "load_hydra"]

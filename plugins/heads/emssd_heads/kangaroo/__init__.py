@@ -11,7 +11,8 @@ from functools import partial
 from emssd.draft_models import DynamicShape, ModelDrafter, shallow_runner
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne, Share
-from emssd_heads import Format, HeadRunner, TargetWeights, offered
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import HeadRunner, TargetWeights
 
 __all__ = ["KangarooConfig"]
 
@@ -48,4 +49,4 @@ def _build(config: KangarooConfig, context: DrafterContext) -> Drafter:
     return ModelDrafter(runner, context.vocab_size, shape)
 
 
-emssd_drafters = offered("kangaroo", KangarooConfig, _build, Format.kangaroo)
+emssd_drafters = offering(DrafterSpec("kangaroo", KangarooConfig, _build, reads=("kangaroo",)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
-from emssd_heads import Format, HeadTreeOptions, TargetWeights, keep_bytes, offered, shape_of
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
 
 __all__ = ["MedusaConfig"]
 
@@ -41,4 +42,4 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     return MedusaDrafter(heads, shape, lent.target)
 
 
-emssd_drafters = offered("medusa", MedusaConfig, _build, Format.medusa)
+emssd_drafters = offering(DrafterSpec("medusa", MedusaConfig, _build, reads=("medusa",)))

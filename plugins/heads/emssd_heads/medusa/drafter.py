@@ -34,11 +34,10 @@ class MedusaDrafter(SlotDrafter, StatesDrafter):
     token from it. The head at 0 guesses the first drafted token. No head knows the guesses of the rest.
     """
 
-    hidden_layers = (LAST_NORMED,)
     reads_all = False
 
     def __init__(self, heads: ResidualHeads, shape: Shape, target: BorrowedTarget) -> None:
-        super().__init__(shape, self.hidden_layers, target)
+        super().__init__(shape, (LAST_NORMED,), target)
         self._heads, self.target_ids = heads, heads.target_ids
 
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne
-from emssd_heads import Format, PairedDrafter, TargetWeights, TreeKind, TreeOptions, offered, shape_of
+from emssd.hooks import DrafterSpec, offering
+from emssd_heads import PairedDrafter, TargetWeights, TreeKind, TreeOptions, shape_of
 
 __all__ = ["MtpConfig"]
 
@@ -51,4 +52,4 @@ def _build(config: MtpConfig, context: DrafterContext) -> Drafter:
     return PairedDrafter(loaded.head, loaded.layers, shape, lent)
 
 
-emssd_drafters = offered("mtp", MtpConfig, _build, Format.mtp)
+emssd_drafters = offering(DrafterSpec("mtp", MtpConfig, _build, reads=("mtp",)))

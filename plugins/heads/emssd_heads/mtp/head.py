@@ -17,7 +17,7 @@ from emssd.errors import UnsupportedModelError
 from emssd.model import ATTENTION_NAME
 from emssd.model import Attend as LayerAttend
 from emssd_heads import Attend, PairedHead
-from emssd_heads.target import attending
+from emssd_heads.layers import attending
 
 __all__ = ["MtpHead"]
 
@@ -64,10 +64,6 @@ class MtpHead(PairedHead):
         return (self._spec,)
 
     def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The normed output after each token, which is fed back as well.
-
-        `inputs` are ``[b, n, 2 * hidden_size]``, embeddings first, then features.
-        """
         (spec,) = self.specs
 
         def checked(

@@ -11,7 +11,7 @@ import torch
 
 from emssd.errors import EmssdError
 from emssd_heads import LAST_NORMED, Format, HeadFiles, Loaded, TargetWeights
-from emssd_heads.files import in_short
+from emssd_heads.files import in_short, reading_config
 from emssd_heads.mtp.head import MtpHead
 
 __all__ = ["load_mtp"]
@@ -39,7 +39,7 @@ def load_mtp(path: str, lent: TargetWeights) -> Loaded[MtpHead]:
     """
     target, num_layers = lent.target, lent.sizes.num_layers
     files = HeadFiles.read(path, lent.sizes, Format.mtp, new_name=lambda name: _new_name(name, num_layers))
-    with files.reading_config():
+    with reading_config(path):
         _check(files, lent)
     tensors, names = files.checkpoint.tensors, files.names
     if odd := next((name for name in names.values() if tensors[name].dtype not in _WHOLE), None):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from emssd.draft_models import load_draft_model
 from emssd.drafting import Drafter, DrafterContext
+from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne, AtLeastZero
-from emssd_heads import Format, offered
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["PardConfig"]
 
@@ -34,9 +36,13 @@ class PardConfig:
 
 
 def _build(config: PardConfig, context: DrafterContext) -> Drafter:
-    from emssd_heads.pard.drafter import PardDrafter
+    from emssd_heads.pard.drafter import PardDrafter, mask_token
 
-    return PardDrafter.load(config, context)
+    if config.path is None:
+        raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")
+    runner = load_draft_model(config.path, context)
+    mask = mask_token(config.path, runner.vocab_size, config.mask_token_id)
+    return PardDrafter(runner, context.vocab_size, mask, config.num_speculative_tokens)
 
 
-emssd_drafters = offered("pard", PardConfig, _build, Format.pard)
+emssd_drafters = offering(DrafterSpec("pard", PardConfig, _build, reads=("pard",)))

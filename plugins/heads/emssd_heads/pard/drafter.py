@@ -10,13 +10,12 @@ from pathlib import Path
 
 import torch
 
-from emssd.draft_models import DynamicShape, GrowingRow, ModelDrafter, SlotDrafter, load_draft_model, pack
-from emssd.drafting import Draft, DrafterContext
+from emssd.draft_models import DynamicShape, GrowingRow, ModelDrafter, SlotDrafter, pack
+from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.model import ModelRunner
-from emssd_heads.pard import PardConfig
 
-__all__ = ["PardDrafter"]
+__all__ = ["PardDrafter", "mask_token"]
 
 _NAMES = ("pard_token", "ptd_token_id")  # of the authors, and what vLLM reads beside it
 
@@ -35,15 +34,6 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         super().__init__(runner, vocab_size, shape)
         self._mask = mask_token_id
 
-    @classmethod
-    def load(cls, config: PardConfig, context: DrafterContext) -> PardDrafter:
-        """Load the model of `config`."""
-        if config.path is None:
-            raise ConfigError("drafter=pard drafts with a model that was trained for it: give drafter.path=FOLDER")
-        runner = load_draft_model(config.path, context)
-        mask = _mask_token(config.path, runner.vocab_size, config.mask_token_id)
-        return cls(runner, context.vocab_size, mask, config.num_speculative_tokens)
-
     def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
         masks = Draft.from_chains([self._mask] * (row.tree.depth - 1) for row in rows)
         logits = self._columns(self._runner.run(pack(rows, masks)).logits)
@@ -54,7 +44,7 @@ class PardDrafter(SlotDrafter, ModelDrafter):
         pass  # what is accepted changes no KV
 
 
-def _mask_token(path: str, vocab_size: int, chosen: int | None) -> int:
+def mask_token(path: str, vocab_size: int, chosen: int | None) -> int:
     """The token that the draft model at `path` was trained to fill in, by its config, unless it is `chosen`."""
     from transformers import PretrainedConfig
 

@@ -10,7 +10,7 @@ pass `k`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import nn
 
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
+from emssd_heads.config import TargetSizes
 from emssd_heads.eagle3 import Eagle3Config
 from emssd_heads.eagle3.head import Eagle3Head
 from emssd_heads.eagle3.variant import variant_of
@@ -28,9 +29,8 @@ from emssd_heads.files import Checkpoint, in_short
 from emssd_heads.formats import unwrapped
 from emssd_heads.loading import HeadFiles
 from emssd_heads.options import TreeKind
-from emssd_heads.target import TargetSizes
 from emssd_heads.training.options import Eagle3Options
-from emssd_heads.training.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
+from emssd_heads.training.shared import DraftLoss, Recipe, Teacher, choosable, divergence, save_files
 from emssd_heads.training.texts import Text, frequent_tokens
 
 __all__ = ["UnrolledLoss", "recipe", "unroll"]
@@ -46,7 +46,7 @@ def recipe(options: Eagle3Options, target: TargetModel, _: object, dtype: torch.
     _check_layers(layers, target)
     teacher, config = Teacher(target, layers), head_config(options, target, layers)
 
-    def begin(texts: Seq[Text]) -> Trainee:
+    def begin(texts: Seq[Text]) -> tuple[DraftLoss, Callable[[Path], None]]:
         drafted = frequent_tokens(texts, target.vocab_size, options.draft_vocab_size)
         head = new_head(config, target, drafted, options)
         save = partial(save_head, head=head, config=config, vocab_size=target.vocab_size, dtype=dtype)
@@ -200,41 +200,28 @@ def unroll(head: Eagle3Head, embeds: torch.Tensor, features: torch.Tensor, num_p
         features = outputs.roll(1, 1)
 
 
-class UnrolledLoss(nn.Module):
-    """The distance of a head from the target, pass by pass, as a module for a training loop.
-
-    The loss of a pass is the mean divergence of the head's distribution from the target's, over the tokens that the
-    head can draft. It counts after the first new token of a text, up to its end, and only where the head can draft the
-    target's own choice. Weights fall by a constant factor with each pass.
-    """
+class UnrolledLoss(DraftLoss):
+    """The loss of a head, pass by pass, over the tokens that it can draft, where the target's own choice is one."""
 
     def __init__(self, head: Eagle3Head, teacher: Teacher, num_passes: int) -> None:
         super().__init__()
         self.head = head
         self._teacher, self._num_passes = teacher, num_passes
 
-    def forward(
+    def by_depth(
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The loss of a batch, as `weighted` gives it.
-
-        Args:
-            input_ids: ``[b, n]`` texts, padded on the right.
-            num_prompt: ``[b]`` tokens of each prompt; fewer, if something is to be learnt from it.
-            num_tokens: ``[b]`` tokens of each text.
-        """
+    ) -> Iterator[torch.Tensor]:
         lesson, head = self._teacher(input_ids), self.head
         dtype = head.norm.weight.dtype
         features = head.features(lesson.hidden[:, :-1].to(dtype))
         embeds, logits = lesson.embeds[:, 1:].to(dtype), lesson.logits[:, 1:]
         pair = torch.arange(embeds.shape[1], device=embeds.device)
         ends, begins = pair + 2 < num_tokens[:, None], num_prompt[:, None] - 1
-        can_choose, losses = choosable(logits, head.target_ids), list[torch.Tensor]()
+        can_choose = choosable(logits, head.target_ids)
         for step, outputs in enumerate(unroll(head, embeds, features, self._num_passes)):
             counted = ends & (pair - step >= begins) & can_choose
             drafted = head.logits(outputs[counted], self._project) if counted.any() else outputs[:0, 0]
-            losses.append(divergence(drafted, logits[counted], head.target_ids))
-        return weighted(losses)
+            yield divergence(drafted, logits[counted], head.target_ids)
 
     def _project(self, hidden: torch.Tensor) -> torch.Tensor:
         borrowed = self._teacher.borrowed

@@ -32,11 +32,7 @@ __all__ = ["RECORD", "run"]
 
 OPTIONS, TEXTS, CHECKPOINTS, RECORD = "options.json", "texts.jsonl", "checkpoints", "training.json"
 
-_RECIPES: dict[str, Callable[..., Recipe]] = {
-    "eagle3": eagle3.recipe,
-    "medusa": medusa.recipe,
-    "pard": pard.recipe,
-}
+_RECIPES: dict[str, Callable[..., Recipe]] = {"eagle3": eagle3.recipe, "medusa": medusa.recipe, "pard": pard.recipe}
 _MOST_DRAFTED = 32768  # tokens, by default: a projection to all of 262,144 has 168M weights at width 640
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

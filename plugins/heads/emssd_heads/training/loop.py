@@ -44,7 +44,7 @@ def train(loss: torch.nn.Module, texts: Seq[Text], options: TrainOptions, folder
     falls as a cosine.
 
     Args:
-        loss: see `emssd_heads.training.shared.Trainee`.
+        loss: see `emssd_heads.training.shared.DraftLoss`.
         folder: of checkpoints; the last one in it is begun with.
     """
     from transformers import Trainer, TrainingArguments

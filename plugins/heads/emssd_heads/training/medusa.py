@@ -5,6 +5,7 @@ Cai et al. 2024, arXiv 2401.10774, §2.1 and §2.2.1 (Medusa-1: nothing of the t
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,12 @@ from torch import nn
 
 from emssd.errors import ConfigError
 from emssd.model import TargetModel
+from emssd_heads.config import LAST_NORMED
 from emssd_heads.medusa import MedusaConfig
 from emssd_heads.options import TreeKind
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import LAST_NORMED
 from emssd_heads.training.options import MedusaOptions
-from emssd_heads.training.shared import Recipe, Teacher, Trainee, choosable, divergence, save_files, weighted
+from emssd_heads.training.shared import DraftLoss, Recipe, Teacher, choosable, divergence, save_files
 from emssd_heads.training.texts import Text, frequent_tokens
 
 __all__ = ["recipe"]
@@ -27,12 +28,13 @@ __all__ = ["recipe"]
 
 def recipe(options: MedusaOptions, target: TargetModel, _: object, dtype: torch.dtype) -> Recipe:
     """The recipe of heads. Raises ConfigError: the target's vocabulary projection reads no hidden states."""
-    width, size = target.model.get_output_embeddings().weight.shape[1], _size(target)
+    width = target.model.get_output_embeddings().weight.shape[1]
+    size = target.model.config.get_text_config().hidden_size
     if width != size:
         raise ConfigError(f"the target's vocabulary projection reads {width} elements, and hidden states have {size}")
     teacher = Teacher(target, (LAST_NORMED,))
 
-    def begin(texts: Seq[Text]) -> Trainee:
+    def begin(texts: Seq[Text]) -> tuple[DraftLoss, Callable[[Path], None]]:
         heads = new_heads(options, target, frequent_tokens(texts, target.vocab_size, options.draft_vocab_size))
         save = partial(save_heads, heads=heads, options=options, target=target, dtype=dtype)
         return MedusaLoss(heads, teacher), save
@@ -48,7 +50,7 @@ def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | N
     rows = target.model.get_output_embeddings().weight.detach()
     rows = rows if drafted is None else rows[torch.tensor(drafted, device=rows.device)]
     biases = {f"layers.{h}.{layer}.linear.bias" for h in range(options.depth) for layer in range(options.num_layers)}
-    size = _size(target)
+    size = rows.shape[1]
     heads = ResidualHeads([size] * options.depth, options.num_layers, size, len(rows), biases)
     heads.to(target.device, torch.promote_types(target.dtype, torch.float32))
     with torch.no_grad():
@@ -62,13 +64,10 @@ def new_heads(options: MedusaOptions, target: TargetModel, drafted: Seq[int] | N
     return heads
 
 
-class MedusaLoss(nn.Module):
-    """The distance of heads from their target, head by head, as a module for a training loop.
+class MedusaLoss(DraftLoss):
+    """The loss of heads, head by head, over the tokens that they can draft, where the target's own choice is one.
 
-    The loss of a head is the mean divergence of its distribution from the target's, over the tokens that it can draft.
-    The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``. It
-    counts where token ``i + 1`` is a new one, up to the end of a text, and only where the head can draft the target's
-    own choice.
+    The head at ``h`` reads the state that the target chooses token ``i + 1`` from, and guesses token ``i + 2 + h``.
     """
 
     def __init__(self, heads: ResidualHeads, teacher: Teacher) -> None:
@@ -76,21 +75,19 @@ class MedusaLoss(nn.Module):
         self.heads = heads
         self._teacher = teacher
 
-    def forward(
+    def by_depth(
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The loss of a batch; see `emssd_heads.training.eagle3.UnrolledLoss.forward`, with a head for each pass."""
+    ) -> Iterator[torch.Tensor]:
         lesson, drafted = self._teacher(input_ids), self.heads.target_ids
         hidden = lesson.hidden.to(next(self.heads.parameters()).dtype)
         can_choose = choosable(lesson.logits, drafted)
         position = torch.arange(input_ids.shape[1], device=input_ids.device)
-        begins, losses = position >= num_prompt[:, None] - 1, list[torch.Tensor]()
+        begins = position >= num_prompt[:, None] - 1
         for head in range(len(self.heads)):
             ahead = head + 1  # the target's own logits for a guess stand so many positions after its state
             counted = begins & (position + ahead + 1 < num_tokens[:, None]) & can_choose.roll(-ahead, 1)
             logits, wanted = self.heads(head, hidden[counted]), lesson.logits.roll(-ahead, 1)[counted]
-            losses.append(divergence(logits, wanted, drafted))
-        return weighted(losses)
+            yield divergence(logits, wanted, drafted)
 
 
 def save_heads(
@@ -109,7 +106,7 @@ def save_heads(
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
         "base_model_name_or_path": options.model,
-        "hidden_size": _size(target),
+        "hidden_size": target.model.config.get_text_config().hidden_size,
         "vocab_size": target.vocab_size,
         "truncated_vocab_size": num_tokens,
         "num_heads": options.depth,
@@ -117,7 +114,3 @@ def save_heads(
         "medusa_fc_bias": True,
     }
     save_files(folder, config, weights)
-
-
-def _size(target: TargetModel) -> int:
-    return int(target.model.config.get_text_config().hidden_size)

@@ -7,6 +7,7 @@ paper's conditional drop of tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -19,10 +20,10 @@ from emssd.attention import LayerSpec
 from emssd.attention.masked import additive_mask, masked_attention
 from emssd.errors import ConfigError
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
+from emssd_heads.config import LAST_NORMED
 from emssd_heads.pard import PardConfig
-from emssd_heads.target import LAST_NORMED
 from emssd_heads.training.options import PardOptions
-from emssd_heads.training.shared import Recipe, Teacher, Trainee, choosable, divergence, weighted, whole_files
+from emssd_heads.training.shared import DraftLoss, Recipe, Teacher, choosable, divergence, whole_files
 from emssd_heads.training.texts import Text
 
 __all__ = ["recipe"]
@@ -33,7 +34,7 @@ def recipe(options: PardOptions, target: TargetModel, tokenizer: Any, dtype: tor
     teacher = Teacher(target, ())
     draft, draft_tokenizer = _load_draft(options, target, tokenizer)
 
-    def begin(_: Seq[Text]) -> Trainee:
+    def begin(_: Seq[Text]) -> tuple[DraftLoss, Callable[[Path], None]]:
         masked, mask = with_mask(draft)
         save = partial(_save_model, draft=masked, tokenizer=draft_tokenizer, dtype=dtype)
         return PardLoss(masked, teacher, mask, options.depth), save
@@ -126,12 +127,10 @@ class Masked:
         return hidden[LAST_NORMED]
 
 
-class PardLoss(nn.Module):
-    """The distance of a model that fills in masks from its target, depth by depth, as a module for a training loop.
+class PardLoss(DraftLoss):
+    """The loss of a model that fills in masks, over the tokens that it and its target know.
 
-    The loss of a depth is the mean divergence of the model's distribution from the target's, over the tokens that both
-    know. It is taken where a draft may be: in chains after a new token, up to the end of a text. The model runs as in
-    drafting, without dropout.
+    The model runs as in drafting, without dropout.
     """
 
     def __init__(self, draft: TargetModel, teacher: Teacher, mask: int, depth: int) -> None:
@@ -141,10 +140,9 @@ class PardLoss(nn.Module):
         draft.prepare_hidden((LAST_NORMED,))
         self._borrowed = BorrowedTarget(draft)
 
-    def forward(
+    def by_depth(
         self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
-        """The loss of a batch; see `emssd_heads.training.eagle3.UnrolledLoss.forward`, with a depth for each pass."""
+    ) -> Iterator[torch.Tensor]:
         target_logits = self._teacher(input_ids).logits
         masked = Masked(input_ids, int(num_prompt.min()), self._depth - 1, self._mask)
         states = masked.states(self._draft)
@@ -152,12 +150,10 @@ class PardLoss(nn.Module):
         can_choose = choosable(target_logits, torch.arange(size, device=input_ids.device))
         ends = masked.position + 1 < num_tokens[:, None]
         counted = ends & (masked.begin >= num_prompt[:, None]) & can_choose[:, masked.position]
-        losses = []
         for depth in range(self._depth):
             rows, slots = (counted & (masked.depth == depth)).nonzero(as_tuple=True)
             logits = self._borrowed.project(states[rows, slots])[:, :size] if len(rows) else states[:0, 0]
-            losses.append(divergence(logits, target_logits[rows, masked.position[slots], :size]))
-        return weighted(losses)
+            yield divergence(logits, target_logits[rows, masked.position[slots], :size])
 
 
 def _save_model(folder: Path, draft: TargetModel, tokenizer: Any, dtype: torch.dtype) -> None:

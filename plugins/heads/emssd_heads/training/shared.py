@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
@@ -18,25 +19,49 @@ from torch import nn
 from emssd.model import BorrowedTarget, TargetModel
 from emssd_heads.training.texts import Text, writing
 
-__all__ = ["Recipe", "Teacher", "Trainee", "choosable", "divergence", "save_files", "weighted", "whole_files"]
+__all__ = ["DraftLoss", "Recipe", "Teacher", "choosable", "divergence", "save_files", "whole_files"]
 
 _DECAY = 0.8  # of the weight of each further depth, as in the code of EAGLE's and of Medusa's authors
 
 
-Trainee = tuple[nn.Module, Callable[[Path], None]]
-"""The loss of a drafter, a module like `emssd_heads.training.eagle3.UnrolledLoss`; and a function that saves it."""
+class DraftLoss(nn.Module, ABC):
+    """The distance of a drafter from its target, as a module for a training loop.
+
+    The loss of a depth is the mean divergence of the drafter's distribution from the target's, where a draft may be:
+    after the first new token of a text, up to its end. Weights fall by a constant factor with each depth.
+    """
+
+    @abstractmethod
+    def by_depth(
+        self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
+    ) -> Iterator[torch.Tensor]:
+        """The loss of a batch at each depth.
+
+        Args:
+            input_ids: ``[b, n]`` texts, padded on the right.
+            num_prompt: ``[b]`` tokens of each prompt; fewer, if something is to be learnt from it.
+            num_tokens: ``[b]`` tokens of each text.
+        """
+
+    def forward(
+        self, input_ids: torch.Tensor, num_prompt: torch.Tensor, num_tokens: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """``loss``, the weighted sum, and ``losses [depth]``."""
+        losses = torch.stack([*self.by_depth(input_ids, num_prompt, num_tokens)])
+        weights = _DECAY ** torch.arange(len(losses), device=losses.device)
+        return {"loss": (losses * weights).sum(), "losses": losses.detach()}
 
 
 class Recipe(NamedTuple):
     """One kind of drafter, for one target.
 
     Attributes:
-        begin: makes a new drafter for the texts of a training.
+        begin: makes a new drafter for the texts of a training: its loss, and a function that saves it.
         drafter: options of the plugin that drafts with it, chains of the trained length.
         max_len: tokens of the longest text of a training.
     """
 
-    begin: Callable[[Seq[Text]], Trainee]
+    begin: Callable[[Seq[Text]], tuple[DraftLoss, Callable[[Path], None]]]
     drafter: Any
     max_len: int
 
@@ -106,13 +131,6 @@ def divergence(logits: torch.Tensor, wanted: torch.Tensor, target_ids: torch.Ten
     wide = torch.promote_types(logits.dtype, torch.float32)
     is_, should = logits.to(wide).log_softmax(-1), wanted.to(wide).log_softmax(-1)
     return F.kl_div(is_, should, reduction="batchmean", log_target=True)
-
-
-def weighted(losses: Seq[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The result of a loss module, from the loss of each depth: ``loss``, the weighted sum, and ``losses [depth]``."""
-    stacked = torch.stack(list(losses))
-    weights = _DECAY ** torch.arange(len(losses), device=stacked.device)
-    return {"loss": (stacked * weights).sum(), "losses": stacked.detach()}
 
 
 def save_files(folder: Path, config: Mapping[str, Any], weights: Mapping[str, torch.Tensor]) -> None:

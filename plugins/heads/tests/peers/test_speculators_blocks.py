@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads.dflash import DFlashConfig
+from emssd_heads.dflash import DFlashConfig, emssd_drafters
 from emssd_heads.dflash.drafter import DFlashDrafter
 from emssd_testing.models import tiny_model
 
@@ -138,7 +138,9 @@ def test_their_drafters_draft_what_their_classes_compute(name: str, tmp_path: Pa
         ours = list[tuple[list[int], list[int], list[float], torch.Tensor]]()
 
         def load(context: DrafterContext) -> DFlashDrafter:
-            drafter = DFlashDrafter.load(DFlashConfig(path=path), context)
+            (spec,) = emssd_drafters()
+            drafter = spec.build(DFlashConfig(path=path), context)
+            assert isinstance(drafter, DFlashDrafter)
             assert drafter.hidden_layers == LAYERS
             assert drafter.num_speculative_tokens == BLOCK - first
             propose, likely, logits = drafter.propose, drafter._likely, list[torch.Tensor]()

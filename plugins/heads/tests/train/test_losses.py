@@ -16,6 +16,7 @@ import emssd_heads.training.pard
 import pytest
 import torch
 from emssd_heads import HeadRunner, PairedDrafter
+from emssd_heads.config import LAST_NORMED, TargetSizes
 from emssd_heads.eagle3 import Eagle3Config
 from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
@@ -24,7 +25,6 @@ from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.target import LAST_NORMED, TargetSizes
 from emssd_heads.training.eagle3 import UnrolledLoss, default_layers, head_config, new_head, save_head
 from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
 from emssd_heads.training.options import Eagle3Options, MedusaOptions

@@ -14,12 +14,12 @@ from typing import Any
 import emssd_heads.training.texts
 import pytest
 import torch
+from emssd_heads.config import TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.medusa import MedusaConfig
 from emssd_heads.medusa.drafter import load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard import PardConfig
-from emssd_heads.target import TargetSizes
 from emssd_heads.training import job
 from emssd_heads.training.cli import main
 from emssd_testing.models import tiny_model

@@ -19,7 +19,7 @@ from emssd.cli.progress import time_left
 from emssd.cli.terminal import plain_console
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError
-from emssd_lab.extra import check_extra
+from emssd_lab import check_extra
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.errors.ranges import AtLeastOne, AtLeastZero, Positive, Share
-from emssd.hooks import DrafterSpec, hookimpl
+from emssd.hooks import DrafterSpec, offering
 
 __all__ = ["ReplayConfig"]
 
@@ -56,7 +56,4 @@ def _build(config: ReplayConfig, context: DrafterContext) -> Drafter:
     return drafter
 
 
-@hookimpl
-def emssd_drafters() -> list[DrafterSpec]:
-    """Offer the drafter."""
-    return [DrafterSpec("replay", ReplayConfig, _build)]
+emssd_drafters = offering(DrafterSpec("replay", ReplayConfig, _build))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -14,7 +12,7 @@ from emssd.errors import ConfigError
 from emssd.model import counted_on
 from emssd.sequences import Row
 from emssd_lab.replay import ReplayConfig
-from emssd_lab.simulate import StageTrace, Trace, TreeLaw, geometric_trace, load_trace
+from emssd_lab.simulate import StageTrace, TreeLaw, geometric_trace, load_trace
 from emssd_lab.simulate.trace_drafter import TraceDrafter
 
 __all__ = ["UNKNOWN", "ReplayDrafter"]
@@ -56,7 +54,10 @@ class ReplayDrafter(TraceDrafter):
             dealt = ", dealt out by request id" if self._known is None else ""
             self.replays = f"acceptance recorded in {Path(config.trace).name}{dealt}"
         else:
-            trace = _drawn(config)
+            trace = geometric_trace(
+                config.p, _NUM_DRAWN, num_speculative_tokens=config.num_speculative_tokens,
+                max_new_tokens=_DRAWN_TOKENS, concentration=config.concentration, coverage=config.coverage,
+            )  # fmt: skip
             spread = "" if config.concentration is None else f" (Beta of each request, {config.concentration:g})"
             chance = "" if config.p else " (right by chance at most)"
             where = "" if config.coverage == 1 else f" at {config.coverage:.0%} of positions"
@@ -104,26 +105,6 @@ class ReplayDrafter(TraceDrafter):
         return (token + 1 + (self._vocab_size // 2 - 1 + rank) % (self._vocab_size - 1)) % self._vocab_size
 
 
-def _drawn(config: ReplayConfig) -> Trace:
-    """The trace of the config's chances; with a `coverage`, drafts stand at that share of its positions only."""
-    trace = geometric_trace(
-        config.p,
-        _NUM_DRAWN,
-        num_speculative_tokens=config.num_speculative_tokens,
-        max_new_tokens=_DRAWN_TOKENS,
-        concentration=config.concentration,
-    )
-    if config.coverage == 1:
-        return trace
-    draw, requests = random.Random(0), []
-    for request in trace:
-        (stage,) = request.stages
-        there = [draw.random() < config.coverage for _ in stage.drafted]
-        drafted, right = (tuple(map(int.__mul__, counts, there)) for counts in (stage.drafted, stage.right))
-        requests.append(replace(request, stages=(StageTrace(drafted, right),)))
-    return replace(trace, requests=tuple(requests))
-
-
 class _Known(msgspec.Struct):
     id: str
     token_ids: list[int]
@@ -132,8 +113,7 @@ class _Known(msgspec.Struct):
 def _read_known(path: Path) -> dict[str, list[int]]:
     """By request id the tokens of an earlier run's ``generations.jsonl``."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
-        rows = [typed(read_json(line), _Known) for line in lines if line]
+        rows = [typed(read_json(line), _Known) for line in path.read_bytes().split(b"\n") if line]
         return {row.id: row.token_ids for row in rows}
     except OSError as error:
         raise ConfigError(

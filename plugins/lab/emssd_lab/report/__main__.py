@@ -9,7 +9,7 @@ from pathlib import Path
 
 from emssd.cli.terminal import steady
 from emssd.errors import ConfigError
-from emssd_lab.extra import check_extra
+from emssd_lab import check_extra
 
 __all__ = ["make_parser"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -41,10 +41,6 @@ class Spread:
         numbers = pd.Series(values, dtype=float).dropna()
         return cls(numbers.median(), numbers.min(), numbers.max(), len(numbers)) if len(numbers) else None
 
-    def covers(self, value: float) -> bool:
-        """Whether repeats are on both sides of `value`, or at it; a single repeat covers nothing but itself."""
-        return self.low <= value <= self.high
-
     def text(self, form: str = ".2f") -> str:
         """As in ``1.37 (1.20–1.52)``; of a single repeat only the value."""
         middle = format(self.median, form)
@@ -66,7 +62,6 @@ class Setting(NamedTuple):
 
     @classmethod
     def of(cls, row: Row) -> Setting:
-        """The setting that `row` belongs to."""
         lengths = row.samples.num_prompt_tokens
         return cls(
             row.model,
@@ -105,13 +100,24 @@ def line_name(method: str | None, backend: str = "", budget: str = "") -> str:
     return methods().get(method or "", {}).get("name") or method or f"{budget or 'greedy'} on {backend}"
 
 
-def frame(rows: Iterable[Row]) -> pd.DataFrame:
+def frame(measured: Iterable[Row]) -> pd.DataFrame:
     """A line for each row: the row itself, its metrics, costs and rates by their names, and these columns.
 
     ``setting``; ``line``, the name of what is compared at every batch size, and ``rank``, by which the paper would sort
     it; ``speedup`` over plain greedy decoding with the same kernels, of the same file and repeat, if that was run.
     """
-    return _with_speedups(pd.DataFrame([_line(row) for row in rows]))
+    rows = pd.DataFrame([_line(row) for row in measured])
+    ranks = sorted(set(rows["rank"]))
+    rows["rank"] = rows["rank"].map(ranks.index)
+    rows["drafter"] = [setting.drafter for setting in rows.setting]
+    rows["rest"] = [setting._replace(drafter="") for setting in rows.setting]
+    plain = rows[~rows.speculate]
+    kernels = [f"on {row.backend_options}" for row in plain.row]
+    bases = pd.concat([plain.assign(base=plain.method), plain.assign(base=kernels)])
+    key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
+    for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
+        rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
+    return rows.assign(speedup=(rows.rate / rate.where(rate > 0)).where(rows.speculate))
 
 
 def _line(row: Row) -> dict[str, Any]:
@@ -125,20 +131,6 @@ def _line(row: Row) -> dict[str, Any]:
         "base": base or f"on {row.backend_options}", "rate": row.metrics.decode_tokens_per_second,
         **{name: getattr(row, name) for name in (*_REPEAT, "experiment", "method", "speculate", "batch_size")},
     }  # fmt: skip
-
-
-def _with_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    ranks = sorted(set(rows["rank"]))
-    rows["rank"] = rows["rank"].map(ranks.index)
-    rows["drafter"] = [setting.drafter for setting in rows.setting]
-    rows["rest"] = [setting._replace(drafter="") for setting in rows.setting]
-    plain = rows[~rows.speculate]
-    kernels = [f"on {row.backend_options}" for row in plain.row]
-    bases = pd.concat([plain.assign(base=plain.method), plain.assign(base=kernels)])
-    key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
-    for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
-        rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
-    return rows.assign(speedup=(rows.rate / rate.where(rate > 0)).where(rows.speculate))
 
 
 def over(above: pd.DataFrame, below: pd.DataFrame, column: str = "rate") -> pd.Series:
@@ -157,12 +149,10 @@ class Grid(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """The marks of its rows."""
         return marks(self.rows)
 
     @property
     def title(self) -> str:
-        """Its name with its marks."""
         return f"{self.name} ({self.mark})" if self.mark else self.name
 
     def cells(self, **columns: pd.Series) -> Any:
@@ -174,18 +164,13 @@ class Grid(NamedTuple):
         return {rows.line.iloc[0]: rows for _, rows in self.rows.groupby("rank")}
 
     def of(self, method: str) -> pd.DataFrame:
-        """The rows of a method; none where it was not run."""
         return self.rows[self.rows.method == method]
 
 
-def spread_text(form: str = ".2f") -> Callable[[pd.Series], str | None]:
-    """A function from numbers to the text of their spread."""
-
-    def text(values: pd.Series) -> str | None:
-        spread = Spread.of(values)
-        return spread.text(form) if spread else None
-
-    return text
+def spread_text(values: pd.Series, form: str = ".2f") -> str | None:
+    """The text of the spread of these numbers."""
+    spread = Spread.of(values)
+    return spread.text(form) if spread else None
 
 
 def table_of(cells: Any, columns: Mapping[str, Any]) -> Table:

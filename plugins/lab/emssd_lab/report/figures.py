@@ -8,13 +8,12 @@ from collections.abc import Sequence as Seq
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
-import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from emssd_lab.report.cells import Spread, methods
 
-__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart", "stacked"]
+__all__ = ["Curve", "colour", "coloured", "curves", "histograms", "speed_chart"]
 
 _CYCLE = (
     "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5195", "#555555", "#882255", "#999933",
@@ -25,7 +24,6 @@ _STYLES: dict[str, dict[str, Any]] = {
     "measured": {"ms": 4.5, "linewidth": 1.6},
     "paper": {"marker": "", "linestyle": (0, (4, 2)), "linewidth": 1.2, "alpha": 0.75},
     "floor": {"marker": "", "linestyle": ":", "linewidth": 1.5},
-    "marks": {"marker": "*", "linestyle": "none", "ms": 9},
     "level": {"ms": 3, "linewidth": 0.9},
 }
 _SHORT = 30  # characters of a legend's entry that leave room for two side by side
@@ -89,34 +87,18 @@ def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
     return curves(title, "batch size / rows", "speed-up over plain greedy", lines, mark=mark, level=1.0)
 
 
-def stacked(title: str, xlabel: str, parts: pd.DataFrame, *, mark: str = "") -> str:
-    """Horizontal bars, one for each line of `parts`, stacked of its columns."""
-    figure, axes = _figure(title, height=1.3 + 0.21 * len(parts))
-    left = parts.cumsum(axis=1) - parts
-    for index, name in enumerate(parts):
-        axes.barh(range(len(parts)), parts[name], left=left[name], label=name, color=colour(None, index), height=0.75)
-    axes.set_yticks(range(len(parts)), parts.index, fontsize=8)
-    axes.set_ylim(len(parts) - 0.5, -0.5)
-    axes.set(xlabel=xlabel)
-    return _svg(figure, axes, mark, columns=6)
-
-
 def histograms(title: str, xlabel: str, samples: Mapping[str, Seq[float]], *, mark: str = "") -> str:
     """Densities of several samples over the same bins."""
     figure, axes = _figure(title)
-    lowest, highest = (pick(pick(values) for values in samples.values()) for pick in (min, max))
-    step = max((highest - lowest) / 16, 1e-3)
-    edges = [lowest + step * i for i in range(18)]
-    for index, (name, values) in enumerate(samples.items()):
-        axes.hist(list(values), edges, density=True, histtype="stepfilled", alpha=0.25, color=colour(None, index))
-        axes.hist(list(values), edges, density=True, histtype="step", color=colour(None, index), label=name)
+    colours = [colour(None, index) for index in range(len(samples))]
+    axes.hist([*samples.values()], 16, density=True, histtype="step", color=colours, label=[*samples])
     axes.set(xlabel=xlabel, ylabel="probability density")
     return _svg(figure, axes, mark)
 
 
-def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
+def _figure(title: str) -> tuple[Figure, Axes]:
     with mpl.rc_context(_SETTINGS):
-        figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
+        figure = Figure(figsize=_SIZE, layout="constrained")
         axes: Axes = figure.subplots()
         axes.set_title(title, wrap=True)
     axes.grid(alpha=0.3)
@@ -125,12 +107,12 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _svg(figure: Figure, axes: Axes, mark: str, columns: int = 2) -> str:
+def _svg(figure: Figure, axes: Axes, mark: str) -> str:
     """The picture, with its legend below the plot, so that it hides nothing."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > _SHORT else columns,
+            handles, labels, loc="outside lower center", ncols=1 if max(map(len, labels)) > _SHORT else 2,
             frameon=False, fontsize=8.5, title=mark or None, title_fontsize=8, columnspacing=1.2, handlelength=1.8,
         )  # fmt: skip
     written = io.StringIO()

@@ -16,8 +16,6 @@ class Paper(msgspec.Struct, frozen=True):
 
     step_rows: int
     step_ms: dict[int, float]
-    padding: list[dict[str, Any]]
-    datasets: list[dict[str, Any]]
     experiments: dict[str, dict[str, Any]]
     tasks: dict[str, str]
     speedups: list[dict[str, Any]]

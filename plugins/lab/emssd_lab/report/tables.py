@@ -46,7 +46,6 @@ class Table:
         return "\n".join("| " + " | ".join(cells) + " |" for cells in [shown[0], rules, *shown[1:]])
 
     def console(self) -> rich.table.Table:
-        """For a rich console."""
         shown = rich.table.Table(box=None, pad_edge=False)
         for index, column in enumerate(self.columns):
             shown.add_column(Text(column), justify="left" if index < self.left else "right")

@@ -26,18 +26,14 @@ class Expected(NamedTuple):
     """Expected values of one step of a batch.
 
     Attributes:
-        tau: E(τ), the mean acceptance length of a row, in tokens.
         tau_max: E(τ_max), the longest of the batch (Equation 8), in tokens.
         padding_length: E(δ̄), by how much the mean is shorter than the longest (Equation 9), in tokens.
         padding_ratio: E(r̄) = E(δ̄/τ_max), the mean of the steps' ratios (Equation 10); ``padding_ratio`` of a run.
-        ratio_of_means: E(δ̄)/E(τ_max), the share of all aligned tokens that is padding.
     """
 
-    tau: float
     tau_max: float
     padding_length: float
     padding_ratio: float
-    ratio_of_means: float
 
 
 def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
@@ -48,17 +44,14 @@ def acceptance_pmf(p: float, max_acceptance: int) -> _Array:
     if not 0 <= p <= 1 or max_acceptance < 1:
         raise ConfigError(f"p is {p} and max_acceptance is {max_acceptance}; give p in 0..1 and a length of at least 1")
     at_least = float(p) ** np.arange(max_acceptance)
-    pmf: _Array = at_least - np.append(at_least[1:], 0.0)
-    return pmf
+    return np.asarray(at_least - np.append(at_least[1:], 0.0))
 
 
 def max_pmf(pmf: _Array, batch_size: int) -> _Array:
     """``[max_acceptance]`` P(τ_max = 1), … of `batch_size` independent rows that follow `pmf` (Equation 11)."""
     if batch_size < 1:
         raise ConfigError(f"batch_size is {batch_size}; it must be at least 1")
-    at_most = np.cumsum(pmf) ** batch_size
-    result: _Array = np.diff(at_most, prepend=0.0)
-    return result
+    return np.diff(np.cumsum(pmf) ** batch_size, prepend=0.0)
 
 
 def expected(pmf: _Array, batch_size: int) -> Expected:
@@ -68,16 +61,12 @@ def expected(pmf: _Array, batch_size: int) -> Expected:
     and ``E(τ_0; τ_max ≤ m) = Σ_{j≤m} j P(τ=j) · P(τ≤m)^(b-1)``.
     """
     lengths = np.arange(1, len(pmf) + 1)
-    tau = float(lengths @ pmf)
     tau_max = float(lengths @ max_pmf(pmf, batch_size))
     mean_below = np.cumsum(lengths * pmf) * np.cumsum(pmf) ** (batch_size - 1)
     padding_ratio = 1.0 - float((np.diff(mean_below, prepend=0.0) / lengths).sum())
-    padding = max(0.0, tau_max - tau)  # no rounding below zero where there is no padding
-    return Expected(tau, tau_max, padding, max(0.0, padding_ratio), padding / tau_max)
+    # no rounding below zero where there is no padding
+    return Expected(tau_max, max(0.0, tau_max - float(lengths @ pmf)), max(0.0, padding_ratio))
 
-
-QUANTITIES = ("tau_max", "padding_length", "padding_ratio")
-"""The fields of `Expected` in the three panels of the paper's figure."""
 
 _NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)
 
@@ -87,7 +76,7 @@ def appendix_points(
 ) -> list[dict[str, Any]]:
     """All pairs of p and batch size, each with a seed of its own, counted up from `seed`.
 
-    A point has ``p``, ``batch_size``, the expected values (``exact``), and for each of `QUANTITIES` the ``mean`` over
+    A point has ``p``, ``batch_size``, the expected values (``exact``), and for each of these the ``mean`` over
     simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
 
     Args:
@@ -109,7 +98,7 @@ def appendix_points(
         padding = longest - taus.mean(axis=1)
         simulated = {
             name: {"mean": float(values.mean()), "error": float(values.std(ddof=1)) / num_steps**0.5}
-            for name, values in zip(QUANTITIES, (longest, padding, padding / longest), strict=True)
+            for name, values in zip(Expected._fields, (longest, padding, padding / longest), strict=True)
         }
         exact = expected(acceptance_pmf(p, max_acceptance), batch_size)._asdict()
         points.append({"p": p, "batch_size": batch_size, "exact": exact, "simulated": simulated})

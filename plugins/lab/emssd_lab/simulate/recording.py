@@ -9,12 +9,12 @@ from itertools import takewhile
 from typing import Any
 
 from emssd.decoding.engine import Engine
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Drafter, Outcome, StepStats
+from emssd.drafting import Draft, Drafter, Outcome, StepStats
 from emssd.drafting.budget import FixedBudget
 from emssd.sequences import Batch, Row
 from emssd_lab.simulate.traces import RequestTrace, StageTrace, Trace
 
-__all__ = ["StepLog", "logged_steps", "record_trace"]
+__all__ = ["logged_steps", "record_trace"]
 
 
 class TraceRecorder(Drafter):
@@ -84,35 +84,17 @@ def record_trace(engine: Engine, prompts: Iterable[str | Seq[int]], **options: A
     return Trace(tuple(recorder.num_speculative_tokens for recorder in recorders), tuple(requests))
 
 
-class StepLog(BudgetPolicy):
-    """Passes everything on to another policy and keeps the figures of every step."""
-
-    def __init__(self, policy: BudgetPolicy) -> None:
-        self.steps: list[StepStats] = []
-        self._policy = policy
-        self.max_depth = policy.max_depth
-        self.goes_on = policy.goes_on  # type: ignore[method-assign]  # so that none is asked that does not mind
-
-    def allot(self, step: BudgetStep) -> Seq[int]:
-        return self._policy.allot(step)
-
-    def trim(self, step: BudgetStep, draft: Draft) -> Seq[int]:
-        return self._policy.trim(step, draft)
-
-    def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        self.steps.append(stats)
-        self._policy.observe(outcome, stats)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self._policy.release(request_ids)
-
-
 @contextmanager
-def logged_steps(engine: Engine, policy: BudgetPolicy | None = None) -> Iterator[list[StepStats]]:
-    """The figures of the steps that `engine` takes meanwhile, with its own policy or with `policy`."""
-    before = engine.drafting.policy
-    engine.drafting.policy = log = StepLog(policy or before)
+def logged_steps(engine: Engine) -> Iterator[list[StepStats]]:
+    """The figures of the steps that `engine` takes meanwhile."""
+    steps, learn = list[StepStats](), engine.drafting.learn
+
+    def keep(outcome: Outcome, stats: StepStats) -> None:
+        steps.append(stats)
+        learn(outcome, stats)
+
+    engine.drafting.learn = keep  # type: ignore[method-assign]
     try:
-        yield log.steps
+        yield steps
     finally:
-        engine.drafting.policy = before
+        del engine.drafting.learn

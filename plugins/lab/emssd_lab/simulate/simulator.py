@@ -21,7 +21,7 @@ from emssd.errors import ConfigError
 from emssd.metrics.stats import PHASES, RunReport, StepStats
 from emssd.sequences import Row
 from emssd_lab.simulate.curves import Roofline
-from emssd_lab.simulate.recording import StepLog
+from emssd_lab.simulate.recording import logged_steps
 from emssd_lab.simulate.trace_drafter import TraceDrafter
 from emssd_lab.simulate.traces import VOCAB_SIZE, Trace
 
@@ -69,12 +69,12 @@ class Simulator:
     ) -> None:
         if scheduler.has_work:
             raise ConfigError("this scheduler has work of another run; give the simulator one of its own")
-        runner, self._log = TraceRunner(trace, max_kv_tokens), StepLog(budget)
+        runner = TraceRunner(trace, max_kv_tokens)
         self.engine = Engine(
             runner,
             drafters or [TraceDrafter(trace, stage) for stage in range(len(trace.num_speculative_tokens))],
             scheduler=scheduler,
-            budget=self._log,
+            budget=budget,
             make_timer=lambda: SimulatedTimer(curve),
         )
         self._rows = self._waiting = [request.row() for request in trace]
@@ -92,11 +92,12 @@ class Simulator:
         for row in self._waiting:
             self.engine.scheduler.add(row)
         self._waiting = []
-        self.engine.report, self._log.steps = RunReport(), []
-        while self.engine.has_work and (max_steps is None or len(self._log.steps) < max_steps):
-            self.engine.step()
+        self.engine.report = RunReport()
+        with logged_steps(self.engine) as steps:
+            while self.engine.has_work and (max_steps is None or len(steps) < max_steps):
+                self.engine.step()
         started = [row for row in self._rows if row.num_steps or row.num_cached]
-        return Simulation(self.engine.report, self._log.steps, started)
+        return Simulation(self.engine.report, steps, started)
 
 
 class TraceRunner(ChoiceRunner):
@@ -123,20 +124,17 @@ class SimulatedTimer(StepTimer):
     def __init__(self, curve: Roofline) -> None:
         super().__init__()
         self._curve = curve
-        self._timed: StepStats | None = None
 
     def timed(self, stats: StepStats) -> StepStats:
-        if self._timed is None:  # a curve is read once for a step
-            stages = tuple(
-                dataclasses.replace(stage, seconds=self._curve.draft_seconds(
-                    index, max(stage.budget, default=0), sum(stage.budget), stats.num_kv_tokens))
-                for index, stage in enumerate(stats.stages)
-            )  # fmt: skip
-            seconds = dict.fromkeys(PHASES, 0.0)
-            seconds["draft"] = sum(stage.seconds for stage in stages)
-            seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
-            self._timed = dataclasses.replace(stats, seconds=seconds, stages=stages)
-        return self._timed
+        stages = tuple(
+            dataclasses.replace(stage, seconds=self._curve.draft_seconds(
+                index, max(stage.budget, default=0), sum(stage.budget), stats.num_kv_tokens))
+            for index, stage in enumerate(stats.stages)
+        )  # fmt: skip
+        seconds = dict.fromkeys(PHASES, 0.0)
+        seconds["draft"] = sum(stage.seconds for stage in stages)
+        seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
+        return dataclasses.replace(stats, seconds=seconds, stages=stages)
 
 
 def warm_up(

@@ -108,7 +108,8 @@ class TraceDrafter(Drafter):
 
     def _chain(self, row: Row, limit: int) -> list[int]:
         stage, position = self._stage(row.request_id), len(row.output_ids)
-        length, right = stage.within(limit, position % len(stage.drafted))
+        index = position % len(stage.drafted)
+        length, right = min(limit, stage.drafted[index]), stage.right[index]
         tokens = self._upcoming(row, position, length)
         if length > right:  # the first wrong token; no later one can be accepted
             tokens[right] = self._wrong(tokens[right], 0)

@@ -52,11 +52,6 @@ class StageTrace:
                     f"be; record it again"
                 )
 
-    def within(self, budget: int, position: int) -> tuple[int, int]:
-        """The tokens that are drafted at a position within a budget, and how many of these are right."""
-        length = min(budget, self.drafted[position])
-        return length, min(length, self.right[position])
-
 
 @dataclass(frozen=True, slots=True)
 class RequestTrace:
@@ -84,7 +79,6 @@ class RequestTrace:
 
     @property
     def output_length(self) -> int:
-        """Tokens that the target generates."""
         return len(self.stages[0].drafted)
 
     def row(self) -> Row:
@@ -168,6 +162,7 @@ def geometric_trace(
     num_prompt: int = 1,
     max_new_tokens: int = 128,
     concentration: float | None = None,
+    coverage: float = 1.0,
     seed: int = 0,
 ) -> Trace:
     """A trace in which the acceptance length follows the paper's law (Equation 6), whatever the budgets are.
@@ -182,6 +177,7 @@ def geometric_trace(
         num_speculative_tokens: what the drafter proposes at every position.
         concentration: draw each request's own p from a Beta distribution of mean `p` whose parameters have this sum;
             ``None`` gives all the same.
+        coverage: share of positions at which anything is drafted.
 
     Raises:
         ConfigError: values outside of their ranges.
@@ -196,21 +192,21 @@ def geometric_trace(
             f"{num_requests} requests with {num_prompt} prompt tokens, {max_new_tokens} new ones, "
             f"{num_speculative_tokens} drafted; all must be at least 1, the drafted ones at least 0"
         )
-    random = np.random.default_rng(seed)
+    random, places = np.random.default_rng(seed), np.random.default_rng([seed, 1])
     chances = [p] * num_requests
     if concentration is not None:
         chances = random.beta(p * concentration, (1 - p) * concentration, num_requests).tolist()
     requests = []
     for i, chance in enumerate(chances):
         right = _runs(random.random(max_new_tokens) < chance, num_speculative_tokens)
-        drafted = (num_speculative_tokens,) * max_new_tokens
-        requests.append(RequestTrace(str(i), num_prompt, max_new_tokens, (StageTrace(drafted, right),)))
+        is_there = places.random(max_new_tokens) < coverage
+        stage = StageTrace(*(tuple((counts * is_there).tolist()) for counts in (num_speculative_tokens, right)))
+        requests.append(RequestTrace(str(i), num_prompt, max_new_tokens, (stage,)))
     return Trace((num_speculative_tokens,), tuple(requests))
 
 
-def _runs(coins: npt.NDArray[np.bool_], longest: int) -> tuple[int, ...]:
+def _runs(coins: npt.NDArray[np.bool_], longest: int) -> npt.NDArray[np.int64]:
     """For each position, how many coins in a row are right from there on, at most `longest`."""
     positions = np.arange(len(coins))
     wrong = np.where(coins, len(coins), positions)
-    next_wrong = np.minimum.accumulate(wrong[::-1])[::-1]
-    return tuple(np.minimum(next_wrong - positions, longest).tolist())
+    return np.minimum(np.minimum.accumulate(wrong[::-1])[::-1] - positions, longest)

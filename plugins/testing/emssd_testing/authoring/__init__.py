@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -28,7 +29,7 @@ def main(arguments: Seq[str] | None = None) -> None:
     """
     from emssd_testing.authoring.watched import Notes, run_watched
 
-    notes, status = Notes.of_process(), 2
+    notes, status = Notes(os.environ.pop(Notes.variable, None)), 2
     try:
         options = make_parser().parse_args(arguments)
         if arguments is None and options.command != "new" and not notes.is_watched:
@@ -56,9 +57,11 @@ def _run(options: argparse.Namespace, notes: Notes) -> int:
             )
             return 0
         case "inspect":
-            from emssd_testing.authoring.inspect import print_inspected
+            from emssd_testing.authoring.inspect import inspect
 
-            return print_inspected(options.path)
+            lines, usable = inspect(options.path)
+            print("\n".join(lines))
+            return int(not usable)
     from emssd_testing.authoring.inspect import print_plugins
 
     return print_plugins(notes)

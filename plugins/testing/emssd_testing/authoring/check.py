@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from argparse import Namespace
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter
 from collections.abc import Sequence as Seq
+from contextlib import redirect_stdout
 from importlib.util import find_spec
-from pathlib import Path
+from io import StringIO
+from traceback import format_exception
 from typing import TYPE_CHECKING, Any
 
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
@@ -19,10 +19,10 @@ from emssd.hooks.registry import Registry
 from emssd_testing.authoring import QUICK
 from emssd_testing.authoring.watched import Notes
 from emssd_testing.conformance.process import process_kept
-from emssd_testing.conformance.rules import RULES, rules_of
+from emssd_testing.conformance.rules import RULES, broken_rule, rules_of
 
 if TYPE_CHECKING:
-    import pytest
+    from emssd_testing.conformance.suite import Suite
 
 __all__ = ["check"]
 
@@ -31,18 +31,6 @@ _SUITES = {
     "backend": "AttentionBackendConformance",
     "budget": "BudgetPolicyConformance",
 }
-
-_TEST_FILE = """from emssd_testing import {suite}
-
-
-class TestPlugin({suite}):
-    plugin = {name!r}
-    options = {options!r}
-    learns_across_requests = {learns!r}
-    decides_at_random = {draws!r}
-    derandomize = True
-    shrinks = {shrinks!r}
-"""
 
 
 def check(options: Namespace, notes: Notes) -> int:
@@ -76,18 +64,13 @@ def check(options: Namespace, notes: Notes) -> int:
         notes.note(owner, "in build", options.timeout)
         _try_build(spec, values, options.model)
     print(f"{kind} {name} ({registry.source(kind, name)}), rule by rule:\n", flush=True)
-    results = _Results(kind, lambda test: notes.note(owner, f"in the test of {test}", options.timeout))
-    source = _TEST_FILE.format(
-        suite=_SUITES[kind],
-        name=name,
-        options=values,
-        learns=options.learns_across_requests,
-        draws=options.decides_at_random,
-        shrinks=options.thorough,
-    )
+    results = _Results(kind)
     with guarded(owner, "its tests"):
-        status = _run_pytest(source, None if options.thorough else options.examples or QUICK, options.model, results)
-    status = results.print_and_judge(status, owner)
+        tests = _suite(kind, spec, values, options)
+        for test, rules in tests.rules_by_test().items():
+            notes.note(owner, f"in the test of {', '.join(rules) or 'the cost'} ({test})", options.timeout)
+            results.run(tests(), test, rules)
+    status = results.print_and_judge(owner)
     if not (status or options.thorough or options.examples):
         print("before you publish it, let --thorough draw more examples")
     return status
@@ -141,84 +124,71 @@ def _try_build(spec: DrafterSpec, values: dict[str, Any], model: str | None) -> 
             raise
 
 
-def _run_pytest(source: str, num_examples: int | None, model: str | None, results: _Results) -> int:
-    """Run one test file by itself: no settings, plugins or conftest of the folder that the user happens to be in."""
-    import pytest
+def _suite(kind: str, spec: Any, values: dict[str, Any], options: Namespace) -> type[Suite]:
+    """The test class that the plugin's author would write, with what the command line says."""
+    import emssd_testing
 
-    from emssd_testing import pytest_plugin
-
-    with tempfile.TemporaryDirectory(prefix="emssd-check-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-        patch.setenv("PYTEST_ADDOPTS", "")
-        path = Path(folder) / f"test_{Path(folder).name.replace('-', '_')}.py"  # pytest knows modules by name
-        path.write_text(source, encoding="utf-8")
-        (Path(folder) / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
-        arguments = [str(path), "-c", str(Path(folder) / "pytest.ini"), f"--rootdir={folder}", "--noconftest",
-                     "--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider"]  # fmt: skip
-        if num_examples is not None:
-            arguments.append(f"--emssd-examples={num_examples}")
-        if model is not None:
-            arguments.append(f"--emssd-models={model}")
-        return int(pytest.main(arguments, plugins=[pytest_plugin, results]))
+    suite: type[Suite] = getattr(emssd_testing, _SUITES[kind])
+    attributes = {
+        "plugin": spec.name,
+        "spec": lambda self: spec,
+        "options": values,
+        "models": (options.model,) if options.model else suite.models,
+        "num_examples": None if options.thorough else options.examples or QUICK,
+        "learns_across_requests": options.learns_across_requests,
+        "decides_at_random": options.decides_at_random,
+        "derandomize": True,
+        "shrinks": options.thorough,
+    }
+    return type("TestPlugin", (suite,), attributes)
 
 
 class _Results:
-    def __init__(self, kind: str, begin: Callable[[str], None]) -> None:
-        self._begin = begin
+    """The worst result of each rule."""
+
+    def __init__(self, kind: str) -> None:
         self._rules = rules_of(kind)
-        self._broken: dict[str, str] = {}
-        self._kept: set[str] = set()
-        self._stopped: defaultdict[str, set[str]] = defaultdict(set)
-        self._skipped: dict[str, str] = {}
-        self._errors: list[str] = []
-        self._costs: list[str] = []
+        self._found: dict[tuple[str, str], list[str]] = {}  # lines by rule and state
+        self._errors, self._costs = list[str](), list[str]()
 
-    def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        rules = [name for marker in item.iter_markers("emssd_rule") for name in marker.args]
-        self._begin(f"{', '.join(rules) or 'the cost'} ({item.name})")
+    def run(self, tests: Suite, name: str, rules: Seq[str]) -> None:
+        """Run the test of this name, which tests these rules; what it prints is not shown."""
+        import pytest
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        notes = {name: str(value) for name, value in report.user_properties}
-        names = notes.get("emssd_rules", "").split()
-        if report.failed and "emssd_broken" in notes:
-            self._broken.setdefault(notes["emssd_broken"], notes["emssd_message"])
-            for name in names:
-                self._stopped[name].add(notes["emssd_broken"])
-        elif report.failed:
-            self._errors.append(report.longreprtext)
-        elif report.skipped:
-            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
-            self._skipped |= dict.fromkeys(names, reason.removeprefix("Skipped: "))
-        elif report.when == "call":
-            self._kept.update(names)
-            self._costs += [notes["emssd_cost"]] if "emssd_cost" in notes else []
+        state, lines = "ok", list[str]()
+        try:
+            with redirect_stdout(StringIO()):
+                getattr(tests, name)()
+            self._costs += [tests.cost] * bool(tests.cost)
+        except pytest.skip.Exception as skipped:
+            state, lines = "skipped", [str(skipped)]
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            if (rule := broken_rule(error)) is None:
+                self._errors.append("".join(format_exception(error)))
+                return
+            self._found.setdefault((rule.rule, "BROKEN"), [*rule.message.splitlines(), f"see {RULES[rule.rule].page}"])
+            state, lines = "?", [f"its test stopped at {rule.rule}"]
+        for tested in rules:
+            self._found.setdefault((tested, state), lines)
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
-            self._errors.append(report.longreprtext)
-
-    def print_and_judge(self, status: int, owner: str) -> int:
+    def print_and_judge(self, owner: str) -> int:
+        """Print all of it. Returns 1 if a rule was broken, or a test could not run."""
+        counts = Counter[str]()
         for rule in self._rules:
-            state, more = self._state(rule.name)
+            states = (state for state in ("BROKEN", "?", "skipped", "ok") if (rule.name, state) in self._found)
+            state = next(states, "?")
+            counts[state] += 1
             print(f"{state:<8} {rule.name:<22} {rule.demand}")
-            for line in more:
+            for line in self._found.get((rule.name, state), ["its test could not run"]):
                 print(f"{'':<8} {line}")
         for cost in self._costs:
             print(f"\ncost (not judged): {cost}")
         for error in self._errors:
             print(f"\na test could not run:\n{error}")
-        kept = sum(self._state(rule.name)[0] == "ok" for rule in self._rules)
-        num_broken, num_untested = len(self._broken), len(self._rules) - kept - len(self._broken)
-        print(f"\n{kept} rules kept, {num_broken} broken, {num_untested} not tested")
-        if status and not num_broken:
+        num_untested = counts["?"] + counts["skipped"]
+        print(f"\n{counts['ok']} rules kept, {counts['BROKEN']} broken, {num_untested} not tested")
+        if self._errors and not counts["BROKEN"]:
             print(f"{owner} is not cleared: its tests did not come to their end")
-        return int(status != 0)
-
-    def _state(self, name: str) -> tuple[str, list[str]]:
-        if name in self._broken:
-            return "BROKEN", [*self._broken[name].splitlines(), f"see {RULES[name].page}"]
-        if name in self._stopped:
-            return "?", [f"its test stopped at {', '.join(sorted(self._stopped[name]))}"]
-        if name in self._skipped:
-            return "skipped", [self._skipped[name]]
-        return ("ok", []) if name in self._kept else ("?", ["its test could not run"])
+        return int(bool(self._errors or counts["BROKEN"]))

@@ -15,7 +15,7 @@ from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import DrafterSpec
 from emssd_testing.authoring.watched import Notes
 
-__all__ = ["print_inspected", "print_plugins"]
+__all__ = ["inspect", "print_plugins"]
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _NEEDED: dict[Format, tuple[str, ...]] = {
@@ -44,13 +44,6 @@ def print_plugins(notes: Notes) -> int:
     return int(any(record.state == "failed" for record in registry.records))
 
 
-def print_inspected(path: str) -> int:
-    """Print what lies at `path`. Returns 1 if it cannot be used, else 0."""
-    lines, usable = inspect(path)
-    print("\n".join(lines))
-    return int(not usable)
-
-
 def inspect(path: str) -> tuple[list[str], bool]:
     """The lines that describe the checkpoint at `path`, and whether a drafter reads it and nothing is known to lack.
 
@@ -61,18 +54,12 @@ def inspect(path: str) -> tuple[list[str], bool]:
         with reading_config(path):
             kind = detect(checkpoint)
             checkpoint = unwrapped(checkpoint)
-            lacking, readers = list(_lacking(checkpoint, kind)), _readers(kind)
+            specs = Notes().registry().specs("drafter")
+            readers = [spec.name for spec in specs if isinstance(spec, DrafterSpec) and kind.name in spec.reads]
+            lacking = list(_lacking(checkpoint, kind))
             return _lines(checkpoint, kind, lacking, readers), bool(readers) and not lacking
     except ConfigError as error:
         return [str(error)], False
-
-
-def _readers(kind: Format) -> list[str]:
-    return [
-        spec.name
-        for spec in Notes().registry().specs("drafter")
-        if isinstance(spec, DrafterSpec) and kind.name in spec.reads
-    ]
 
 
 def _lines(checkpoint: Checkpoint, kind: Format, lacking: list[str], readers: list[str]) -> list[str]:

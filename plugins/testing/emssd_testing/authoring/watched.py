@@ -35,14 +35,8 @@ class Notes:
     def __init__(self, path: str | None = None) -> None:
         self._path = path
 
-    @classmethod
-    def of_process(cls) -> Notes:
-        """Of the process that `run_watched` started, for once; of nobody in any other."""
-        return cls(os.environ.pop(cls.variable, None))
-
     @property
     def is_watched(self) -> bool:
-        """Whether somebody reads them."""
         return self._path is not None
 
     def registry(self) -> Registry:
@@ -58,7 +52,6 @@ class Notes:
         self._write({"owner": owner, "doing": doing, "limit": limit})
 
     def done(self, status: int) -> None:
-        """The command has come to its end."""
         self._write({"status": status, "limit": _EXIT_SECONDS})
 
     def _write(self, values: dict[str, Any]) -> None:

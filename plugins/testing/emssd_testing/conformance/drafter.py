@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import ClassVar
 
 import pytest
 from hypothesis import strategies as st
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from emssd.drafting import Drafter, DrafterContext
 from emssd.drafting.hidden import checked_layers
 from emssd.sequences import Request, Row
-from emssd_testing.conformance.probes import LEARNS, Probes
-from emssd_testing.conformance.rules import broken, named
+from emssd_testing.conformance.rules import broken, named, renamed
 from emssd_testing.conformance.scripted import VOCAB_SIZE, Decision, Life
+from emssd_testing.conformance.scripted_suite import ALIKE, ScriptedSuite
 from emssd_testing.conformance.setting import BATCH_SIZE, decode, drafters_of, runs, setting
 from emssd_testing.conformance.watch import WatchedDrafter
 from emssd_testing.conformance.worlds import DrafterWorld
@@ -23,9 +24,14 @@ from emssd_testing.oracle import DenseBackend
 __all__ = ["DrafterConformance"]
 
 _rule = pytest.mark.emssd_rule
+_LEARNS = "it learns across requests, and its drafts are not compared"
+_LEARNING = (
+    ". If it means to learn from other requests, say learns_across_requests = True in its test class, or "
+    "--learns-across-requests to emssd-plugins check"
+)
 
 
-class DrafterConformance(Probes):
+class DrafterConformance(ScriptedSuite):
     """Tests of a drafter. Inherit, and say which::
 
         class TestMine(DrafterConformance):
@@ -46,6 +52,9 @@ class DrafterConformance(Probes):
     """
 
     kind = "drafter"
+    learns_across_requests: ClassVar[bool] = False
+    _output = "draft {number} of request {name!r}"
+    _at_random = "it drafts at random, and its drafts are not compared"
     _latest: Seq[Drafter] = ()
 
     def make_drafter(self, context: DrafterContext) -> Drafter | Seq[Drafter]:
@@ -69,42 +78,39 @@ class DrafterConformance(Probes):
            "drafter.raises")  # fmt: skip
     def test_every_call_keeps_to_the_interface(self) -> None:
         """Any requests, budgets, trims and acceptances."""
-        self._for_any(25, lambda drawn, _: self._world().live(drawn))
-
-    @_rule("drafter.deterministic")
-    def test_it_drafts_the_same_again(self) -> None:
-        """Two new drafters, the same calls."""
-        self._for_any(10, lambda drawn, _: self._deterministic(drawn))
-        self._skip_if_uncompared()
+        self._for_any(25, lambda drawn, _: self._new_world().live(drawn))
 
     @_rule("drafter.isolation")
     def test_requests_do_not_touch_each_other(self) -> None:
         """Together and alone, a request gets the same drafts; of a drafter that learns, the same tokens."""
         if self.learns_across_requests:
             self._examples(6, self._exact_with_a_past)
-            pytest.skip(LEARNS)
+            pytest.skip(_LEARNS)
         self._for_any(20, lambda drawn, _: self._isolation(drawn))
         self._skip_if_uncompared()
 
-    @_rule("drafter.release")
-    def test_released_requests_are_forgotten(self) -> None:
-        """The id of a request that ended comes again with another prompt; ids are released that nobody knows."""
-        with self._explained():
-            self._release()
-        self._for_any(12, lambda drawn, _: self._forgotten("drafter.release", drawn), min_size=2)
-        self._skip_if_uncompared()
+    @_rule("drafter.zero_budget")
+    def test_a_budget_of_zero(self) -> None:
+        """For all rows of a step, for some, and at first."""
+        none, some = Decision(0, 0, 0, 1), Decision(4, 4, 1, 2)
+        with renamed("drafter.zero_budget", unless=lambda: self._few_steps(self._new_world(), [some], [some])):
+            for scripts in ([[none], [none]], [[none, some], [some, none]], [[some], [none]]):
+                self._few_steps(self._new_world(), *scripts)
 
-    @_rule("drafter.preemption")
-    def test_preempted_requests_begin_anew(self) -> None:
-        """Released in the middle, also before a step was observed, and asked again, from all tokens or from fewer."""
-
-        def check(drawn: list[Life], data: st.DataObject) -> None:
-            num_steps, abandon = data.draw(st.integers(1, 4), label="steps"), data.draw(st.booleans(), label="abandon")
-            fewer = data.draw(st.sampled_from([0, 1, 2, 5, 99]), label="tokens lost")
-            self._forgotten("drafter.preemption", drawn, num_steps, fewer=fewer, abandon=abandon)
-
-        self._for_any(15, check, min_new_tokens=6)
-        self._skip_if_uncompared()
+    @_rule("drafter.limits")
+    def test_limits(self) -> None:
+        """Prompts of one token, one token left, an EOS inside a draft, drafts that are not verified at all."""
+        unseen, agreeable = Decision(9, 0, 0, 1), Decision(9, 9, 2, 1)
+        never, all_ends, one_ends = frozenset[int](), frozenset(range(VOCAB_SIZE)), frozenset([1])
+        requests = [
+            Request("a", prompt, num_tokens, eos)
+            for prompt in [(1,), (1, 2) * 6, tuple(range(VOCAB_SIZE)) * 2]
+            for num_tokens, eos in [(1, never), (2, never), (12, never), (12, all_ends), (12, one_ends)]
+        ]
+        with renamed("drafter.limits", unless=self.test_a_budget_of_zero):  # which rows meet at their ends as well
+            for request in requests:
+                for script in (unseen, agreeable):
+                    self._new_world().live([Life(request, (script,)), Life(Request("b", (2, 1, 2), 9), (agreeable,))])
 
     @_rule("drafter.lossless", "drafter.accounting")
     def test_tokens_equal_plain_greedy(self) -> None:
@@ -123,10 +129,10 @@ class DrafterConformance(Probes):
         self._examples(15, check)
 
     @_rule()
-    def test_report_of_the_cost(self, record_property: Callable[[str, object], None]) -> None:
+    def test_report_of_the_cost(self) -> None:
         """Time per drafted token; reported, and never judged."""
         watched = self._watched(self._context())
-        world, step = self._world(watched), Decision(16, 16, 3, 1)
+        world, step = self._new_world(watched), Decision(16, 16, 3, 1)
         rows = [
             Row(Request(str(row), tuple((row + i % 3) % VOCAB_SIZE for i in range(24)), 30))
             for row in range(BATCH_SIZE)
@@ -139,10 +145,9 @@ class DrafterConformance(Probes):
         whole, seconds = time.perf_counter() - start, sum(drafter.seconds for drafter in watched)
         num_tokens = sum(drafter.num_tokens for drafter in watched)
         cost = f"{1e6 * seconds / num_tokens:.1f} µs per drafted token" if num_tokens else "it drafted nothing"
-        record_property(
-            "emssd_cost",
+        self.cost = (
             f"{cost}, {1e6 * seconds / num_steps:.1f} µs per step of up to {BATCH_SIZE} rows "
-            f"({num_tokens} tokens in {num_steps} steps; the whole took {1e3 * whole:.1f} ms)",
+            f"({num_tokens} tokens in {num_steps} steps; the whole took {1e3 * whole:.1f} ms)"
         )
 
     def _exact_with_a_past(self, data: st.DataObject) -> None:
@@ -153,7 +158,28 @@ class DrafterConformance(Probes):
             for _ in range(2):
                 decode(run, DenseBackend, watched, "drafter.isolation")
 
-    def _world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
+    def _isolation(self, drawn: Seq[Life]) -> None:
+        """Together and alone, a request gets the same drafts; a drafter that learns may do otherwise."""
+        together = self._new_world().live(drawn)
+        for life in drawn if self._comparable() else ():
+            name, alone = life.request.request_id, self._new_world().live([life])
+            drafts = together.outputs(name), alone.outputs(name)
+            self._compare("isolation", name, *drafts, "beside others", "alone" + _LEARNING)
+
+    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
+        if rule in ("release", "preemption"):
+            self._test_simpler_rules("isolation", drawn)
+            self._isolation(ALIKE)
+            self._isolation(drawn)
+        super()._test_simpler_rules(rule, drawn)
+
+    def _why_uncompared(self, has_past: bool) -> str:
+        return super()._why_uncompared(has_past) or (_LEARNS if has_past and self.learns_across_requests else "")
+
+    def _drawn_world(self, data: st.DataObject) -> Callable[[], DrafterWorld]:
+        return self._new_world
+
+    def _new_world(self, watched: list[WatchedDrafter] | None = None) -> DrafterWorld:
         context = self._context()
         return DrafterWorld(watched or self._watched(context), context.vocab_size, context.target)
 

@@ -66,7 +66,6 @@ class TwiceMachine(BackendMachine):
                 self._compare(packed, layer, results, right)
 
     def _alone(self, turns: Seq[Turn]) -> dict[int, list[torch.Tensor]]:
-        """By token the results of each layer."""
         results = {}
         for row, accepted in ((turn.row, turn.accepted) for turn in turns):
             new = [*row.tokens[row.num_cached :], *accepted]

@@ -57,11 +57,9 @@ class Life:
     arrival: int = 0
 
     def row(self) -> Row:
-        """As it begins."""
         return Row(self.request)
 
     def decision(self, row: Row) -> Decision:
-        """The event of `row` in its next step."""
         return self.script[row.num_steps % len(self.script)]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend, KVCacheSpec
 from emssd.decoding.engine import Engine
-from emssd.decoding.scheduler import ContinuousScheduler, Scheduler, StaticScheduler
+from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
 from emssd.drafting import BudgetPolicy, Drafter, DrafterContext
 from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
@@ -46,18 +46,9 @@ class Setting:
     """
 
     name: str
+    target: TargetModel
     references: References
     context: DrafterContext
-
-    @property
-    def target(self) -> TargetModel:
-        """The model."""
-        return self.references.target
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the target."""
-        return self.target.vocab_size
 
 
 @cache
@@ -91,15 +82,13 @@ def setting(architecture: str, vocab_size: int) -> Setting:
                 parameter += _NOISE * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
         return TargetModel(model)
 
-    def load_runner(path: str, *, trees: bool = False, accept: Any = None) -> tuple[ModelRunner, Any]:
-        model, cache = noisy(), DenseBackend()
-        cache.allocate(model.kv_cache_spec(BATCH_SIZE))
-        return CausalLMRunner(model, cache), tokenizer
-
     def make_cache(spec: KVCacheSpec) -> AttentionBackend:
         cache = DenseBackend()
         cache.allocate(spec)
         return cache
+
+    def load_runner(path: str, *, trees: bool = False, accept: Any = None) -> tuple[ModelRunner, Any]:
+        return CausalLMRunner(noisy(), make_cache(noisy().kv_cache_spec(BATCH_SIZE))), tokenizer
 
     def make_drafter(name: str, values: Mapping[str, Any]) -> Drafter:
         plugin = _registry().find("drafter", name)
@@ -116,7 +105,7 @@ def setting(architecture: str, vocab_size: int) -> Setting:
         cache_spec=target.kv_cache_spec(BATCH_SIZE),
         make_cache=make_cache,
     )
-    return Setting(name, References(target, _NEW_TOKENS), context)
+    return Setting(name, target, References(target, _NEW_TOKENS), context)
 
 
 def _texts(vocab_size: int) -> list[tuple[int, ...]]:
@@ -158,33 +147,23 @@ class Run:
         One that serves whole batches only gets no limit.
         """
         spec = dataclasses.replace(self.setting.target.kv_cache_spec(self.batch_size), trees=trees)
+        longest = max(len(request.prompt_ids) + request.max_new_tokens for request in self.requests)
         for more in (1, 2, 4, 8, None):
             limit = None if more is None or self.max_tokens is None else more * self.max_tokens
             backend, limited = make_backend(), dataclasses.replace(spec, continuous=True, max_tokens=limit)
             if backend.unsupported(limited):
                 limited = spec
             backend.allocate(limited)
-            if limited is spec or limit is None or backend.fits({"the longest": self.longest}):
+            if limited is spec or limit is None or backend.fits({"the longest": longest}):
                 break
         return backend, limited
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest row at its end."""
-        return max(len(request.prompt_ids) + request.max_new_tokens for request in self.requests)
-
-    def scheduler(self, *, continuous: bool) -> Scheduler:
-        """Rows that come and go, or whole batches."""
-        if continuous:
-            return ContinuousScheduler(self.batch_size, self.max_step_tokens, headroom=0)
-        return StaticScheduler(self.batch_size)
 
 
 @st.composite
 def runs(draw: st.DrawFn, models: Seq[str]) -> Run:
     """Any run: models, prompts, limits, EOS that comes up, batches of few rows, pieces of prompts, little memory."""
     where = setting(draw(st.sampled_from(models)), draw(st.sampled_from(_VOCAB_SIZES)))
-    prompts = draw(st.lists(st.sampled_from(_texts(where.vocab_size)), min_size=1, max_size=5))
+    prompts = draw(st.lists(st.sampled_from(_texts(where.target.vocab_size)), min_size=1, max_size=5))
     limit = st.just(_NEW_TOKENS) | st.integers(1, _NEW_TOKENS)
     requests = []
     for number, prompt in enumerate(prompts):
@@ -213,7 +192,9 @@ def decode(
         engine = Engine(
             CausalLMRunner(run.setting.target, backend),
             drafter,
-            scheduler=run.scheduler(continuous=spec.continuous),
+            scheduler=ContinuousScheduler(run.batch_size, run.max_step_tokens, headroom=0)
+            if spec.continuous
+            else StaticScheduler(run.batch_size),
             budget=run.policy,
             on_drafter_error="fail",
         )

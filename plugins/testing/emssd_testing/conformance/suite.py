@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from functools import cache
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar, cast
@@ -16,23 +13,19 @@ from typing import Any, ClassVar, TypeVar, cast
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
+from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
 from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import Spec
 from emssd.hooks.registry import Registry
 from emssd.hooks.structured import structured
-from emssd.sequences import Request, Row
-from emssd_testing.conformance.rules import BrokenRule, broken, named, renamed
-from emssd_testing.conformance.scripted import AGREEABLE, VOCAB_SIZE, Life, lives
-from emssd_testing.conformance.setting import MODEL_LEN
-from emssd_testing.conformance.worlds import World
+from emssd_testing.conformance.rules import broken, named
 
-__all__ = ["NEW_NAME", "ScriptedSuite", "Suite", "from_text", "made"]
+__all__ = ["Suite", "from_text", "made"]
 
 _T = TypeVar("_T")
-NEW_NAME = "for one that has a new name and is else the same"
 
 
 class Suite:
@@ -48,6 +41,7 @@ class Suite:
             ``--emssd-examples`` overrides it.
         derandomize: whether Hypothesis draws the same examples in every run.
         shrinks: whether Hypothesis looks for a small example of a broken rule, which may take minutes.
+        cost: what the test of the cost measured.
     """
 
     kind: ClassVar[str]
@@ -58,17 +52,29 @@ class Suite:
     num_examples: ClassVar[int | None] = None
     derandomize: ClassVar[bool] = False
     shrinks: ClassVar[bool] = True
+    cost: str = ""
+
+    @classmethod
+    def rules_by_test(cls) -> dict[str, list[str]]:
+        """By test the rules that it holds the plugin to."""
+        marks = {name: getattr(getattr(cls, name), "pytestmark", ()) for name in dir(cls) if name.startswith("test_")}
+        return {
+            test: [word if "." in word else f"{cls.kind}.{word}" for mark in mine for word in mark.args]
+            for test, mine in marks.items()
+        }
 
     @pytest.fixture(autouse=True)
-    def _options_of_pytest(self, request: pytest.FixtureRequest) -> None:
-        """Take over ``--emssd-examples`` and ``--emssd-models``."""
+    def _options_of_pytest(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        """Take over ``--emssd-examples`` and ``--emssd-models``, and report the cost."""
         if examples := request.config.getoption("emssd_examples", None):
             self.num_examples = examples  # type: ignore[misc]  # of this test only
         if models := request.config.getoption("emssd_models", None):
             self.models = tuple(models.split(","))  # type: ignore[misc]  # as above
+        yield
+        if self.cost:
+            request.node.user_properties.append(("emssd_cost", self.cost))
 
     def make_config(self) -> Any:
-        """A new instance of the plugin's config."""
         config = self._config()
         assert config is not None, "name the plugin, or its config"
         with named(f"{self.kind}.options", f"{config.__name__} with the options {dict(self.options)}"):
@@ -147,83 +153,6 @@ class Suite:
         self._settings(default)(given(st.data())(check))()
 
 
-class ScriptedSuite(Suite, ABC):
-    """Tests of plugins in an engine that follows scripts.
-
-    Attributes:
-        decides_at_random: the plugin draws at random on purpose. Then its outputs are not compared with another's.
-    """
-
-    decides_at_random: ClassVar[bool] = False
-
-    def _for_any(self, num_examples: int, check: Callable[[list[Life], st.DataObject], object], **kinds: int) -> None:
-        """Run `check` on any requests, as `lives` draws them; `kinds` are options of that."""
-
-        def examine(data: st.DataObject) -> None:
-            drawn = data.draw(lives(VOCAB_SIZE, **kinds), label="requests")
-            with self._explained(drawn):
-                check(drawn, data)
-
-        self._examples(num_examples, examine)
-
-    @contextmanager
-    def _explained(self, drawn: Seq[Life] = ()) -> Iterator[None]:
-        """Name a simpler rule in the place of the broken one, if that rule is broken too: it is the reason."""
-        try:
-            yield
-        except BrokenRule as error:
-            self._test_simpler_rules(error.rule.partition(".")[2], drawn)
-            raise
-
-    @abstractmethod
-    def _test_simpler_rules(self, rule: str, drawn: Seq[Life]) -> None:
-        """Test the rules that may be the reason for a broken one."""
-
-    def _come_again(
-        self,
-        rule: str,
-        drawn: Seq[Life],
-        make_world: Callable[[], World],
-        num_steps: int | None = None,
-        *,
-        fewer: int = 0,
-        abandon: bool = False,
-    ) -> tuple[list[Any], list[Any]]:
-        """The outputs for a request whose id was released before, and for one that has a new name and is else the same.
-
-        The first of `drawn` runs beside the others, and is released: at its end, and then comes again with the last
-        one's prompt; or after `num_steps`, and comes again with its tokens less `fewer`. With `abandon`, a draft for it
-        was never verified. The last one's script decides its steps then.
-        """
-        outputs = []
-        request, last, by_id = drawn[0].request, drawn[-1], {life.request.request_id: life for life in drawn}
-        for name in (request.request_id, "a new name"):
-            world, first, others = make_world(), drawn[0].row(), [life.row() for life in drawn[1:]]
-            running = [first, *others]
-            while first in running and (num_steps is None or first.num_steps < num_steps):
-                running = world.step(running, [by_id[row.request_id].decision(row) for row in running])
-            if abandon and first in running:
-                world.propose(running, [AGREEABLE] * len(running))
-                world.release(row.request_id for row in running if row is not first)
-            world.release([request.request_id])
-            tokens = list(last.request.prompt_ids)
-            if num_steps is not None:
-                tokens = first.tokens[: max(len(request.prompt_ids), len(first.tokens) - fewer)]
-            prompt = request.prompt_ids if num_steps is not None else last.request.prompt_ids
-            rows = [Row(Request(name, prompt, MODEL_LEN - len(prompt), request.eos_token_ids), tokens)]
-            begun = len(world.outputs(name))
-            with renamed(rule, unless=self.test_limits):
-                for _ in range(4):
-                    rows = world.step(rows, [last.decision(row) for row in rows]) if rows else []
-            outputs.append(world.outputs(name)[begun:])
-        again, new = outputs
-        return again, new
-
-    @abstractmethod
-    def test_limits(self) -> None:
-        """Steps at the limits of the interface."""
-
-
 @cache
 def _registry(suite: str) -> Registry:
     return Registry()
@@ -250,7 +179,7 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
     field that has no default is not among `values`; or OmegaConfBaseException: an unknown field, or a value of another
     type.
     """
-    if not (values or _required(config)):
+    if not (values or _needs_values(config)):
         return config()  # also one that OmegaConf cannot hold, which breaks a rule of its own
     try:
         return OmegaConf.to_object(OmegaConf.merge(structured(config), dict(values)))
@@ -261,14 +190,11 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _required(config: type) -> list[str]:
-    if not dataclasses.is_dataclass(config):
-        return []
-    return [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.default == MISSING or field.default is field.default_factory is dataclasses.MISSING
-    ]
+def _needs_values(config: type) -> bool:
+    try:
+        return bool(OmegaConf.missing_keys(structured(config)))
+    except OmegaConfBaseException:
+        return False
 
 
 def round_trip(config: Any) -> Any:

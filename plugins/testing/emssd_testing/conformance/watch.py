@@ -56,7 +56,6 @@ class WatchedDrafter(Drafter):
 
     @property
     def num_speculative_tokens(self) -> int:  # type: ignore[override]  # asked of the watched drafter at any time
-        """The most tokens it proposes for one row in one step."""
         return self.drafter.num_speculative_tokens
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
@@ -241,7 +240,6 @@ class WatchedBackend(AttentionBackend):
 
     @property
     def kv_usage(self) -> KVUsage:
-        """Memory taken now and at most."""
         with named("backend.memory", "kv_usage"):
             return self.backend.kv_usage
 

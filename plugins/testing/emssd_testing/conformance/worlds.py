@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from random import Random
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.outcome import StepTimer
@@ -22,9 +22,9 @@ from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Request, Row
 from emssd_testing.conformance.rules import named
 from emssd_testing.conformance.scripted import VOCAB_SIZE, Decision, Life, ScriptedRunner, ScriptedScheduler
-from emssd_testing.conformance.watch import Nodes, WatchedDrafter, WatchedPolicy, nodes_of
+from emssd_testing.conformance.watch import Nodes, WatchedDrafter, WatchedPolicy, nodes_of, shown
 
-__all__ = ["DRAFTS", "DrafterWorld", "Drafts", "PolicyWorld"]
+__all__ = ["DRAFTS", "DrafterWorld", "Drafts", "PolicyWorld", "World"]
 
 Drafts = Literal["chains", "trees", "confident trees"]
 DRAFTS: tuple[Drafts, ...] = get_args(Drafts)
@@ -85,8 +85,8 @@ class World(ABC):
             self._engine.drafting.propose(Batch(tuple(rows)), self._limits(rows, decisions), 0)
 
     @abstractmethod
-    def outputs(self, name: str) -> list[Any]:
-        """All outputs so far: a drafter's for this request, a policy's for all requests."""
+    def outputs(self, name: str) -> list[str]:
+        """All outputs so far in words: a drafter's for this request, a policy's for all requests."""
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify the plugins that these requests are gone, if there are any."""
@@ -118,17 +118,17 @@ class World(ABC):
 
 
 class DrafterWorld(World):
-    """A drafter, or several in turn, and by request id the `drafts` of all steps, before they were trimmed."""
+    """A drafter, or several in turn. Its outputs are the drafts of all steps, before they were trimmed."""
 
     kind = "drafter"
 
     def __init__(self, watched: list[WatchedDrafter], vocab_size: int, target: BorrowedTarget | None = None) -> None:
-        self.watched, policy = watched, _KeepScripted()
+        policy = _KeepScripted()
         super().__init__(watched, policy, vocab_size, target=target)
-        self.drafts, policy.decisions = policy.drafts, self.decisions
+        self._drafts, policy.decisions = policy.drafts, self.decisions
 
-    def outputs(self, name: str) -> list[Any]:
-        return self.drafts.get(name, [])
+    def outputs(self, name: str) -> list[str]:
+        return [f"{shown(nodes)}" for nodes in self._drafts.get(name, [])]
 
 
 class _KeepScripted(BudgetPolicy):
@@ -156,13 +156,13 @@ class PolicyWorld(World):
 
     def __init__(self, watched: WatchedPolicy, num_stages: int = 1, drafts: Drafts = "chains") -> None:
         drafters = [_ScriptDrafter(stage if num_stages > 1 else None, drafts) for stage in range(num_stages)]
-        self.watched = watched
+        self._watched = watched
         super().__init__(drafters, watched, make_timer=_Formula)
         for drafter in drafters:
             drafter.decisions = self.decisions
 
-    def outputs(self, name: str) -> list[Any]:
-        return self.watched.decisions
+    def outputs(self, name: str) -> list[str]:
+        return [f"{list(numbers)} by {method}" for method, numbers in self._watched.decisions]
 
 
 class _Formula(StepTimer):

@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 
 from emssd_lab.report.cells import Spread, grids, marks
-from emssd_lab.report.figures import Curve, colour, coloured, curves, histograms
-from emssd_lab.report.paper import paper
+from emssd_lab.report.figures import coloured, curves, histograms
 from emssd_lab.report.rows import Simulation
-from emssd_lab.report.sections.common import Section, short_names
+from emssd_lab.report.sections.common import Section
 from emssd_lab.report.tables import Table, pivot
 
 __all__ = ["acceptance", "appendix", "expected_ratio", "padding_ratio"]
@@ -25,8 +24,7 @@ def acceptance(section: Section, rows: pd.DataFrame) -> None:
     drafted = rows[rows.speculate]
     if drafted.empty:
         return
-    shown, mark = grids(drafted), marks(drafted)
-    first = dict(zip(short_names(shown), (grid.rows.row.iloc[0] for grid in shown), strict=True))
+    first = {grid.title: grid.rows.row.iloc[0] for grid in grids(drafted)}
     samples = {name: row.samples.acceptance_length for name, row in first.items()}
     least = {name: _least_of_batches(taus) for name, taus in samples.items()}
     texts = _texts(least, "least of {}", ".2f")
@@ -35,9 +33,7 @@ def acceptance(section: Section, rows: pd.DataFrame) -> None:
     texts.insert(2, "standard deviation", [f"{np.std(taus):.2f}" for taus in samples.values()])
     section.table(Table.of(texts.reset_index(names="model, drafter, data")))
     title = "Mean acceptance length τ of each sample"
-    section.draw(title, histograms(title, "τ / tokens", samples, mark=mark))
-    title = "Least τ of a batch, mean of consecutive full batches"
-    section.draw(title, curves(title, "batch size / rows", "least τ / tokens", coloured(least), mark=mark))
+    section.draw(title, histograms(title, "τ / tokens", samples, mark=marks(drafted)))
     shares = {}
     for name, row in first.items():
         depths = row.metrics.draft_depth_histogram or row.metrics.draft_length_histogram
@@ -46,8 +42,6 @@ def acceptance(section: Section, rows: pd.DataFrame) -> None:
         section.say("### By place in the draft")
         section.say("The share of drafts of at least j tokens one after another of which j were accepted.")
         section.table(Table.of(_texts(shares, "{}", ".0%").reset_index(names="model, drafter, data")))
-        title, ylabel = "Accepted, by place in the draft", "share of drafts that reach j"
-        section.draw(title, curves(title, "place j", ylabel, coloured(shares), mark=mark, log=False))
 
 
 def _texts(figures: Mapping[str, Mapping[int, float]], column: str, form: str) -> pd.DataFrame:
@@ -80,32 +74,20 @@ def _accepted_by_position(acceptance: Mapping[int, int], drafted: Mapping[int, i
 
 
 def padding_ratio(section: Section, rows: pd.DataFrame) -> None:
-    """Both padding ratios by batch size, as tables and as plots, beside those that the paper quotes."""
+    """Both padding ratios by batch size."""
     vanilla = rows[rows.method == "vanilla"].sort_values("batch_size", kind="stable")
     if vanilla.empty:
         return
-    shown = grids(vanilla)
+    titles = {grid.setting: grid.title for grid in grids(vanilla)}
     section.say(
         "*Padding per new token* is that of the paper's code: (padding tokens fed + KV slots lost) ÷ new tokens of "
         "decode steps. *δ̄/τ_max* is that of its appendix: by which share the rows' mean acceptance is shorter than the "
         "longest, as a mean of decode steps."
     )
-    charts = []
     for column, label in (("padding_per_new_token", "padding per new token"), ("padding_ratio", "δ̄/τ_max")):
-        medians = {grid.title: grid.rows.groupby("batch_size")[column].median().to_dict() for grid in shown}
-        texts = {
-            (title, str(size)): f"{value:.0%}" for title, sizes in medians.items() for size, value in sizes.items()
-        }
+        medians = vanilla.groupby(["setting", "batch_size"], sort=False)[column].median()
+        texts = {(titles[setting], str(size)): f"{value:.0%}" for (setting, size), value in medians.items()}
         section.table(pivot("model, drafter, data", texts), f"By batch size, {label}:")
-        lines = coloured(dict(zip(short_names(shown), medians.values(), strict=True)))
-        if column == "padding_per_new_token":
-            for index, drafter in enumerate(("llma", "draft_model"), 4):
-                shares = [ratio for ratio in paper().padding if ratio["drafter"] == drafter]
-                quoted = {ratio["batch_size"]: ratio["share"] for ratio in shares}
-                lines.append(Curve(f"paper quotes, {drafter} (above)", quoted, colour(None, index), "marks"))
-        charts.append(curves(label, "batch size / rows", label, lines, mark=marks(vanilla)))
-    section.draw("Padding per new token; stars, what the paper quotes", charts[0])
-    section.draw("Padding ratio of the paper's appendix", charts[1])
 
 
 _PANELS = {

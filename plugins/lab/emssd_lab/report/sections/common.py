@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from typing import NamedTuple
 
 from emssd.cli.busy import busy_remark
 from emssd_lab.report.cells import Grid
 from emssd_lab.report.tables import Table, escape, listed
 
-__all__ = ["Plot", "Section", "short_names"]
+__all__ = ["Plot", "Section"]
 
 
 class Plot(NamedTuple):
@@ -28,7 +27,6 @@ class Section:
         self.blocks: list[str | Table | Plot] = [*paragraphs]
 
     def say(self, text: str) -> None:
-        """A paragraph."""
         self.blocks.append(text)
 
     def head(self, grid: Grid, before: str = "") -> None:
@@ -66,9 +64,3 @@ class Section:
             else:
                 shown += block.markdown() if isinstance(block, Table) else block
         return shown
-
-
-def short_names(shown: Seq[Grid]) -> list[str]:
-    """Names of settings in legends: model, drafter and data, or the whole title if these are not unique."""
-    names = [f"{grid.setting.model}, {grid.setting.drafter}, {grid.setting.data.partition(',')[0]}" for grid in shown]
-    return [name if names.count(name) == 1 else grid.title for name, grid in zip(names, shown, strict=True)]

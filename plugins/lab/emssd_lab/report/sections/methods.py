@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from math import log2
-from statistics import mean
 
 import pandas as pd
 
@@ -33,10 +31,7 @@ _Theirs = Mapping[str, Mapping[int, float]]  # speed-ups of the paper by method 
 
 def compare(section: Section, rows: pd.DataFrame) -> None:
     """A table and a plot for each setting, beside the paper's figures where it has some."""
-    shown = grids(rows)
-    if section.name == "datasets":
-        _datasets(section, shown)
-    for grid in shown:
+    for grid in grids(rows):
         title, printed = paper().beside(section.name, grid.setting.model, grid.setting.data.partition(",")[0])
         theirs = {method: printed[method] for method in printed if method in {*grid.rows.method}}
         section.head(grid)
@@ -71,9 +66,9 @@ def speed_table(grid: Grid, theirs: _Theirs | None = None, title: str = "", *, p
     )
     printed = [(theirs or {}).get(method or "", {}).get(size) for (size, _), method in cells.method.first().items()]
     columns = {
-        "tokens/s": cells.rate.agg(spread_text(",.0f")),
+        "tokens/s": cells.rate.agg(spread_text, form=",.0f"),
         "speed-up": [speedup_text(cell) for _, cell in cells],
-        "÷ vanilla": cells.over_vanilla.agg(spread_text()),
+        "÷ vanilla": cells.over_vanilla.agg(spread_text),
         f"paper's speed-up, {title}": [speedup and f"{speedup:.2f}" for speedup in printed],
         "τ": cells.mean_acceptance_length.median().map("{:.2f}".format),
         "padding/new": cells.padding_per_new_token.median().map("{:.0%}".format),
@@ -95,7 +90,7 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     """Compare the gains of the two unpaddings, and the costs of a padded input and a lost slot."""
     ratios = {name: over(grid.of(above), grid.of(below)) for name, (above, below) in _RATIOS.items()}
     sizes = grid.rows.batch_size
-    texts = pd.DataFrame({name: ratio.groupby(sizes).agg(spread_text()) for name, ratio in ratios.items()})
+    texts = pd.DataFrame({name: ratio.groupby(sizes).agg(spread_text) for name, ratio in ratios.items()})
     texts = texts.dropna(how="all").fillna("")
     if texts.empty:
         return
@@ -112,35 +107,12 @@ def _balance(section: Section, grid: Grid, theirs: _Theirs) -> None:
     )
 
 
-def _datasets(section: Section, shown: Seq[Grid]) -> None:
-    """Lengths, padding and speed-ups of all datasets at one batch size."""
-    common = set.intersection(*(set(grid.rows.batch_size) for grid in shown))
-    if not common:
-        return
-    size = 8 if 8 in common else max(common)
-    lines = []
-    for grid in shown:
-        rows = grid.rows[grid.rows.batch_size == size]
-        cells = dict(list(rows.groupby("method")))
-        ours = "ragged" if "ragged" in cells else "flashinfer"
-        texts = [(speedup_text(cells[name]) or "") if name in cells else "" for name in ("vanilla", "unpad_both", ours)]
-        padding = f"{cells['vanilla'].padding_per_new_token.median():.1%}" if "vanilla" in cells else ""
-        samples = rows.sort_values("rank", kind="stable").row.iloc[0].samples
-        lengths = [f"{mean(samples.num_prompt_tokens):.0f}", f"{max(samples.num_new_tokens):.0f}"]
-        lines.append([grid.title, *lengths, padding, *texts])
-    for data in paper().datasets:
-        figures = [f"{data['input_length']:.0f}", str(data["output_length"]), f"{data['padding']:.1%}"]
-        lines.append([f"paper: {data['name']}", *figures, f"{data['vanilla']:.2f}", f"{data['ours']:.2f}", ""])
-    columns = ["data", "input length", "longest output", "padding / new token", "vanilla", "EMS-SD", "emssd's backend"]
-    section.table(Table(columns, lines), f"Speed-ups at batch size {size}; the paper's are of batch size 8.")
-
-
 def crossover(section: Section, rows: pd.DataFrame) -> None:
-    """Up to which batch size speculation pays, and the fastest at each."""
+    """Up to which batch size speculation pays."""
     for grid in grids(rows):
         section.head(grid)
-        for table in (crossings(grid), advice(grid), speed_table(grid)):
-            section.table(table)
+        section.table(crossings(grid))
+        section.table(speed_table(grid))
         _draw(section, grid)
 
 
@@ -165,7 +137,7 @@ def crossings(grid: Grid) -> Table:
     for name, rows in grid.lines().items():
         if by_size := speedups(rows):
             pays = [size for size, spread in by_size.items() if spread.median >= 1]
-            unclear = [size for size, spread in by_size.items() if spread.count > 1 and spread.covers(1)]
+            unclear = [size for size, spread in by_size.items() if spread.count > 1 and spread.low <= 1 <= spread.high]
             at = crossing_at(by_size)
             near = "" if at is None else f"{at:.2g}" if at < 10 else f"{at:.0f}"
             lines.append([name, listed(pays), listed(unclear), near])
@@ -179,21 +151,3 @@ def crossing_at(by_size: Mapping[int, Spread]) -> float | None:
         if high >= 1 > low:
             return float(2 ** (log2(left) + (high - 1) / (high - low) * (log2(right) - log2(left))))
     return None
-
-
-def advice(grid: Grid) -> Table:
-    """The fastest at each batch size, and how sure that is."""
-    lines = []
-    for size, rows in grid.rows.groupby("batch_size"):
-        gains = {cell.line.iloc[0]: spread for _, cell in rows.groupby("rank") if (spread := Spread.of(cell.speedup))}
-        if not gains:
-            tried = rows.speculate.any()
-            why = "no row of plain greedy decoding" if tried else "nothing but plain greedy decoding was run"
-            lines.append([str(size), "", f"not known: {why}"])
-            continue
-        line = max(gains, key=lambda name: gains[name].median)
-        gain = gains[line]
-        use = f"{grid.setting.drafter}, {line}" if gain.median > 1 else "plain greedy decoding"
-        note = " (one repeat)" if gain.count == 1 else " (too close to call)" if gain.covers(1) else ""
-        lines.append([str(size), gain.text(), use + note])
-    return Table(["batch", "largest speed-up", "use"], lines, left=3)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from emssd_lab.costs import Costs
 from emssd_lab.report.cells import Grid, Setting, Spread, grids, over, spread_text, table_of
-from emssd_lab.report.figures import Curve, colour, curves, stacked
+from emssd_lab.report.figures import Curve, colour, curves
 from emssd_lab.report.paper import paper
 from emssd_lab.report.rows import Row
 from emssd_lab.report.sections.common import Section
@@ -42,14 +42,10 @@ def time_of_steps(section: Section, rows: pd.DataFrame) -> None:
     for experiment, mine in rows.groupby("experiment", sort=False):
         for grid in grids(mine):
             section.head(grid, f"{experiment}: ")
-            table, phases = _phases(grid)
-            section.table(table)
-            svg = stacked(grid.title, "ms per decode step", phases, mark=grid.mark)
-            section.draw(f"Milliseconds of a step by phase: {grid.title}", svg)
+            section.table(_phases(grid))
 
 
-def _phases(grid: Grid) -> tuple[Table, pd.DataFrame]:
-    """The table of all cells, and the milliseconds of their phases under the cells' names."""
+def _phases(grid: Grid) -> Table:
     rows, floor, names = grid.rows, floors(grid.rows), list(grid.rows.decode_seconds.iloc[0])
     phases = 1e3 * pd.DataFrame(list(rows.decode_seconds), rows.index)[names].div(rows.decode_steps, axis=0)
     figures = {
@@ -64,8 +60,7 @@ def _phases(grid: Grid) -> tuple[Table, pd.DataFrame]:
     medians = cells[[*figures]].median()
     bounds = cells.bound.agg(lambda column: " or ".join(dict.fromkeys(column)))
     last = {"floor bound by": bounds, "by FLOPs from, tokens / row": cells["first"].first().map(str)}
-    labels = [f"{size} {line}" for (size, _), line in cells.line.first().items()]
-    return table_of(cells, {**medians.map("{:.2f}".format), **last}), medians[names].set_axis(labels)
+    return table_of(cells, {**medians.map("{:.2f}".format), **last})
 
 
 def step_time(section: Section, rows: pd.DataFrame) -> None:
@@ -133,8 +128,8 @@ def step_table(grid: Grid) -> Table:
         lines.append({
             "batch": str(size),
             "tokens": str(tokens),
-            "ms / step": spread_text()(cell.median_ms),
-            "÷ 1 token": spread_text()(cell.over_one) or "",
+            "ms / step": spread_text(cell.median_ms),
+            "÷ 1 token": spread_text(cell.over_one) or "",
             "paper": f"{theirs[tokens] / theirs[1]:.2f}" if quoted else "",
             "floor, ms": f"{1e3 * floor.seconds:.2f} ({floor.bound})",
         })  # fmt: skip

@@ -1,0 +1,190 @@
+"""The endpoints of ``emssd serve``: OpenAI's API in front of a `SharedEngine`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from collections.abc import Sequence as Seq
+from contextlib import aclosing
+from functools import cache
+from secrets import randbits
+from typing import Any
+from uuid import uuid4
+
+from msgspec import Struct
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HTTPRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from emssd.cli.output import record_of
+from emssd.cli.shared import SharedEngine
+from emssd.cli.text_stream import TextStream
+from emssd.data.openai import CHAT, COMPLETIONS, answer_to, part_of, prompt_of, refusal
+from emssd.data.prompts import Prompt
+from emssd.data.typed import read_json, typed
+from emssd.decoding.engine import Engine
+from emssd.errors import ConfigError, EmssdError, PromptError
+from emssd.errors.faults import described
+from emssd.sequences import Generation, Request, Row
+from emssd.sequences.token_bytes import TokenBytes
+
+__all__ = ["Server"]
+
+_LEFT = 499  # the status of an answer that its client has not waited for
+_logger = logging.getLogger(__name__)
+
+
+class _StreamOptions(Struct, frozen=True):
+    include_usage: bool = False
+
+
+class _Streaming(Struct):
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
+class Server:
+    """Answers requests as they come, all in one batch.
+
+    Args:
+        engine: nobody else uses it.
+        model: its name in answers.
+        requests_of: the requests of a prompt. Raises PromptError or ConfigError: it cannot be decoded.
+
+    Attributes:
+        app: the endpoints, as an ASGI application.
+    """
+
+    def __init__(self, engine: Engine, model: str, requests_of: Callable[[Prompt], Seq[Request]]) -> None:
+        self.shared, self.model, self.requests_of = SharedEngine(engine), model, requests_of
+        self.tokenizer, self.token_bytes = engine.tokenizer, cache(lambda: TokenBytes(engine.tokenizer))
+        routes = [Route(url, self._answer, methods=["POST"]) for url in (CHAT, COMPLETIONS)]
+        routes += [Route("/v1/models", self._models), Route("/health", lambda _: _json({"status": "ok"}))]
+        self.app = Starlette(routes=routes)
+
+    def _models(self, _: HTTPRequest) -> Response:
+        model = {"id": self.model, "object": "model", "created": 0, "owned_by": "emssd"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _answer(self, http: HTTPRequest) -> Response:
+        try:
+            call = _Call(self, http.url.path, await http.body())
+            call.rows = await anext(call.steps)  # now, so that a request that cannot be decoded has a status of its own
+            if call.is_streamed:
+                return _Stream(call)
+            async with aclosing(call.steps):
+                async for _ in call.steps:
+                    if await http.is_disconnected():
+                        return Response(status_code=_LEFT)
+            return _json(call.answer(await call.records()))
+        except ClientDisconnect:
+            return Response(status_code=_LEFT)
+        except Exception as error:
+            return _json(*_refused(error))
+
+
+class _Call:
+    """One request while it is decoded, and its `rows` once they are there. Raises PromptError: it cannot be read."""
+
+    def __init__(self, server: Server, url: str, content: bytes) -> None:
+        try:
+            fields = read_json(content)
+            options = typed(fields, _Streaming)
+        except ValueError as error:
+            raise PromptError(f"the request cannot be read: {error}") from error
+        self.is_streamed = options.stream
+        self._has_usage = options.stream_options is not None and options.stream_options.include_usage
+        read = ("stream", "stream_options")
+        body = {name: value for name, value in fields.items() if value is not None and name not in read}
+        body.setdefault("seed", randbits(31))
+        self.prompt = prompt_of("of the request", "the request", url, body)
+        self.steps = server.shared.decode(lambda: server.requests_of(self.prompt), self._watch)
+        self.rows: Seq[Row] = ()
+        self._server, self._streams = server, dict[int, TextStream]()
+        self._pieces = deque[tuple[int, str]]()  # texts that are new, and of which choice
+        self._origin = {"id": uuid4().hex, "created": int(time.time()), "model": server.model}
+
+    def answer(self, records: Seq[dict[str, Any]]) -> dict[str, Any]:
+        """The body of the answer."""
+        return answer_to(self.prompt, records, self._origin, self._server.token_bytes)
+
+    async def records(self) -> list[dict[str, Any]]:
+        """The rows, which have finished. Raises PromptError: one has an error."""
+        return await self._server.shared.between_steps(self._records)
+
+    async def events(self) -> AsyncIterator[str]:
+        """The events of a streamed answer."""
+        try:
+            for index in range(len(self.rows)):
+                yield _event(self._part(index, ""))
+            is_going_on = True
+            while is_going_on:
+                while self._pieces:
+                    yield _event(self._part(*self._pieces.popleft()))
+                is_going_on = await anext(self.steps, None) is not None
+            records = await self.records()
+            for index, record in enumerate(records):
+                rest = "".join(text for other, text in self._pieces if other == index)
+                yield _event(self._part(index, rest, record))
+            if self._has_usage:
+                yield _event(self._part(0, "") | {"choices": [], "usage": self.answer(records)["usage"]})
+        except Exception as error:
+            yield _event(_refused(error)[0])
+        yield "data: [DONE]\n\n"
+
+    def _part(self, index: int, text: str, record: dict[str, Any] | None = None) -> dict[str, Any]:
+        row = (record or {"finish_reason": None}) | {"text": text}
+        return part_of(self.prompt, index, row, self._origin, self._server.token_bytes)
+
+    def _watch(self, row: Row) -> None:
+        index, tokenizer = row.request.sample, self._server.tokenizer
+        if not self.is_streamed:
+            return
+        if index not in self._streams:
+            show = lambda text, _: self._pieces.append((index, text))  # noqa: E731
+            self._streams[index] = TextStream(tokenizer, row.request.stop, show)
+        if not getattr(tokenizer, "clean_up_tokenization_spaces", False):  # which may change a text when more comes
+            self._streams[index](row)
+
+    def _records(self) -> list[dict[str, Any]]:
+        generations = [Generation.of(row, self._server.tokenizer) for row in self.rows]
+        for generation in generations:
+            generation.check()
+            if self.is_streamed:
+                self._streams[generation.sample].end(generation.text or "")
+        return [record_of(generation) for generation in generations]
+
+
+class _Stream(StreamingResponse):
+    """The events of a call; however the answer ends, the rows of the call are given up."""
+
+    def __init__(self, call: _Call) -> None:
+        super().__init__(call.events(), media_type="text/event-stream")
+        self._steps = call.steps
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._steps):
+            await super().__call__(scope, receive, send)
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+def _event(body: dict[str, Any]) -> str:
+    return f"data: {json.dumps(body)}\n\n"
+
+
+def _refused(error: Exception) -> tuple[dict[str, Any], int]:
+    """The body and the status of an answer that is none."""
+    if isinstance(error, (PromptError, ConfigError)):
+        return refusal(str(error)), 400
+    _logger.error("a request failed: %s", described(error))
+    message = str(error) if isinstance(error, EmssdError) else described(error)
+    return refusal(message, "server_error"), 503 if isinstance(error, EmssdError) else 500
