@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import inf
 
 import numpy as np
 
-__all__ = ["KNOWN", "CostLine", "StepCost"]
+__all__ = ["KNOWN", "Allowance", "CostLine", "StepCost"]
 
 KNOWN = 24  # steps, after which the pace is told from the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
-_EVERY_STEP, _STEPS = 12, 16  # at first the line is fitted after each observation, then after so many
+_SHARE, _STEPS = 1 / 12, 16  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
+_TRY_SHARE = 0.005  # of all time
 _MOST = 1.5  # times as quick as expected, at which a single step is counted
 
 
@@ -32,7 +33,7 @@ class CostLine:
         """Learn from one observation."""
         self._new.append([feature / max(seconds, 1e-9) for feature in features])
         self.num_seen += 1
-        if self.num_seen < _EVERY_STEP or len(self._new) >= _STEPS:
+        if len(self._new) > min(self.num_seen * _SHARE, _STEPS):
             rows, fade, self._new = np.array(self._new), _FADE ** len(self._new), []
             self._gram, self._moment = self._gram * fade + rows.T @ rows, self._moment * fade + rows.sum(0)
             self._fit()
@@ -40,9 +41,10 @@ class CostLine:
     def _fit(self) -> None:
         """Least squares without negative coefficients, as by Lawson and Hanson: features enter as long as one helps."""
         sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))
-        # In units in which all features are alike. Where observations leave a choice, coefficients stay as they were.
-        gram = self._gram / np.outer(sizes, sizes) + _KEPT * np.eye(len(sizes))
-        moment = self._moment / sizes + _KEPT * sizes * self.coefficients
+        # In units in which all features are alike. Where observations leave a choice, the constant takes it all.
+        kept = np.where(np.arange(len(sizes)) > 0, _KEPT, 0.0)
+        gram = self._gram / np.outer(sizes, sizes) + np.diag(kept)
+        moment = self._moment / sizes + kept * sizes * self.coefficients
         values, used = np.zeros(len(sizes)), np.zeros(len(sizes), bool)
         for _ in range(3 * len(sizes)):
             gradient = np.where(used, 0.0, moment - gram @ values)
@@ -68,23 +70,16 @@ class StepCost:
     Attributes:
         pace: how many times as long as usual steps take of late, as others work on the machine or clocks change. All
             lines are learnt in seconds ÷ `pace`; else it would be put down to the sizes of the steps that are taken.
-        line: of seconds by tokens beyond each of some knots, by KV, and by pairs.
+        line: of seconds by tokens beyond each of some knots, by KV, and by pairs of a drafted token and one of its row.
         largest: tokens of the largest step so far.
     """
 
     def __init__(self) -> None:
         self.pace, self.line, self.largest = 1.0, CostLine(len(_KNOTS) + 3), 0
-        self._rises = [0.0] * len(_KNOTS)
-
-    @property
-    def per_pair(self) -> float:
-        """Seconds that a drafted token takes for each token that its row has."""
-        return self.line.coefficients[-1]
+        self._rises = [(0, 1 << 62, 0.0)]  # of tokens from one number to another, seconds of each
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
-        """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had, `num_pairs` the sum of the
-        tokens that the rows of all drafted tokens had.
-        """
+        """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
         pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= KNOWN:
@@ -94,10 +89,10 @@ class StepCost:
         self.line.observe(features, seconds / pace)
         total, *slopes = self.line.coefficients[:-2]
         self._rises = []
-        for (knot, end), slope in zip(pairwise((*_KNOTS, inf)), accumulate(slopes), strict=True):
+        for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(slopes), strict=True):
             # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
-            self._rises.append(min(slope, total / max(knot, 1)))
-            total += self._rises[-1] * (end - knot)
+            self._rises.append((knot, end, rise := min(slope, total / max(knot, 1))))
+            total += rise * (end - knot)
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""
@@ -107,6 +102,23 @@ class StepCost:
     def rises(self, num_tokens: int, count: int) -> list[float]:
         """``[count]`` seconds that each of `count` tokens adds to a step of `num_tokens`; 0 or more, never falling."""
         rises, stop = list[float](), num_tokens + count
-        for (start, end), rise in zip(pairwise((*_KNOTS, inf)), self._rises, strict=True):
-            rises += [rise] * int(min(end, stop) - max(start, num_tokens))  # none where that is negative
+        for knot, end, rise in self._rises:
+            rises += [rise] * (min(end, stop) - max(knot, num_tokens))  # none where that is negative
         return rises
+
+
+class Allowance:
+    """The time for trying the other choice, to see whether it pays by now: 0.5 % of all. The first try is free."""
+
+    def __init__(self, interval: int) -> None:
+        self._interval, self._num_steps, self._seconds = interval, 0, inf
+
+    @property
+    def seconds(self) -> float:
+        """For a try now: none where the other choice was taken within `interval` steps."""
+        return self._seconds if self._num_steps >= self._interval else 0.0
+
+    def count(self, seconds: float, *, is_other: bool, is_try: bool) -> None:
+        """A step took so many seconds. `is_other`: it was one of the other choice; `is_try`: to try it."""
+        self._num_steps = 0 if is_other else self._num_steps + 1
+        self._seconds = 0.0 if is_other and is_try else self._seconds + _TRY_SHARE * seconds

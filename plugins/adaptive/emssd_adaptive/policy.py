@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import pairwise
-from math import inf
-from operator import mul
+from itertools import compress
+from operator import ge, mul
+from statistics import fmean
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd_adaptive.acceptance import FIRST, LATER
-from emssd_adaptive.cost import KNOWN, StepCost
-from emssd_adaptive.record import Allowance, DrafterRecord
+from emssd_adaptive.cost import KNOWN, Allowance, StepCost
+from emssd_adaptive.drafter import DrafterRecord
 
 __all__ = ["AdaptiveBudget", "best_lengths"]
 
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
-# The first steps draft so much for each row in turn, and all rows together at most so much: a curve has several points.
-_TRIALS, _TRIAL_TOKENS = (0, 2, 0, 4), 8
-_FADE = 0.95  # a step, of the recent gain
+_FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
 
 
@@ -42,115 +39,103 @@ class AdaptiveBudget(BudgetPolicy):
         self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False
         self._lengths: list[int] = []  # tokens of each row before this step
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
-        self._recent = self._run = (0.0, 0.0)  # sums of seconds without drafts, and with them; the former fade
+        self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
     @property
     def summary(self) -> str:  # type: ignore[override]  # read-only
-        """The gain of all drafts, by its own estimate."""
-        plain, seconds = self._run
-        gain = plain / (seconds or 1.0)
-        return f"about {gain:.1f} times as fast as without drafts, as budget=adaptive measures it" if gain else ""
+        """The gain of drafts of late, by its own estimate."""
+        about = f"about {self._gain:.1f} times as fast as without drafts, as budget=adaptive measures it"
+        return about if self._gain else ""
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
             self._lengths = [len(row.tokens) for row in step.batch]
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
-            gain = max(1.0, self._recent[0] / (self._recent[1] or 1.0))
+            gain = max(1.0, self._gain)
             self._rate = len(step.batch) / self._plain * gain
-            self._is_control = self._controls.covers(self._plain * (1.0 - 1.0 / gain))
+            self._is_control = self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
         while len(self._records) <= step.stage:
             self._records.append(DrafterRecord(self._memory, self._interval))
         record = self._records[step.stage]
-        record.is_try = False
+        record.enter(step.batch.request_ids, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
-        if self._cost.line.num_seen < len(_TRIALS):
-            most = _TRIALS[self._cost.line.num_seen]
-            return [min(limit, most) if most * row < _TRIAL_TOKENS else 0 for row, limit in enumerate(step.limits)]
-        if record.tries.is_due and any(budget := self._try(step, record)):
+        if record.tries.seconds and any(budget := self._try(step, record)):
             return budget
         return self._choose(step, record)
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
         """``[B]`` how much of each row to draft, the time of drafting included."""
-        start, per_level, per_token, per_unseen = (self._rate * seconds for seconds in record.cost.coefficients)
+        start, per_level, per_token, per_unseen = [self._rate * seconds for seconds in record.cost.coefficients]
         rises, prices = self._prices(step, sum(step.limits))
-        spread, rest, acceptance, laters = record.spread, 1.0 - record.spread, record.acceptance, dict[int, float]()
-        rows = [acceptance.row(name) for name in step.batch.request_ids]
-        worths = {index: acceptance.chance(FIRST, row) for index, row in enumerate(rows) if step.limits[index]}
-        lengths, count, depth, total, best, best_depth = [0] * len(rows), 0.0, 0, -start, 0.0, 0
-        while worths:
-            rise, going = rises[int(count)], dict[int, float]()
+        spread, laters, lengths = record.spread, record.laters, [0] * len(step.limits)
+        worths = {row: record.firsts[row] for row, limit in enumerate(step.limits) if limit}
+        catch_up = [per_unseen * min(num_unseen, _CHARGED) for num_unseen in record.unseen]
+        count, depth, total, best, best_depth = 0.0, 0, -start, 0.0, 0
+        while worths and count < len(rises):
+            rise, deeper = rises[int(count)], dict[int, float]()
             depth, total = depth + 1, total - per_level
-            for index, worth in worths.items():
+            for row, worth in worths.items():
                 # It turns out to be worth 0 or 1, and is verified in the latter case; or it is worth what is expected.
-                price = rise + prices[index]
-                surplus = (spread * worth * (1.0 - price) if price < 1.0 else 0.0) - per_token
-                surplus += rest * (worth - price) if price < worth else 0.0
-                if depth == 1:
-                    surplus -= per_unseen * min(self._lengths[index] - rows[index].num_shown, _CHARGED)
-                if surplus <= 0.0:
-                    continue
-                lengths[index], total, count = depth, total + surplus, count + spread * worth + rest
-                if depth < step.limits[index]:
-                    laters[index] = laters.get(index) or acceptance.chance(LATER, rows[index])
-                    going[index] = worth * laters[index]
+                price, number = rise + prices[row], spread * worth
+                value = worth if price < worth else number
+                number += 1.0 - spread if price < worth else 0.0
+                surplus = value - price * number - per_token - catch_up[row]
+                if surplus > 0.0:
+                    catch_up[row] = 0.0
+                    lengths[row], total, count = depth, total + surplus, count + number
+                    if depth < step.limits[row]:
+                        deeper[row] = worth * laters[row]
             if total > best:
                 best, best_depth = total, depth
-            worths = going
+            worths = deeper
         return [min(length, best_depth) for length in lengths]
 
     def _try(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
         """``[B]`` a few tokens of rows that the drafter is least behind, if there is time for a try; or nothing."""
-        rows = enumerate(zip(step.batch.request_ids, self._lengths, step.limits, strict=True))
-        able = sorted((length - record.acceptance.row(name).num_shown, i) for i, (name, length, limit) in rows if limit)
-        chosen, budget = able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)], [0] * len(step.limits)
-        for _, index in chosen:
-            budget[index] = min(step.limits[index], _TRY_TOKENS)
-        seconds = record.cost.seconds([1, max(budget), sum(budget), sum(unseen for unseen, _ in chosen)])
-        record.is_try = record.tries.covers(seconds + sum(self._prices(step, sum(budget))[0]) / self._rate)
+        unseen, budget = record.unseen, [0] * len(step.limits)
+        able = sorted((row for row, limit in enumerate(step.limits) if limit), key=unseen.__getitem__)
+        for row in able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]:
+            budget[row] = min(step.limits[row], _TRY_TOKENS)
+        seconds = record.cost.seconds([1, max(budget), sum(budget), sum(compress(unseen, budget))])
+        seconds += sum(self._prices(step, sum(budget))[0]) / self._rate
+        record.is_try = seconds < record.tries.seconds
         return budget if record.is_try else [0] * len(budget)
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
-        lengths = draft.lengths
-        if not any(lengths):
-            return lengths
         record = self._records[step.stage]
-        record.see(step.batch.request_ids, draft)
-        if record.is_try or self._cost.line.num_seen < len(_TRIALS):
-            return lengths
-        return best_lengths(record.worths, *self._prices(step, sum(lengths)))
+        record.see(draft)
+        if record.is_try:
+            return draft.lengths
+        return best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
     def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
-        """The cost of verifying tokens, in tokens: ``[count]`` of the first, of the second …; and ``[B]`` of one
-        more of a row, beside that. Of sizes far beyond those of earlier steps nothing is known, so they are ruled out.
+        """The cost of verifying at most `count` tokens, in tokens: of the first, of the second …; and ``[B]`` of one
+        more of a row, beside that. Steps grow by an eighth, as nothing is known of what is far beyond.
         """
         num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens
-        per_pair = self._rate * self._cost.per_pair
-        rises = [self._rate * rise for rise in self._cost.rises(num_fixed, min(count, self._cost.largest * 3 // 2))]
-        return rises + [inf] * (count - len(rises)), [per_pair * length for length in self._lengths]
+        rises = self._cost.rises(num_fixed, min(count, self._cost.largest * 9 // 8 + 1 - len(step.batch)))
+        per_pair = self._rate * self._cost.line.coefficients[-1]
+        return [self._rate * rise for rise in rises], [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         pace, total = self._cost.pace, sum(stats.seconds.values())
         for record, stage in zip(self._records, stats.stages, strict=False):
-            record.observe(outcome, stage, self._lengths, pace)
-            record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
+            record.observe(outcome, stage, total / pace, pace)
         self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
         if stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
         self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - stats.seconds["draft"])
-        plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
-        if self._cost.line.num_seen > len(_TRIALS):
-            self._recent = self._recent if self._recent[0] else (self._plain, self._plain)
-            self._recent = _FADE * self._recent[0] + plain, _FADE * self._recent[1] + seconds
         if self._cost.line.num_seen > KNOWN:
-            self._run = self._run[0] + plain, self._run[1] + seconds
+            plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
+            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
+            self._gain = self._seconds[0] / self._seconds[1]
 
     def release(self, request_ids: Iterable[str]) -> None:
         request_ids = list(request_ids)
         for record in self._records:
-            record.acceptance.release(request_ids)
+            record.release(request_ids)
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
@@ -161,14 +146,14 @@ def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float])
 
     Args:
         worths: ``[B]`` what each node of a row's draft is worth, in tokens.
-        rises: what the first node that is taken costs, the second, …; never falling.
+        rises: what the first node that is taken costs, the second, …; never falling. No more are taken.
         prices: ``[B]`` what a node of a row costs, beside that.
     """
-    nodes = [(worth - price, row) for row, price in enumerate(prices) for worth in _falling(worths[row])]
-    nodes.sort(key=lambda node: -node[0])
+    nodes = [(price - worth, row) for row, price in enumerate(prices) for worth in _falling(worths[row])]
+    nodes.sort()
     lengths = [0] * len(worths)
-    for (surplus, row), rise in zip(nodes, rises, strict=False):
-        if surplus <= rise:
+    for (loss, row), rise in zip(nodes, rises, strict=False):
+        if loss + rise >= 0.0:
             break
         lengths[row] += 1
     return lengths
@@ -176,13 +161,12 @@ def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float])
 
 def _falling(worths: Seq[float]) -> Seq[float]:
     """Worths that never rise: blocks of nodes whose worth rises count for their mean."""
-    if all(later <= earlier for earlier, later in pairwise(worths)):
+    if all(map(ge, worths, worths[1:])):
         return worths
-    blocks = list[tuple[float, int]]()  # sum and size
+    blocks = list[list[float]]()
     for worth in worths:
-        total, size = worth, 1
-        while blocks and blocks[-1][0] * size < total * blocks[-1][1]:
-            before, number = blocks.pop()
-            total, size = before + total, number + size
-        blocks.append((total, size))
-    return [total / size for total, size in blocks for _ in range(size)]
+        blocks.append([worth])
+        while len(blocks) > 1 and fmean(blocks[-2]) < fmean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return [fmean(block) for block in blocks for _ in block]

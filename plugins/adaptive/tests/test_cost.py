@@ -36,7 +36,7 @@ def test_no_noise_makes_tokens_free(seed: int) -> None:
         cost.observe(4 + drafted, 240 + 4 * step, drafted * 60, seconds)
         if step > 3:
             assert cost.plain(4, 240 + 4 * step) == pytest.approx(3.6, rel=0.2)
-            assert 8 * (cost.rises(4, 1)[0] + 60 * cost.per_pair) > 1.2, "2.4 in truth"
+            assert sum(cost.rises(4, 8)) + 8 * 60 * cost.line.coefficients[-1] > 1.2, "2.4 in truth"
 
 
 @given(st.lists(st.tuples(st.integers(1, 400), st.integers(1, 9000), st.floats(1e-4, 1)), min_size=1, max_size=60))
@@ -63,7 +63,7 @@ def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:
         cost.observe(tokens, kv, drafted * kv, truth(tokens, kv, drafted * kv))
     for tokens, kv in product([1, 30, 64, 100, 190], [200, 4000, 7900]):
         assert cost.plain(tokens, kv) == pytest.approx(truth(tokens, kv, 0), rel=0.1)
-    assert cost.per_pair == pytest.approx(3e-7, rel=0.05)
+    assert cost.line.coefficients[-1] == pytest.approx(3e-7, rel=0.05)
 
 
 def test_one_slow_step_of_a_rare_size_does_not_make_such_sizes_dear() -> None:
