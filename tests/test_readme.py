@@ -76,6 +76,11 @@ def test_the_generate_example_equals_generate_without_emssd(capsys: pytest.Captu
     assert ours == capsys.readouterr().out
 
 
+@pytest.mark.docs
+def test_the_generate_batch_example_streams_a_text() -> None:
+    assert "\n40 tokens so far\n" in run(ROOT / "examples" / "generate_batch.py")
+
+
 def test_ci_calls_the_readmes_test_command() -> None:
     setup_and_test = next(block for block in blocks("") if "nox" in block)
     ci = (ROOT / ".ci" / "run").read_text()

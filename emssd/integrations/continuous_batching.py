@@ -70,12 +70,13 @@ class Speculation(KeptEngine, AbstractContextManager["Speculation"]):
 
     It lasts until `close`, or to the end of a ``with`` block. ``emssd.speculate`` is its name.
 
-    The engine is made when a manager first starts, and lives as long as this, so that a drafter may remember texts. It
-    takes the model as it is then, in evaluation mode, and as it is when a manager starts again.
+    The engine is made when a manager first starts, and lives as long as this, so that a drafter may remember texts.
+    Whenever a manager starts, it takes the model as it is then, in evaluation mode.
 
     Args:
         tokenizer: the model's, for stop strings, grammars, and drafters that compare vocabularies.
         drafter, backend, budget: as in `Engine.from_model`.
+        frozen: you promise not to change the model, so that a start takes no time.
         options: as in `Engine.from_model`; ``batch_size`` is 32 by default.
 
     Attributes:
@@ -93,13 +94,14 @@ class Speculation(KeptEngine, AbstractContextManager["Speculation"]):
         drafter: Any = DEFAULT_DRAFTER,
         backend: Any = "ragged",
         budget: Any = "adaptive",
+        frozen: bool = False,
         **options: Any,
     ) -> None:
         if not hasattr(api.BackgroundThreadStatus, "pause_and_wait"):
             raise ConfigError(f"emssd.speculate needs Transformers 5.23 or later, and {__version__} is installed")
         if _OURS in vars(model):
             raise ConfigError("the continuous batching of this model is an engine's already; close that one first")
-        super().__init__(drafter, backend, budget, options)
+        super().__init__(drafter, backend, budget, options, frozen=frozen)
         self.model: Any = model
         self.tokenizer = tokenizer
         self.manager: SpeculativeManager | None = None  # that is running

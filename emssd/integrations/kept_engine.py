@@ -27,7 +27,8 @@ class KeptEngine:
     """An engine that is made for the first run of a model, and kept, so that its drafter may remember texts.
 
     Args:
-        drafter, backend, budget, options: as in `Engine.from_model`.
+        drafter, backend, budget, frozen, options: as in `Engine.from_model`. An engine that is not ``frozen`` takes the
+            model anew at the beginning of each run.
 
     Attributes:
         engine: of the last run; ``None`` before the first.
@@ -36,12 +37,14 @@ class KeptEngine:
         ConfigError, PluginError: an option, or a plugin, that cannot be.
     """
 
-    def __init__(self, drafter: Any, backend: Any, budget: Any, options: dict[str, Any]) -> None:
+    def __init__(
+        self, drafter: Any, backend: Any, budget: Any, options: dict[str, Any], *, frozen: bool = False
+    ) -> None:
         options_of(options, OF_A_LOADED_MODEL)
         find_plugins(Registry(), drafter, backend, budget)
         self.engine: Engine | None = None
         self._options = {"drafter": drafter, "backend": backend, "budget": budget, "frozen": True} | options
-        self._lock = Lock()
+        self._frozen, self._lock = frozen, Lock()
 
     @contextmanager
     def running(
@@ -70,7 +73,8 @@ class KeptEngine:
     def _serves(self, engine: Engine, model: PreTrainedModel) -> bool:
         """Whether the engine takes the model as it is now."""
         try:
-            engine.refresh()
+            if not self._frozen:
+                engine.refresh()
         except UnsupportedModelError:  # in another dtype, say
             return False
         return engine.target.model is model

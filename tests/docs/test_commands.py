@@ -52,7 +52,7 @@ PLUGINS = {  # by folder: the kind and the hook of what it offers, and the modul
     "one_more": ("budget", "budget_policies", "policy"),
 }
 _SCRIPTS = ("library", "sampling", "two_ways", "similar_places", "entropy_budget", "hf_generate", "ray_data",
-            "trl_grpo", "my_drafters", "vllm_generate", "tensor_parallel")  # fmt: skip
+            "generate_batch", "trl_grpo", "my_drafters", "vllm_generate", "tensor_parallel")  # fmt: skip
 QUOTED = {f"examples/{name}.py" for name in _SCRIPTS} | {  # files that a test runs, or nox -s example_plugin
     f"examples/plugins/{name}/{path}.py"
     for name, (_, _, module) in PLUGINS.items()

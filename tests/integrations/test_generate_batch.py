@@ -20,6 +20,7 @@ from emssd import SamplingParams
 from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.integrations.continuous_batching import SpeculativeManager, SpeculativeOutput
+from emssd.model.compile.fingerprint import refuse_hooks
 from tests.cli.conftest import byte_tokenizer
 from tests.support.sampling import probabilities, sampled, scores
 from tests.support.tiers import looped
@@ -254,6 +255,7 @@ def test_a_model_is_given_back_as_it_was() -> None:
     model = make_model().train()
     before = dict(vars(model)), model.config._attn_implementation
     with emssd.speculate(model):
+        refuse_hooks(model)  # so that it can be compiled
         model.generate_batch(PROMPTS, generation_config=config_of(), persistent_manager=True)
         running = model.init_continuous_batching()
         running.start()

@@ -17,6 +17,7 @@ from emssd_testing.models import tiny_model
 from safetensors.torch import load_file
 from transformers import GenerationConfig, PreTrainedModel
 
+import emssd
 from emssd.data.demo import model_path
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
@@ -257,12 +258,19 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
         "save_strategy": "no", "disable_tqdm": True, "learning_rate": 1e-2, "temperature": 0.4, **options,
     }  # fmt: skip
     parts = {"model": model, "reward_funcs": reward, "train_dataset": data, "processing_class": tokenizer}
-    if make == "grpo":
+    if make != "online_dpo":
         from trl import GRPOConfig, GRPOTrainer
 
+        continuous = make == "continuous_batching"
         sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": NUM_NEW}
-        trainer = GRPOTrainer(args=GRPOConfig(**(sizes | common)), rollout_func=rollouts, **parts)
-        trainer.train()
+        sizes |= {"use_transformers_continuous_batching": continuous}
+        rollout_func = None if continuous else rollouts
+        trainer = GRPOTrainer(args=GRPOConfig(**(sizes | common)), rollout_func=rollout_func, **parts)
+        with emssd.speculate(model, tokenizer, drafter=drafter, budget=FixedBudget()) as speculation:
+            trainer.train()
+        if continuous:
+            assert speculation.engine is not None
+            num_accepted = speculation.engine.report.num_accepted
     else:
         from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 
@@ -281,7 +289,7 @@ def trained(tmp_path: Path, make: str, prompts: list[Any], drafter: Any, **optio
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_checkpointing": True, "bf16": False, "top_k": 9, "num_iterations": 2}]
 )
-@pytest.mark.parametrize("make", ["grpo", "online_dpo"])
+@pytest.mark.parametrize("make", ["grpo", "online_dpo", "continuous_batching"])
 def test_training_is_the_same_whatever_drafts(make: str, options: dict[str, Any], tmp_path: Path) -> None:
     if make == "online_dpo":
         options = {key: value for key, value in options.items() if key != "num_iterations"}

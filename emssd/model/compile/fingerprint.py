@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["UnnamedError", "fingerprint", "named_tensors", "refuse_hooks", "short_pass"]
 
+_CALLERS = {"generate", "init_continuous_batching"}  # which call a model, and which it does not call
 _LONGEST = 8  # tokens of a sequence of a short pass, so that it is one for all limits of length
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _OF_A_CHECKPOINT = frozenset({
@@ -91,7 +92,8 @@ def refuse_hooks(model: torch.nn.Module) -> None:
     if where := next((part for part, hooks in hooked.items() if hooks), None):
         raise CompileError(f"{name} has a forward hook on {where}, which a program would not call; remove it first")
     for part, module in model.named_modules():
-        methods = (key for key in vars(module) if inspect.isfunction(getattr(type(module), key, None)))
+        replaced = vars(module).keys() - _CALLERS
+        methods = (key for key in replaced if inspect.isfunction(getattr(type(module), key, None)))
         if method := next(methods, None):
             raise CompileError(
                 f"{name} has its {method} replaced on {part or 'the model'}, which may do more than compute; give "
