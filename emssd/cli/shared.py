@@ -71,7 +71,7 @@ class SharedEngine:
             rows += self.engine.add(replace(request, request_id=str(next(self._names)), sample_of="0"))
 
     def _take_step(self) -> None:
-        self.engine.step()
+        self.engine.step_in_memory()
         for rows, watch in self._watched.values():
             for row in rows:
                 watch(row)

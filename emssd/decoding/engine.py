@@ -123,10 +123,10 @@ class Engine(DecodeLoop):
         assert isinstance(self.runner, CausalLMRunner), f"a {type(self.runner).__name__} has no model in this process"
         return self.runner.model
 
-    def step(self) -> list[Row]:
-        """As `DecodeLoop.step`; says what to lower if memory runs out, and lets no ``sys.exit`` end the process."""
+    def step_in_memory(self) -> list[Row]:
+        """`step`; says what to lower if memory runs out, and lets no ``sys.exit`` end the process."""
         try:
-            return super().step()
+            return self.step()
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"{self.runner.device} is out of memory in a step of up to {self.batch_size} rows, with "
@@ -225,7 +225,7 @@ class Engine(DecodeLoop):
             self.scheduler.add(row)
         try:
             while self.scheduler.has_work:
-                finished = self.step()
+                finished = self.step_in_memory()
                 for row in rows if watch is not None else ():
                     watch(row)
                 yield [Generation.of(row, self.tokenizer) for row in finished]

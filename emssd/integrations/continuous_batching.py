@@ -233,7 +233,7 @@ class _Batch:
         return self.engine.has_work
 
     def _generation_step(self, model: Any) -> None:
-        self.engine.step()
+        self.engine.step_in_memory()
 
     def update_batch(self) -> None:
         """Deliver the new tokens of all requests that stream or have finished."""

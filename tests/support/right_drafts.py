@@ -18,7 +18,6 @@ from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
-from emssd.errors import OutOfMemoryError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
@@ -139,7 +138,7 @@ class Trial:
         while self.engine.has_work:
             try:
                 done += self.engine.step()
-            except OutOfMemoryError:
+            except torch.OutOfMemoryError:
                 continue
         assert len(done) == 4
         for row in done:
