@@ -181,7 +181,7 @@ def _check_path(arguments: list[str]) -> None:
 
 def _check_flags(arguments: list[str]) -> None:
     """Refuse options that are written as flags, such as ``--drafter``, which Hydra would answer with its own usage."""
-    names = {field.name for field in fields(RunConfig)}
+    names = {field.name for field in (*fields(RunConfig), *fields(ServeConfig))}
     for number, argument in enumerate(arguments, 1):
         flag, has_value, value = argument.partition("=")
         name = flag.lstrip("-").replace("-", "_")

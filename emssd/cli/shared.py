@@ -68,9 +68,7 @@ class SharedEngine:
         """Queue the rows. What is drawn for one is what `Engine.generate` draws for its prompt alone."""
         self._watched[id(rows)] = rows, watch
         for request in requests:
-            row = self.engine.row(replace(request, request_id=str(next(self._names)), sample_of="0"))
-            self.engine.scheduler.add(row)
-            rows.append(row)
+            rows += self.engine.add(replace(request, request_id=str(next(self._names)), sample_of="0"))
 
     def _take_step(self) -> None:
         self.engine.step()

@@ -237,9 +237,7 @@ class Engine(DecodeLoop):
                 self.clear()
 
     def add(self, request: Request) -> list[Row]:
-        """Queue all samples of one more request, also between two calls of `step`; for those who drive the loop.
-
-        Returns the rows of the samples, to be read only.
+        """Queue all samples of one more request, also between two calls of `step`. Returns their rows, to be read only.
 
         Raises:
             ConfigError: a request of the same id waits or runs.

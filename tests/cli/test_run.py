@@ -135,29 +135,6 @@ def test_each_row_begins_where_the_first_one_ends(limits: list[int], batch_size:
     assert most_steps(RunConfig(batch_size=batch_size), prompts, 96) == steps
 
 
-@pytest.mark.nightly
-def test_the_demo_compiled_and_with_the_fused_kernel_gives_the_tokens_of_plain_greedy(
-    emssd: Callable, kernels: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from emssd.model.compile.compiled import CompiledForward
-
-    steps, call = [], CompiledForward.__call__
-    monkeypatch.setattr(
-        CompiledForward, "__call__", lambda *arguments, **named: steps.append(1) or call(*arguments, **named)
-    )
-    result = emssd(
-        "model=demo_draft", "model.compile=true", "model.dtype=bfloat16", "backend.kernels=fused", "check=greedy",
-        "data.limit=4", "max_new_tokens=24", "output_dir=out", "progress=false",
-    )  # fmt: skip
-    check = result.metrics["check"]
-    assert check["exact"] + check["ties"] == 4
-    assert check["differences"] == 0
-    assert len(steps) >= result.metrics["num_steps"] + result.metrics["greedy"]["num_steps"]
-    assert "without model.compile" not in result.err
-    config = OmegaConf.load(result.folder / "config.yaml")
-    assert (config.model.compile, config.backend.kernels) == (True, "fused")
-
-
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The events, in order: a measurement is quick here, and takes as many seconds as there are threads."""

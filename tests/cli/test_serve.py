@@ -23,7 +23,9 @@ from emssd import Engine, SamplingParams
 from emssd.cli.config import OnError, SamplingConfig, ServeConfig
 from emssd.cli.intake import Failures, to_requests
 from emssd.sequences import Generation
-from tests.support.tiers import looped
+from tests.support.tiers import few, looped
+
+from .test_request_fuzz import line_of, openai
 
 pytest.importorskip("starlette", reason="the server is not installed: pip install 'emssd[serve]'")
 uvicorn = pytest.importorskip("uvicorn", reason="the server is not installed: pip install 'emssd[serve]'")
@@ -193,6 +195,18 @@ def test_a_request_that_cannot_be_honoured_is_answered_with_the_reason(
     assert sentence in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(("seed", "number"), few([(0, 12), (1, 2000)], ci=1))
+def test_whatever_a_request_holds_is_its_own_fault(seed: int, number: int, client: Client) -> None:
+    draw = random.Random(seed)
+    for index in range(number):
+        line = openai(draw, index)
+        url = line["url"] if line["url"] in (CHAT, COMPLETIONS) else CHAT
+        answer = client.http.post(url, content=line_of(line["body"], draw))
+        assert answer.status_code in (200, 400), (index, line)
+        assert '"server_error"' not in answer.text, (index, line)
+    assert client.ask(COMPLETIONS, prompt="abc")["choices"]
+
+
 def test_the_other_addresses(client: Client) -> None:
     assert client.http.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.http.get("/health").json() == {"status": "ok"}
@@ -281,6 +295,7 @@ def test_ctrl_c_ends_the_server_and_answers_what_runs(
     "arguments, sentence",
     [
         (["nowhere", "port=70000"], "port is 70000; it must be"),
+        (["DIR", "--port", "9000"], "there is no --port; options are written NAME=VALUE, here perhaps port=9000"),
         (["DIR", "check=plain"], "there is no option 'check'"),
         (["DIR", "model.tensor_parallel=true"], "model.tensor_parallel=true is for jobs, and a server is one process"),
         (["DIR", "stop=['']"], "stop holds ''; every stop string is a text of at least one character"),

@@ -20,11 +20,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import Batching, EngineOptions, OnDrafterError
-from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.decoding.options import Batching, EngineOptions
 from emssd.drafting import BudgetPolicy, Draft
-from emssd.drafting.budget import FixedBudget
-from emssd.hooks.registry import PluginWarning, Registry
+from emssd.hooks.registry import PluginWarning
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request, Row
 from tests.sampling.test_engine import VOCAB, Expected, decode, requests, target
@@ -43,52 +41,6 @@ def every() -> EveryDrafter:
     return EveryDrafter(target())
 
 
-@cache
-def registry() -> Registry:
-    return Registry()
-
-
-def make_engine(
-    drafter: Any,
-    backend: str,
-    *,
-    batch_size: int = 3,
-    batching: Batching = Batching.auto,
-    max_step_tokens: int = 64,
-    budget: BudgetPolicy | None = None,
-    longest: int = 0,
-) -> Engine:
-    """An engine as users get it; with `longest` in hardly more memory than a row of so many tokens takes.
-
-    Then a row begins as soon as there is room for its prompt, so that some are preempted.
-    """
-    room, token = longest, target().kv_cache_spec(1).bytes_per_token()
-    while True:
-        options = EngineOptions(
-            batch_size,
-            batching,
-            max_step_tokens,
-            kv_memory=str(room * token) if room else None,
-            on_drafter_error=OnDrafterError.fail,
-        )
-        made = Engine.assemble(
-            target(), None, drafter=drafter, backend=BACKENDS[backend], budget=budget or FixedBudget(), options=options,
-            registry=registry(), load=every().load,
-        )  # fmt: skip
-        if made.runner.fits({"longest": longest}):
-            break
-        room += 16
-    if not room or not isinstance(made.scheduler, ContinuousScheduler):
-        return made
-    return Engine(
-        made.runner,
-        [checked.drafter for checked in made.drafting.drafters],
-        scheduler=ContinuousScheduler(batch_size, max_step_tokens, headroom=0),
-        budget=made.drafting.policy,
-        on_drafter_error="fail",
-    )
-
-
 def right(wanted: Seq[Request], expected: Expected) -> dict[str, tuple[int, ...]]:
     return {request.request_id: expected.of(request) for request in wanted}
 
@@ -99,9 +51,9 @@ def longest_of(wanted: Seq[Request]) -> int:
 
 def test_every_drafter_that_is_offered_is_among_them() -> None:
     named = {name.split(",")[0] for name in DRAFTERS}
-    ours = [
-        spec.name for spec in registry().specs("drafter") if registry().source("drafter", spec.name)[:6] == "emssd "
-    ]
+    registry = every().registry
+    specs = registry.specs("drafter")
+    ours = [spec.name for spec in specs if registry.source("drafter", spec.name).startswith("emssd ")]
     assert sorted(ours) == sorted(named)
 
 
@@ -128,7 +80,7 @@ def test_rows_with_params_of_their_own_are_right_on_every_backend(drafter: str) 
     expected = Expected(wanted)
     config, accepted = every().config(drafter, expected), 0
     for number, backend in enumerate(BACKENDS):
-        engine = make_engine(config, backend, batch_size=(3, 6, 2)[number % 3])
+        engine = every().engine(config, backend, EngineOptions((3, 6, 2)[number % 3], max_step_tokens=64))
         assert decode(engine, wanted) == right(wanted, expected), backend
         accepted += engine.report.num_accepted
     assert accepted > 0 or drafter == "none", "else nothing was shown"
@@ -158,14 +110,12 @@ def test_tokens_are_those_of_plain_sampling(
     data: st.DataObject,
 ) -> None:
     expected = Expected(asked)
-    engine = make_engine(
+    engine = every().engine(
         every().config(drafter, expected),
         backend,
-        batch_size=batch_size,
-        batching=batching,
-        max_step_tokens=max_step_tokens,
+        EngineOptions(batch_size, batching, max_step_tokens),
         budget=budget,
-        longest=longest_of(asked) if in_little_memory and backend in PAGED else 0,
+        max_tokens=longest_of(asked) if in_little_memory and backend in PAGED else 0,
     )
     assert decode(engine, asked) == right(asked, expected)
     again = data.draw(st.permutations(asked), label="another order")
@@ -177,7 +127,8 @@ def test_tokens_are_those_of_plain_sampling(
 def test_preempted_rows_go_on_with_the_same_text(drafter: str, backend: str) -> None:
     wanted = [dataclasses.replace(request, max_new_tokens=28) for request in mixed()]
     expected = Expected(wanted)
-    engine = make_engine(every().config(drafter, expected), backend, batch_size=6, longest=longest_of(wanted))
+    options = EngineOptions(6, max_step_tokens=64)
+    engine = every().engine(every().config(drafter, expected), backend, options, max_tokens=longest_of(wanted))
     assert decode(engine, wanted) == right(wanted, expected)
     assert engine.report.num_preempted > 0
 

@@ -29,9 +29,9 @@ DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int) -> ModelDrafter:
+def draft_model_drafter(model: TargetModel, tree: str | Shape, vocab_size: int, **spec: Any) -> ModelDrafter:
     """A drafter whose draft model is `model`; its trees have the options of their kind, or a shape that is given."""
-    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True)
+    runner = runner_of(model, BACKENDS["paged-page-4"](), 5, trees=True, **spec)
     if tree == "chain":
         return DraftModelDrafter(runner, vocab_size, DRAFT_MODEL_OPTIONS["chain"]["num_speculative_tokens"])
     if isinstance(tree, str):

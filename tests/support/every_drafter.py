@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import mkdtemp
@@ -38,9 +38,16 @@ from emssd_testing.models import tiny_model
 from emssd_token_recycling import TokenRecyclingConfig
 from emssd_union import UnionConfig
 
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
+from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.draft_models.shapes import LayerTreeKind
+from emssd.drafting import BudgetPolicy
+from emssd.drafting.budget import FixedBudget
+from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel
 from tests.support import random_drafters as written
+from tests.support.backends import CONFIGS
 
 __all__ = ["COINS", "DRAFTERS", "EveryDrafter"]
 
@@ -129,6 +136,38 @@ class EveryDrafter:
 
     def __init__(self, target: TargetModel) -> None:
         self.target, self.folder = target, Path(mkdtemp(prefix="emssd-drafters-"))
+        self.registry = Registry()
+
+    def engine(
+        self,
+        drafter: Any,
+        backend: Any,
+        options: EngineOptions,
+        tokenizer: Any = None,
+        *,
+        budget: BudgetPolicy | None = None,
+        max_tokens: int = 0,
+        eos: Iterable[int] | None = None,
+    ) -> Engine:
+        """An engine as users get it. It raises what drafters raise.
+
+        With `max_tokens` it has hardly more memory than a row of so many tokens takes, and rows begin as soon as there
+        is room for their prompts, so that some are preempted.
+        """
+        options.on_drafter_error = OnDrafterError.fail
+        room, token = max_tokens, self.target.kv_cache_spec(1).bytes_per_token()
+        while True:
+            options.kv_memory = str(room * token) if room else None
+            made = Engine.assemble(
+                self.target, tokenizer, drafter=drafter, backend=CONFIGS.get(backend, backend),
+                budget=budget or FixedBudget(), options=options, registry=self.registry, eos=eos, load=self.load,
+            )  # fmt: skip
+            if made.runner.fits({"longest": max_tokens}):
+                break
+            room += 9  # what drafters hold of their own takes its share
+        if room and isinstance(made.scheduler, ContinuousScheduler):
+            made.scheduler = ContinuousScheduler(options.batch_size, options.max_step_tokens, headroom=0)
+        return made
 
     def config(self, name: str, texts: Texts) -> Any:
         """One of `DRAFTERS` or `COINS`, for rows whose outputs will be `texts`."""

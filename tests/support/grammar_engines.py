@@ -15,10 +15,8 @@ from emssd_testing.drafters import RandomDrafter, ScriptedBudget, TreeDrafter
 from emssd_testing.models import tiny_model
 
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.decoding.scheduler import ContinuousScheduler
+from emssd.decoding.options import EngineOptions
 from emssd.drafting.budget import FixedBudget
-from emssd.hooks.registry import Registry
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sampling.grammar import Grammar
@@ -80,11 +78,6 @@ def _every() -> EveryDrafter:
     return EveryDrafter(target())
 
 
-@cache
-def _registry() -> Registry:
-    return Registry()
-
-
 def make_engine(
     drafter: Any = "none",
     backend: Any = "page 3",
@@ -94,30 +87,9 @@ def make_engine(
     budget: Any = None,
     **options: Any,
 ) -> Engine:
-    """An engine as users get it; with `max_tokens` of KV, rows begin as soon as there is room for their prompts."""
-    chosen = EngineOptions(batch_size, on_drafter_error=OnDrafterError.fail, max_step_tokens=64, **options)
-    spec = target().kv_cache_spec(1)
-
-    def assembled(room: int) -> Engine:
-        chosen.kv_memory = str(room * spec.bytes_per_token()) if room else None
-        return Engine.assemble(
-            target(),
-            tokenizer(),
-            drafter=drafter,
-            backend=BACKENDS.get(backend, backend),
-            budget=budget or FixedBudget(),
-            options=chosen,
-            registry=_registry(),
-            eos=[EOS],
-            load=_every().load,
-        )
-
-    made, room = assembled(max_tokens or 0), max_tokens or 0
-    while max_tokens and not made.runner.fits({"longest": max_tokens}):
-        made, room = assembled(room + 9), room + 9  # what drafters hold of their own takes its share
-    if max_tokens and isinstance(made.scheduler, ContinuousScheduler):
-        made.scheduler = ContinuousScheduler(batch_size, 64, headroom=0)
-    return made
+    """See `EveryDrafter.engine`."""
+    chosen = EngineOptions(batch_size, max_step_tokens=64, **options)
+    return _every().engine(drafter, backend, chosen, tokenizer(), budget=budget, max_tokens=max_tokens or 0, eos=[EOS])
 
 
 def requests(grammars: Seq[Any], limit: int = _LIMIT, *, each: Seq[dict[str, Any]] = ({},), **common: Any) -> list[Any]:

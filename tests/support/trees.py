@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -22,6 +23,7 @@ __all__ = [
     "Tree",
     "chains_of",
     "drawn_trees",
+    "eagle2_tree",
     "paths",
     "paths_of",
     "row_of",
@@ -32,6 +34,7 @@ __all__ = [
 TREE_BACKENDS = {name: make for name, make in BACKENDS.items() if make().takes_trees}
 
 Tree = list[tuple[int, int]]  # for each node its token, and the index of its parent or -1
+Path = tuple[int, ...]
 
 
 @st.composite
@@ -102,6 +105,25 @@ def paths(token_ids: Seq[int], parents: Parents) -> list[tuple[int, ...]]:
 def ways(parents: Parents) -> list[list[int]]:
     """The nodes on the way to each node of a tree, the node itself last."""
     return [list(way) for way in paths(range(len(parents)), parents)]
+
+
+def eagle2_tree(
+    likeliest: Callable[[Path, int], Seq[tuple[int, float]]], num_nodes: int, depth: int, top_k: int
+) -> dict[Path, float]:
+    """EAGLE-2, Algorithm 1 of its appendix: expand the best of each level, and rank all again in the end.
+
+    Returns the share of each path's last token, by `likeliest` tokens after paths and their logarithms of probability.
+    """
+    beam, pool, shares = {(): 0.0}, dict[Path, float](), dict[Path, float]()
+    for _ in range(depth):
+        level = {}
+        for way, score in beam.items():
+            for token, share in likeliest(way, top_k):
+                level[(*way, token)] = score + share
+                shares[(*way, token)] = math.exp(share)
+        pool |= level
+        beam = dict(sorted(level.items(), key=lambda scored: -scored[1])[:top_k])
+    return {way: shares[way] for way in sorted(pool, key=lambda way: -pool[way])[:num_nodes]}
 
 
 def paths_of(draft: Draft, row: int = 0) -> list[tuple[int, ...]]:

@@ -1,86 +1,41 @@
-"""Trees of a draft model: the tree that each paper describes, within all limits, and a cache that never drifts.
-
-Oracles: the draft model itself without a cache; a fresh drafter; greedy decoding. float64.
-"""
+"""Trees of a draft model stay within all limits, and its cache never drifts. Oracle: a fresh drafter. float64."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
-from emssd_draft_model.sequoia import SequoiaShape
 from emssd_testing.models import tiny_model
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend, PackedInputs, PagedBackend
+from emssd.attention import PackedInputs
 from emssd.attention.trees import depths
 from emssd.decoding.engine import Engine
-from emssd.draft_models import ModelDrafter, StaticShape
-from emssd.draft_models.shapes import DynamicShape, Shape
+from emssd.draft_models import StaticShape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
-from emssd.model import CausalLMRunner, TargetModel
-from emssd.sampling import SamplingParams
-from emssd.sequences import Batch, Request, Row
-from tests.support.draft_models import draft_model_drafter, watch
-from tests.support.reference_kernels import ReferenceKernels
+from emssd.model import ModelRunner
+from emssd.sequences import Batch, Row
+from tests.support.draft_models import watch
+from tests.support.draft_trees import (
+    VOCAB_SIZE,
+    children,
+    draft_model,
+    make_drafter,
+    nodes,
+    propose,
+    same,
+    sequence,
+)
 from tests.support.tiers import looped
-from tests.support.trees import paths_of
 
-VOCAB_SIZE = 11
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
 TREES = ["static", "dynamic", "sequoia"]
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)  # to explain a failure takes minutes
-
-
-@cache
-def draft_model(architecture: str = "llama", max_model_len: int = 64) -> TargetModel:
-    return TargetModel(tiny_model(architecture, seed=3, vocab_size=VOCAB_SIZE, max_model_len=max_model_len))
-
-
-def backend_for(model: TargetModel, page_size: int = 4, max_tokens: int | None = None) -> AttentionBackend:
-    backend = PagedBackend(ReferenceKernels(head_dims=(8,)), page_size=page_size)
-    backend.allocate(replace(model.kv_cache_spec(5), max_tokens=max_tokens, trees=True))
-    return backend
-
-
-def make_drafter(shape: Shape, model: TargetModel | None = None, max_tokens: int | None = None) -> ModelDrafter:
-    model = model or draft_model()
-    return ModelDrafter(CausalLMRunner(model, backend_for(model, max_tokens=max_tokens)), VOCAB_SIZE, shape)
-
-
-def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Row:
-    return Row(Request(name, tuple(tokens), max_new_tokens))
-
-
-Node = tuple[tuple[int, ...], float]
-"""The tokens on the way to a node, and how probable the draft model finds it after its parent."""
-
-
-def nodes(draft: Draft, row: int) -> list[Node]:
-    sure = draft.confidence or (1.0,) * len(draft.token_ids)  # chains that stay on the device tell none
-    return list(zip(paths_of(draft, row), sure[draft.indptr[row] :], strict=False))
-
-
-def same(left: list[Node], right: list[Node]) -> bool:
-    return [way for way, _ in left] == [way for way, _ in right] and all(
-        math.isclose(mine, theirs, rel_tol=1e-9) for (_, mine), (_, theirs) in zip(left, right, strict=True)
-    )
-
-
-def propose(drafter: Drafter, rows: Seq[Row], budget: Seq[int]) -> Draft:
-    batch = Batch(tuple(rows))
-    with torch.inference_mode():
-        draft = drafter.propose(batch, budget)
-    draft.check(batch, budget, VOCAB_SIZE, trees=True)
-    return draft
 
 
 def observe(drafter: Drafter, rows: Seq[Row], draft: Draft, accepted: Seq[range] = ()) -> None:
@@ -89,94 +44,10 @@ def observe(drafter: Drafter, rows: Seq[Row], draft: Draft, accepted: Seq[range]
         drafter.observe(Outcome(Batch(tuple(rows)), draft, tuple(accepted) or ((),) * len(rows), ()))
 
 
-@cache
-def probabilities(model: TargetModel, tokens: tuple[int, ...]) -> list[float]:
-    """After `tokens`, without any cache."""
-    with torch.inference_mode():
-        shares: list[float] = model.model(torch.tensor([tokens]), use_cache=False).logits[0, -1].softmax(-1).tolist()
-    return shares
-
-
-def children(model: TargetModel, prompt: Seq[int], way: tuple[int, ...], count: int) -> list[Node]:
-    shares = probabilities(model, (*prompt, *way))
-    best = sorted(range(len(shares)), key=lambda token: -shares[token])[:count]
-    return [((*way, token), shares[token]) for token in best]
-
-
-def reranked(model: TargetModel, prompt: Seq[int], candidates: list[Node], count: int) -> list[Node]:
-    shares = dict(candidates)
-
-    def score(way: tuple[int, ...]) -> float:
-        return math.prod(shares[way[:length]] for length in range(1, len(way) + 1))
-
-    return sorted(candidates, key=lambda node: -score(node[0]))[:count]
-
-
-def static_tree(model: TargetModel, prompt: Seq[int], expansion: Seq[int], count: int) -> list[Node]:
-    level, candidates = [((), 1.0)], list[Node]()
-    for width in expansion:
-        level = [child for way, _ in level for child in children(model, prompt, way, width)]
-        candidates += level
-    return reranked(model, prompt, candidates, count)
-
-
-def dynamic_tree(model: TargetModel, prompt: Seq[int], depth: int, top_k: int, count: int) -> list[Node]:
-    """EAGLE-2 §4 as it is written: expansion, then reranking."""
-    candidates = level = children(model, prompt, (), top_k)
-    for _ in range(1, depth):
-        best = [node for node in reranked(model, prompt, candidates, len(candidates)) if node in level][:top_k]
-        level = [child for way, _ in best for child in children(model, prompt, way, top_k)]
-        candidates = candidates + level
-    return reranked(model, prompt, candidates, count)
-
-
-PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [8], [9, 10, 9]]
-
-
-@looped("architecture", ["opt", "llama", "mistral"])
-@looped("budget", [[14, 14, 14], [3, 0, 7], [1, 5, 14]])
-def test_static_gives_every_node_of_a_level_the_same_number_of_children(architecture: str, budget: list[int]) -> None:
-    model = draft_model(architecture)
-    draft = propose(make_drafter(StaticShape([2, 3, 1]), model), list(map(sequence, PROMPTS, "abc")), budget)
-    assert draft.lengths == budget  # 2 + 6 + 6 nodes
-    for row, (prompt, count) in enumerate(zip(PROMPTS, budget, strict=True)):
-        assert same(nodes(draft, row), static_tree(model, prompt, [2, 3, 1], count))
-
-
-@looped("architecture", ["opt", "llama", "mistral"])
-@looped(("depth", "top_k"), [(1, 3), (3, 2), (4, 3), (5, 1)])
-@looped("budget", [[9, 9, 9], [2, 0, 5], [1, 30, 7]])
-def test_dynamic_is_the_tree_of_eagle_2(architecture: str, depth: int, top_k: int, budget: list[int]) -> None:
-    model = draft_model(architecture)
-    shape = DynamicShape(30, depth, top_k)
-    draft = propose(make_drafter(shape, model), list(map(sequence, PROMPTS, "abc")), budget)
-    for row, (prompt, count) in enumerate(zip(PROMPTS, budget, strict=True)):
-        assert same(nodes(draft, row), dynamic_tree(model, prompt, depth, top_k, count) if count else [])
-
-
-def test_sequoia_drafts_the_tree_that_is_best_for_its_table() -> None:
-    shape = SequoiaShape(5, 3, 3, [[0.5, 0.3, 0.1], [0.9, 0.05], [0.2]])
-    prompt = [3, 4, 5]
-    draft = propose(make_drafter(shape), [sequence(prompt)], [5])
-    first = [way for way, _ in children(draft_model(), prompt, (), 3)]
-    below = [children(draft_model(), prompt, way, 1)[0][0] for way in first[:2]]
-    # Worth: 0.5, 0.3, 0.45 and 0.27 below these, and 0.1; the third child is worth more than the third level's 0.09.
-    assert {way for way, _ in nodes(draft, 0)} == {*first, *below}
-
-
-def test_sequoia_leaves_out_ranks_of_tokens_that_sampling_does_not_leave() -> None:
-    """Its table has the second child first, and there is only one, or two."""
-    shape = SequoiaShape(5, 1, 3, [[0.1, 0.5, 0.3]])
-    for top_k in (1, 2):
-        only = SamplingParams(temperature=1.0, top_k=top_k)
-        row = Row(Request("a", (3, 4, 5), 40, sampling=only))
-        assert propose(make_drafter(shape), [row], [5]).lengths == [top_k]
-
-
 @looped("kind", ["chain", *TREES])
 @looped("length", [11, 13, 14, 15, 16, 17])
 def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str, length: int) -> None:
-    drafter = draft_model_drafter(draft_model("opt", max_model_len=16), kind, VOCAB_SIZE)
+    drafter = make_drafter(kind, draft_model("opt", max_model_len=16))
     computed = watch(drafter)
     draft = propose(drafter, [sequence([3] * length)], [14])
     assert max(depths(draft.tree(0)), default=0) <= max(0, 16 - length)
@@ -186,7 +57,7 @@ def test_nothing_is_drafted_or_computed_beyond_the_draft_models_length(kind: str
 
 @pytest.mark.parametrize("kind", TREES)
 def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> None:
-    drafter = draft_model_drafter(draft_model(), kind, VOCAB_SIZE)
+    drafter = make_drafter(kind)
     computed = watch(drafter)
     rows = [sequence([3, 4, 5], "a"), sequence([6], "b", 3), sequence([7, 8], "c")]
     draft = propose(drafter, rows, [14, 14, 2])
@@ -203,22 +74,8 @@ def test_one_pass_a_level_computes_only_nodes_that_get_children(kind: str) -> No
     assert draft.lengths[2] == 2
 
 
-def test_a_temperature_sharpens_the_probabilities_and_so_deepens_the_tree() -> None:
-    def draft(temperature: float, num_nodes: int = 6) -> Draft:
-        return propose(make_drafter(DynamicShape(num_nodes, 6, 3, temperature)), [sequence(PROMPTS[0])], [num_nodes])
-
-    for temperature in (1.0, 0.5):
-        root = sorted(
-            (torch.tensor(probabilities(draft_model(), tuple(PROMPTS[0]))).log() / temperature).softmax(-1).tolist()
-        )
-        confidence = draft(temperature).confidence
-        assert confidence is not None
-        assert math.isclose(confidence[0], root[-1], rel_tol=1e-6)
-    assert max(depths(draft(0.05).tree(0))) > max(depths(draft(1.0).tree(0)))
-
-
 def test_rows_that_the_cache_has_no_room_for_draft_nothing_in_that_step() -> None:
-    drafter = make_drafter(StaticShape([2, 2]), max_tokens=24)  # six pages of four tokens
+    drafter = make_drafter(StaticShape([2, 2]), max_tokens=48)  # six pages of four tokens with padded heads
     rows = [sequence([3] * 6, "a"), sequence([4] * 17, "b"), sequence([5] * 9, "c")]
     assert propose(drafter, rows, [6, 6, 6]).lengths == [6, 0, 6]  # 8 and 11 tokens of KV
     assert propose(drafter, rows, [6, 6, 6]).lengths == [6, 0, 6]  # again, as after a step that failed
@@ -291,7 +148,7 @@ def test_it_learns_the_ranks_of_the_targets_choices_as_far_as_the_draft_model_we
 def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, data: st.DataObject) -> None:
     # With a sliding window it matters in which order the KV of an accepted way lies.
     model = draft_model("mistral")
-    drafter = draft_model_drafter(model, kind, VOCAB_SIZE)
+    drafter = make_drafter(kind, model)
     running: list[Row] = []
     admitted = 0
     for _ in range(data.draw(st.integers(1, 6), "steps")):
@@ -300,7 +157,7 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
             admitted += 1
         budget = data.draw(st.lists(st.integers(0, 14), min_size=len(running), max_size=len(running)), "budget")
         draft = propose(drafter, running, budget)
-        fresh = propose(draft_model_drafter(model, kind, VOCAB_SIZE), running, budget)
+        fresh = propose(make_drafter(kind, model), running, budget)
         assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(running)))
         if data.draw(st.sampled_from([False, False, True]), "the step fails"):
             continue
@@ -351,9 +208,9 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
     loads = list[tuple[str, bool]]()
 
-    def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[CausalLMRunner, None]:
+    def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[ModelRunner, None]:
         loads.append((path, trees))
-        return CausalLMRunner(draft_model(), backend_for(draft_model())), None
+        return make_drafter("chain")._runner, None
 
     context = DrafterContext(VOCAB_SIZE, None, load_runner, lambda name, options: pytest.fail("asks for no other"))
     from emssd_draft_model import _build

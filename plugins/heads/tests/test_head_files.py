@@ -9,23 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads import HeadRunner
+from emssd_heads import LayerHead
 from emssd_heads.config import DecoderConfig, TargetSizes
 from emssd_heads.files import Checkpoint, read_checkpoint
 from emssd_heads.formats import Format, detect, expect
-from emssd_heads.head import Head
-from emssd_heads.layers import Attend, Rotary
+from emssd_heads.layers import Rotary
 from emssd_heads.loading import HeadFiles
-from emssd_heads.options import tree_of
 from emssd_heads.states import KnownStates
 from safetensors.torch import save_file
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from emssd.attention import KVCacheSpec, LayerSpec
-from emssd.decoding.caches import make_backend
+from emssd.attention import KVCacheSpec
 from emssd.errors import ConfigError, OutOfMemoryError
-from emssd.hooks.registry import Registry
 from tests.support.heads import CPU, write_head
 from tests.support.tiers import looped
 
@@ -69,38 +65,14 @@ def test_windows_are_of_the_layers_that_slide() -> None:
     assert DecoderConfig.read(values | types, "x").windows == (None, 7, None)
 
 
-class Plain(Head):
-    """Attention alone."""
-
-    input_size = 16
-
-    def __init__(self, max_len: int | None) -> None:
-        super().__init__()
-        self.max_len = max_len
-
-    @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        return (LayerSpec(1, 1, 16, 16, 0.25),)
-
-    def forward(self, inputs: torch.Tensor, position_ids: torch.Tensor, attend: Attend) -> torch.Tensor:
-        rows = inputs.flatten(0, 1).unsqueeze(1)
-        return attend(0, rows, rows, rows).view_as(inputs)
-
-
 def test_the_cache_of_a_head_is_no_longer_than_it_can_be_used() -> None:
-    dynamic = DecoderConfig.read(SIZES | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "x")
-    assert (dynamic.max_len, DecoderConfig.read(SIZES, "x").max_len) == (2048, None)
+    dynamic = SIZES | {"rope_scaling": {"type": "dynamic", "factor": 2.0}}
+    assert DecoderConfig.read(dynamic, "x").max_len == 2048
     target = KVCacheSpec((), torch.float64, CPU, 2, 64, prefix_caching=True)
-    assert Plain(None).kv_cache_spec(target) == KVCacheSpec(Plain(None).specs, torch.float64, CPU, 2, 64)
-    assert Plain(8).kv_cache_spec(target).max_model_len == 8
-
-
-def test_a_runner_says_what_fits() -> None:
-    head = Plain(None)
-    spec = head.kv_cache_spec(KVCacheSpec((), torch.float64, CPU, 2, 64, max_tokens=32, continuous=True))
-    runner = HeadRunner(head, make_backend(spec, "ragged", Registry()))
-    assert runner.fits({"a": 16, "b": 16})
-    assert not runner.fits({"a": 17, "b": 16})
+    head = LayerHead(DecoderConfig.read(SIZES, "x"), ())
+    assert head.kv_cache_spec(target) == KVCacheSpec(head.specs, torch.float64, CPU, 2, 64)
+    short = LayerHead(DecoderConfig.read(dynamic | {"max_position_embeddings": 8}, "x"), ())
+    assert short.kv_cache_spec(target).max_model_len == 8
 
 
 def test_no_room_for_the_weights_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +206,6 @@ def test_formats_are_told_apart(config: dict[str, Any], names: set[str], file: s
     other = Format.medusa if found is not Format.medusa else Format.eagle
     with pytest.raises(ConfigError, match=f"what it holds is {found.value}; what is wanted is {other.value}"):
         expect(checkpoint, other)
-
-
-def test_trees_are_read_from_paths() -> None:
-    assert tree_of([[0], [1], [0, 2], [0, 2, 0]]) == ((0,), (1,), (0, 2), (0, 2, 0))
-    for paths in ([[0], [0]], [[0, 1], [0]]):
-        with pytest.raises(ValueError, match="comes twice, or before its parent"):
-            tree_of(paths)
 
 
 def states_of(*numbers: int) -> torch.Tensor:

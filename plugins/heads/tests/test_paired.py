@@ -103,6 +103,7 @@ def test_options_that_cannot_work_are_refused(heads: tuple[str, ...], options: d
         ("[[0.5]]", "numbers from 0 on"),
         ('["a"]', "numbers from 0 on"),
         ("[[0, 0], [0]]", "path [0, 0] comes twice, or before its parent"),
+        ("[[0], [0]]", "path [0] comes twice, or before its parent"),
         ("[0, 1]", "not iterable"),
         ("7", "not iterable"),
         ("[[0]", "Expecting"),

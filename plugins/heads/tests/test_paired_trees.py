@@ -19,7 +19,7 @@ from tests.support.random_drafters import random_head
 from tests.support.right_drafters import target, trial
 from tests.support.right_drafts import PROMPTS
 from tests.support.tiers import looped
-from tests.support.trees import paths_of
+from tests.support.trees import eagle2_tree, paths_of
 
 NUM_NEW = 12
 PATHS = json.loads(files("emssd_heads").joinpath("trees.json").read_text())["mc_sim_7b_63"]
@@ -61,27 +61,14 @@ class Naive:
             shares[paths[ranks]] = math.exp(share)
         return shares
 
-    def dynamic(self, num_nodes: int, depth: int, top_k: int) -> dict[Path, float]:
-        """EAGLE-2, Algorithm 1 of its appendix: expand the best of each level, and rank all again in the end."""
-        beam, pool, shares = {(): 0.0}, dict[Path, float](), dict[Path, float]()
-        for _ in range(depth):
-            level = {}
-            for path, score in beam.items():
-                for token, share in self.likeliest(path, top_k):
-                    level[(*path, token)] = score + share
-                    shares[(*path, token)] = math.exp(share)
-            pool |= level
-            beam = dict(sorted(level.items(), key=lambda scored: -scored[1])[:top_k])
-        return {path: shares[path] for path in sorted(pool, key=lambda path: -pool[path])[:num_nodes]}
-
 
 @looped("backend", ["ragged", "padded"])
 @looped(
     ("options", "wanted"),
     [
         ({"tree": "static"}, Naive.static),
-        ({"tree": "dynamic", "num_nodes": 11, "depth": 3, "top_k": 3}, lambda naive: naive.dynamic(11, 3, 3)),
-        ({"tree": "chain", "depth": 3}, lambda naive: naive.dynamic(3, 3, 1)),
+        ({"tree": "dynamic", "num_nodes": 11, "depth": 3, "top_k": 3}, lambda n: eagle2_tree(n.likeliest, 11, 3, 3)),
+        ({"tree": "chain", "depth": 3}, lambda naive: eagle2_tree(naive.likeliest, 3, 3, 1)),
     ],
 )
 @pytest.mark.parametrize("head", ["eagle", "eagle3", "peagle", "mtp"])

@@ -113,16 +113,6 @@ def a_trace(folder: Path) -> Path:
     return path
 
 
-def test_outputs_with_every_separator_of_unicode_are_read(tmp_path: Path) -> None:
-    known = tmp_path / "generations.jsonl"
-    row = {"id": "a", "text": "one\u2028two\u2029three\x85four\x1c", "token_ids": [3]}
-    known.write_text(
-        json.dumps(row, ensure_ascii=False) + "\n" + json.dumps(row | {"id": "b"}) + "\n", encoding="utf-8"
-    )
-    drafter = ReplayDrafter(ReplayConfig(known=str(known)), 96)
-    assert drafter._known == {"a": [3], "b": [3]}
-
-
 def test_beside_known_outputs_a_trace_of_other_requests_is_refused(tmp_path: Path) -> None:
     known = tmp_path / "generations.jsonl"
     known.write_text("".join(f'{{"id": "{name}", "token_ids": [6, 7, 8, 9]}}\n' for name in ("0", "file.jsonl:1")))

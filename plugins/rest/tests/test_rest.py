@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from emssd_rest import RestConfig
+from emssd_rest import RestConfig, search
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter, open_store
 from emssd_rest.store import Store
@@ -94,8 +94,8 @@ def test_a_store_with_ids_beyond_the_targets_vocabulary_is_refused(tmp_path: Pat
     open_store(config, make_context(vocab_size=VOCAB_SIZE + 1))
 
 
-TOKENS = st.integers(3, 5)
-TEXTS = st.lists(st.lists(TOKENS, min_size=1, max_size=8), min_size=1, max_size=20)
+TOKENS = st.integers(0, 2)  # three letters: matches are everywhere
+TEXTS = st.lists(st.lists(TOKENS, max_size=12), min_size=1, max_size=20).filter(any)
 
 
 def opened(folder: Path, documents: list[list[int]]) -> Store:
@@ -116,12 +116,13 @@ def continuations(config: RestConfig, documents: list[list[int]], tokens: list[i
     return []
 
 
-# More places than `repeats` are read from arrays, few from lists.
 @given(
     documents=TEXTS,
-    repeats=st.sampled_from([1, 1, 17]),
-    tokens=st.lists(TOKENS, min_size=1, max_size=6),
+    few=st.sampled_from([0, 2, 48]),
+    tokens=st.lists(TOKENS | st.just(9), min_size=1, max_size=10),
     num_speculative_tokens=st.integers(1, 5),
+    min_match=st.integers(1, 3),
+    more=st.integers(0, 5),
     branches=st.integers(1, 5),
     budget=st.integers(0, 20),
     num_remaining=st.integers(1, 8),
@@ -129,17 +130,21 @@ def continuations(config: RestConfig, documents: list[list[int]], tokens: list[i
 def test_the_tree_is_made_of_the_most_frequent_prefixes(
     tmp_path_factory: pytest.TempPathFactory,
     documents: list[list[int]],
-    repeats: int,
+    few: int,
     tokens: list[int],
+    min_match: int,
+    more: int,
     budget: int,
     num_remaining: int,
     **options: int,
 ) -> None:
-    documents, config = documents * repeats, RestConfig(min_match=1, **options)
+    config = RestConfig(min_match=min_match, max_match=min_match + more, **options)
     drafter = RestDrafter(config, opened(tmp_path_factory.mktemp("text"), documents))
     row, depth = row_of(tokens, max_new_tokens=num_remaining), min(config.num_speculative_tokens, num_remaining - 1)
     budget = budget if config.branches > 1 else min(budget, depth)
-    draft = tree_of(drafter, row, budget)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(search, "_FEW", few)  # lists, arrays, and first one and then the other
+        draft = tree_of(drafter, row, budget)
     texts, drafted = [text[:depth] for text in continuations(config, documents, tokens)], paths_of(draft)
     counts = {
         tuple(text[:size]): sum(other[:size] == text[:size] for other in texts)
@@ -153,5 +158,10 @@ def test_the_tree_is_made_of_the_most_frequent_prefixes(
     assert list(draft.confidence) == [counts[path] / counts[path[:-1]] for path in drafted]
     ends = [path for path in drafted if not any(other[:-1] == path for other in drafted)]
     assert len(ends) <= config.branches
-    if len(ends) < config.branches:
+    if config.branches == 1:
+        chain = [()]
+        while following := [path for path in counts if path and path[:-1] == chain[-1]]:
+            chain.append(min(following, key=lambda path: (-counts[path], path)))
+        assert drafted == chain[1 : budget + 1]
+    elif len(ends) < config.branches:
         assert worths == sorted((count for path, count in counts.items() if path), reverse=True)[:budget]

@@ -1,11 +1,10 @@
-"""Stores: suffix arrays and searches against their definitions, and what is refused."""
+"""Stores: what they keep, and what is refused."""
 
 from __future__ import annotations
 
 import builtins
 import json
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -14,22 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from emssd_rest import RestConfig, search
+from emssd_rest import RestConfig
 from emssd_rest.build import build_store
 from emssd_rest.drafter import RestDrafter
 from emssd_rest.search import StoreSearch
 from emssd_rest.store import END, Header, Store, fingerprint
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from emssd.data.demo import model_path
 from emssd.errors import ConfigError, OutputError
 from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped
-
-LETTERS = st.integers(0, 2)  # three letters: matches are everywhere
-DOCUMENTS = st.lists(st.lists(LETTERS, max_size=12), min_size=1, max_size=6).filter(any)
 
 
 def made(folder: Path, documents: list[list[int]], **options: Any) -> Store:
@@ -42,59 +36,9 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(model_path("target"))
 
 
-def brute_force_longest(documents: list[list[int]], context: list[int], low: int, high: int) -> tuple[int, int]:
-    """The definition: the length of the longest suffix that stands in one document, and how often it does."""
-    for length in range(min(high, len(context)), low - 1, -1):
-        gram = context[len(context) - length :]
-        count = sum(
-            text[start : start + length] == gram for text in documents for start in range(len(text) - length + 1)
-        )
-        if count:
-            return length, count
-    return 0, 0
-
-
-def brute_force_chain(documents: list[list[int]], gram: list[int], num_tokens: int) -> list[int]:
-    """The definition: at each depth the most frequent token after the gram and what was chosen so far."""
-    chain: list[int] = []
-    while len(chain) < num_tokens:
-        wanted = [*gram, *chain]
-        behind = Counter[int]()
-        for text in documents:
-            for start in range(len(text) - len(wanted) + 1):
-                if text[start : start + len(wanted)] == wanted:
-                    behind.update(text[start + len(wanted) :][:1])
-        if not behind:
-            break
-        chain.append(min(behind, key=lambda token: (-behind[token], token)))
-    return chain
-
-
 def chain(searched: StoreSearch, match: int, places: range, num_tokens: int, most: int = 5000) -> list[int]:
     """The most frequent tokens after a match, of at most so many places, one after another."""
     return searched.tree(searched.behind(match, places, most), num_tokens, num_tokens, 1).token_ids
-
-
-@settings(deadline=None)
-@given(
-    documents=DOCUMENTS,
-    context=st.lists(LETTERS | st.just(9), max_size=10),
-    low=st.integers(1, 3),
-    more=st.integers(0, 5),
-    num_tokens=st.integers(1, 6),
-    few=st.sampled_from([0, 2, 48]),
-)
-def test_matches_and_chains_are_those_of_their_definitions(
-    documents: list[list[int]], context: list[int], low: int, more: int, num_tokens: int, few: int
-) -> None:
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(search, "_FEW", few)  # lists, arrays, and first one and then the other
-        searched = StoreSearch(made(Path(folder) / "store", documents))
-        match, places = searched.longest(context, low, low + more)
-        assert (match, len(places)) == brute_force_longest(documents, context, low, low + more)
-        if match:
-            expected = brute_force_chain(documents, context[len(context) - match :], num_tokens)
-            assert chain(searched, match, places, num_tokens) == expected
 
 
 @pytest.mark.parametrize(("largest", "kind"), [(65_534, ">u2"), (65_535, ">u4"), (200_000, ">u4")])

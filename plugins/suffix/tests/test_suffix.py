@@ -36,20 +36,24 @@ CONFIGS = st.builds(
 )
 
 
+def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
+    """The share of each token that follows `context` in `text`, the most frequent first, of equals the latest."""
+    size = len(context)
+    followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
+    latest, counts = {token: index for index, token in enumerate(followers)}, Counter(followers)
+    ranked = sorted({*counts} - {SEPARATOR}, key=lambda token: (-counts[token], -latest[token]))
+    return {token: counts[token] / len(followers) for token in ranked}
+
+
 def from_counts(
     config: SuffixConfig, text: Seq[int], tokens: Seq[int], length: int, budget: int
 ) -> tuple[list[int], float]:
     """A draft after the last `length` of `tokens`, by counting what follows in `text`; and its score."""
     context, product, score = list(tokens[-length:]), 1.0, 0.0
     while len(context) - length + 1 <= min(budget, config.max_spec_factor * length):
-        size = len(context)
-        followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == context]
-        latest = {token: i for i, token in enumerate(followers) if token != SEPARATOR}
-        if not latest:
-            break
-        token = max(latest, key=lambda token: (followers.count(token), latest[token]))
-        product *= followers.count(token) / len(followers)
-        if product < config.min_token_prob:
+        token, frequency = next(iter(behind(text, context).items()), (SEPARATOR, 0.0))
+        product *= frequency
+        if token == SEPARATOR or product < config.min_token_prob:
             break
         context.append(token)
         score += product
@@ -171,15 +175,6 @@ def test_options_out_of_range_are_config_errors_that_say_what_they_may_be(option
 
 
 Paths = dict[tuple[int, ...], float]
-
-
-def behind(text: Seq[int], context: Seq[int]) -> dict[int, float]:
-    """The count of each token that follows `context` in `text`, the most frequent first, of equals the latest."""
-    size = len(context)
-    followers = [text[end] for end in range(size, len(text)) if list(text[end - size : end]) == list(context)]
-    latest, counts = {token: index for index, token in enumerate(followers)}, Counter(followers)
-    ranked = sorted(counts, key=lambda token: (-counts[token], -latest[token]))
-    return {token: counts[token] / len(followers) for token in ranked}
 
 
 def trie(config: SuffixConfig, text: Seq[int], length: int, most: int) -> Paths:

@@ -100,7 +100,6 @@ def _edit_draft(self: Good, step: BudgetStep, draft: Draft) -> list[int]:
     return draft.lengths
 
 
-DRAWS = but(Good, allot=lambda self, step: [random.randint(0, limit) for limit in step.limits])
 SHARED = Good()
 
 FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -133,7 +132,9 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "budget.trees", but(Good, trim=lambda self, step, draft: fails() if draft.parents else draft.lengths)
     ),
     "takes accepted nodes for a prefix": ("budget.trees", CountsOnPrefixes),
-    "draws": ("budget.deterministic", DRAWS),
+    "draws": (
+        "budget.deterministic", but(Good, allot=lambda self, step: [random.randint(0, limit) for limit in step.limits])
+    ),
     "forgets to release": ("budget.release", but(Good, release=lambda self, request_ids: None)),
     "misses unknown ids": ("budget.release", MissesUnknownIds),
     "keeps what is in the middle": ("budget.preemption", KeepsWhatIsInTheMiddle),
@@ -148,8 +149,5 @@ def test_a_planted_fault_is_found_and_its_rule_is_named(fault: str, verdicts: Ve
     assert set((results := verdicts(suite("budget", make), rule)).values()) == {rule}, results
 
 
-def test_a_good_one_breaks_no_rule_and_one_that_says_that_it_draws_is_not_compared(verdicts: Verdicts) -> None:
+def test_a_good_one_breaks_no_rule(verdicts: Verdicts) -> None:
     assert verdicts(suite("budget", Good)) == {}
-    results = verdicts(suite("budget", DRAWS, decides_at_random=True))
-    assert set(results.values()) == {"skipped: it decides at random, and its decisions are not compared"}
-    assert len(results) == 3

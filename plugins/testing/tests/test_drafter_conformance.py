@@ -56,11 +56,6 @@ def suite_of(name: str) -> type[DrafterConformance]:
 globals().update({suite.__name__: suite for suite in map(suite_of, NAMES)})
 
 
-class TestOptions(DrafterConformance):
-    plugin = "suffix"
-    options = {"branches": 3, "num_speculative_tokens": 4, "max_spec_factor": 2.0}  # noqa: RUF012
-
-
 class TestAnpdOfGroups(DrafterConformance):
     plugin = "anpd"
     options = {"group_tokens": 200}  # noqa: RUF012

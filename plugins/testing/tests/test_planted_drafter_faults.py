@@ -259,13 +259,5 @@ def test_a_drafter_that_learns_across_requests_says_so_and_is_held_to_exactness_
     assert results["test_requests_do_not_touch_each_other"] == "drafter.isolation"
 
 
-def test_a_drafter_that_draws_says_so_and_is_held_to_exactness_only(verdicts: Verdicts) -> None:
-    why = "skipped: it drafts at random, and its drafts are not compared"
-    expected = dict.fromkeys(["test_it_decides_the_same_again", *COMPARING], why)
-    assert verdicts(suite("drafter", IS_RANDOM, decides_at_random=True)) == expected
-    results = verdicts(suite("drafter", OverwritesLater, decides_at_random=True), "drafter.lossless")
-    assert results["test_tokens_equal_plain_greedy"] == "drafter.lossless"
-
-
 def test_a_good_drafter_of_trees_breaks_no_rule(verdicts: Verdicts) -> None:
     assert verdicts(suite("drafter", GoodTrees)) == {}

@@ -16,23 +16,13 @@ def run(*command: object, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.fixture
-def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A new plugin, whose name has all that a name may have; its tests and types are run by nox -s new_plugin."""
-    return write("drafter", tmp_path, monkeypatch)
-
-
-def write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    authoring.main(["new", kind, "my_own2_drafter"])
-    return tmp_path / "emssd-my-own2-drafter"
-
-
 @pytest.mark.parametrize(("kind", "module"), [("drafter", "drafter.py"), ("budget", "policy.py")])
 def test_it_is_complete_and_in_good_style(
     kind: str, module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = write(kind, tmp_path, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    authoring.main(["new", kind, "my_own2_drafter"])  # its tests and types are run by nox -s new_plugin
+    made = tmp_path / "emssd-my-own2-drafter"
     files = sorted(path.relative_to(made).as_posix() for path in made.rglob("*") if path.is_file())
     package = "emssd_my_own2_drafter"
     assert files == sorted(
@@ -45,14 +35,12 @@ def test_it_is_complete_and_in_good_style(
     run("ruff", "format", "--check", ".", cwd=made)
 
 
-def test_nothing_is_overwritten(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = (made / "README.md").read_text()
-    (made / "README.md").write_text("mine")
-    with pytest.raises(SystemExit) as stop:
-        authoring.main(["new", "drafter", "my_own2_drafter"])
-    assert stop.value.code == 2
-    assert "emssd-my-own2-drafter is there already, and nothing in it is overwritten" in capsys.readouterr().err
-    assert (made / "README.md").read_text() == "mine" != before
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("mine")
+    with pytest.raises(SystemExit, match="2"):
+        authoring.main(["new", "drafter", "my_own2_drafter", "--folder", str(tmp_path)])
+    assert f"{tmp_path} is there already, and nothing in it is overwritten" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("README.md", "mine")]
 
 
 @pytest.mark.parametrize("name", ["My_drafter", "my-drafter", "1st", "_mine", "mine_", "class", "é", "", "a b", "a.b"])

@@ -113,8 +113,7 @@ class _Known(msgspec.Struct):
 def _read_known(path: Path) -> dict[str, list[int]]:
     """By request id the tokens of an earlier run's ``generations.jsonl``."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
-        rows = [typed(read_json(line), _Known) for line in lines if line]
+        rows = [typed(read_json(line), _Known) for line in path.read_bytes().split(b"\n") if line]
         return {row.id: row.token_ids for row in rows}
     except OSError as error:
         raise ConfigError(

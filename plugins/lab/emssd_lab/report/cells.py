@@ -100,13 +100,24 @@ def line_name(method: str | None, backend: str = "", budget: str = "") -> str:
     return methods().get(method or "", {}).get("name") or method or f"{budget or 'greedy'} on {backend}"
 
 
-def frame(rows: Iterable[Row]) -> pd.DataFrame:
+def frame(measured: Iterable[Row]) -> pd.DataFrame:
     """A line for each row: the row itself, its metrics, costs and rates by their names, and these columns.
 
     ``setting``; ``line``, the name of what is compared at every batch size, and ``rank``, by which the paper would sort
     it; ``speedup`` over plain greedy decoding with the same kernels, of the same file and repeat, if that was run.
     """
-    return _with_speedups(pd.DataFrame([_line(row) for row in rows]))
+    rows = pd.DataFrame([_line(row) for row in measured])
+    ranks = sorted(set(rows["rank"]))
+    rows["rank"] = rows["rank"].map(ranks.index)
+    rows["drafter"] = [setting.drafter for setting in rows.setting]
+    rows["rest"] = [setting._replace(drafter="") for setting in rows.setting]
+    plain = rows[~rows.speculate]
+    kernels = [f"on {row.backend_options}" for row in plain.row]
+    bases = pd.concat([plain.assign(base=plain.method), plain.assign(base=kernels)])
+    key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
+    for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
+        rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
+    return rows.assign(speedup=(rows.rate / rate.where(rate > 0)).where(rows.speculate))
 
 
 def _line(row: Row) -> dict[str, Any]:
@@ -120,20 +131,6 @@ def _line(row: Row) -> dict[str, Any]:
         "base": base or f"on {row.backend_options}", "rate": row.metrics.decode_tokens_per_second,
         **{name: getattr(row, name) for name in (*_REPEAT, "experiment", "method", "speculate", "batch_size")},
     }  # fmt: skip
-
-
-def _with_speedups(rows: pd.DataFrame) -> pd.DataFrame:
-    ranks = sorted(set(rows["rank"]))
-    rows["rank"] = rows["rank"].map(ranks.index)
-    rows["drafter"] = [setting.drafter for setting in rows.setting]
-    rows["rest"] = [setting._replace(drafter="") for setting in rows.setting]
-    plain = rows[~rows.speculate]
-    kernels = [f"on {row.backend_options}" for row in plain.row]
-    bases = pd.concat([plain.assign(base=plain.method), plain.assign(base=kernels)])
-    key, rate = [*_REPEAT, "batch_size", "rest", "base"], pd.Series(float("nan"), rows.index)
-    for names in ([*key, "drafter"], key):  # the baseline of the same drafter's sweep is preferred
-        rate = rate.fillna(rows.join(bases.groupby(names).rate.median().rename("plain_rate"), on=names).plain_rate)
-    return rows.assign(speedup=(rows.rate / rate.where(rate > 0)).where(rows.speculate))
 
 
 def over(above: pd.DataFrame, below: pd.DataFrame, column: str = "rate") -> pd.Series:

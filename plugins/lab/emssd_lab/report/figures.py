@@ -90,12 +90,8 @@ def speed_chart(title: str, lines: Iterable[Curve], mark: str = "") -> str:
 def histograms(title: str, xlabel: str, samples: Mapping[str, Seq[float]], *, mark: str = "") -> str:
     """Densities of several samples over the same bins."""
     figure, axes = _figure(title)
-    lowest, highest = (pick(pick(values) for values in samples.values()) for pick in (min, max))
-    step = max((highest - lowest) / 16, 1e-3)
-    edges = [lowest + step * i for i in range(18)]
-    for index, (name, values) in enumerate(samples.items()):
-        axes.hist(list(values), edges, density=True, histtype="stepfilled", alpha=0.25, color=colour(None, index))
-        axes.hist(list(values), edges, density=True, histtype="step", color=colour(None, index), label=name)
+    colours = [colour(None, index) for index in range(len(samples))]
+    axes.hist([*samples.values()], 16, density=True, histtype="step", color=colours, label=[*samples])
     axes.set(xlabel=xlabel, ylabel="probability density")
     return _svg(figure, axes, mark)
 

@@ -208,8 +208,8 @@ def _read_run(file: Path) -> dict[str, Any] | None:
 def read_rows(path: Path) -> list[Row | Simulation]:
     """The rows of a ``rows.jsonl``, which must have some."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # and at nothing else that Unicode calls a line's end
-    except (OSError, UnicodeDecodeError) as error:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     rows = []
     for where, line in ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()):

@@ -26,6 +26,7 @@ from emssd_testing.strategies import drafters, kv_layers
 __all__ = ["AttentionBackendConformance"]
 
 _LIMIT = 160  # tokens that all sequences together may hold, where limits are tested
+_ONE_LAYER = (LayerSpec(2, 1, 4, 4, 0.5),)
 _rule = pytest.mark.emssd_rule
 
 
@@ -42,9 +43,8 @@ class AttentionBackendConformance(Suite):
     Each failure names the rule that was broken; docs/reference/backend_rules.md explains them.
 
     Attributes:
-        layers: strategy of the layers of a model; draws that the backend does not support are passed over.
-        dtype, device, atol: of the tensors, and the largest difference from the reference that is rounding. Greedy
-            decoding is compared in float64 on the CPU only, where rounding decides nothing.
+        layers, dtype, device, atol: as of `BackendMachine`. Greedy decoding is compared in float64 on the CPU only,
+            where rounding decides nothing.
     """
 
     kind = "backend"
@@ -100,7 +100,7 @@ class AttentionBackendConformance(Suite):
     @_rule("backend.batch_invariant")
     def test_bits_are_those_of_a_row_alone(self) -> None:
         """The bits of each token are those of its row alone, fed token by token, if the backend says so."""
-        spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
+        spec = self._spec(_ONE_LAYER)
         if (backend := self._backend()).unsupported(spec):
             pytest.skip("it does not serve the layer by which it is asked; set dtype or device of the suite")
         backend.allocate(spec)
@@ -111,7 +111,9 @@ class AttentionBackendConformance(Suite):
     @_rule("backend.fits")
     def test_what_fits_is_planned_within_the_limit(self) -> None:
         """Rows of any lengths under a limit of memory, admitted as `fits` says."""
-        self._limited_or_skip()
+        limited = dataclasses.replace(self._spec(_ONE_LAYER), continuous=True, max_tokens=_LIMIT)
+        if reasons := self._backend().unsupported(limited):
+            pytest.skip(f"it keeps to no limit of memory: {'; '.join(reasons)}")
 
         def check(data: st.DataObject) -> None:
             layers = data.draw(self.layers, label="layers")
@@ -137,7 +139,8 @@ class AttentionBackendConformance(Suite):
             drafter = data.draw(any_drafter, label="drafter")
             decode(run, self._backend, drafter, "backend.lossless")
 
-        if reasons := self._backend().unsupported(self._float64()):
+        spec = KVCacheSpec((LayerSpec(4, 2, 8, 8, 0.35),), torch.float64, torch.device("cpu"), 4, 64)
+        if reasons := self._backend().unsupported(spec):
             pytest.skip(f"it does not serve float64 on the CPU, where tokens can be compared exactly: {reasons[0]}")
         self._examples(12, check)
 
@@ -188,17 +191,8 @@ class AttentionBackendConformance(Suite):
             if (usage := backend.kv_usage).peak_pool > limit:
                 broken("backend.fits", f"{usage.peak_pool} bytes were allocated under a limit of {limit}")
 
-    def _limited_or_skip(self) -> None:
-        spec = self._spec((LayerSpec(2, 1, 4, 4, 0.5),))
-        limited = dataclasses.replace(spec, continuous=True, max_tokens=_LIMIT)
-        if reasons := self._backend().unsupported(limited):
-            pytest.skip(f"it keeps to no limit of memory: {'; '.join(reasons)}")
-
     def _backend(self) -> WatchedBackend:
         return WatchedBackend(self._built(self.make_backend, AttentionBackend))
 
     def _spec(self, layers: tuple[LayerSpec, ...]) -> KVCacheSpec:
         return KVCacheSpec(layers, self.dtype, self.device, 4, 96)
-
-    def _float64(self) -> KVCacheSpec:
-        return KVCacheSpec((LayerSpec(4, 2, 8, 8, 0.35),), torch.float64, torch.device("cpu"), 4, 64)

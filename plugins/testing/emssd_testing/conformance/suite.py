@@ -13,7 +13,8 @@ from typing import Any, ClassVar, TypeVar, cast
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from omegaconf import MISSING, MissingMandatoryValue, OmegaConf
+from omegaconf import MissingMandatoryValue, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
 from emssd.errors import ConfigError
@@ -178,7 +179,7 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
     field that has no default is not among `values`; or OmegaConfBaseException: an unknown field, or a value of another
     type.
     """
-    if not (values or _required(config)):
+    if not (values or _needs_values(config)):
         return config()  # also one that OmegaConf cannot hold, which breaks a rule of its own
     try:
         return OmegaConf.to_object(OmegaConf.merge(structured(config), dict(values)))
@@ -189,14 +190,11 @@ def made(config: type, values: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def _required(config: type) -> list[str]:
-    if not dataclasses.is_dataclass(config):
-        return []
-    return [
-        field.name
-        for field in dataclasses.fields(config)
-        if field.default == MISSING or field.default is field.default_factory is dataclasses.MISSING
-    ]
+def _needs_values(config: type) -> bool:
+    try:
+        return bool(OmegaConf.missing_keys(structured(config)))
+    except OmegaConfBaseException:
+        return False
 
 
 def round_trip(config: Any) -> Any:
