@@ -284,10 +284,11 @@ class _Batch:
 
     def _add(self, state: RequestState) -> None:
         """Queue the samples of a request. One that cannot be decoded fails alone."""
-        states, added = [state], list[str]()
+        last = getattr(state.logit_processor_kwargs.get("sampling"), "n", state.num_children + 1) - 1
+        states = [*(state.fork(f"{state.request_id}{_CHILD}{sample}") for sample in range(last)), state]
+        added: list[str] = []
         try:
-            request, num_samples = self._request(state)
-            states = [*(state.fork(f"{state.request_id}{_CHILD}{sample}") for sample in range(num_samples - 1)), state]
+            request = self._request(state, one_of_many=last > 0)
             for sample, one in enumerate(states):
                 (row,) = self.engine.add(replace(request, request_id=one.request_id, sample=sample))
                 self.active[one.request_id] = one, row
@@ -297,19 +298,17 @@ class _Batch:
             for one in states:
                 self._handle_request_error(error, one)
 
-    def _request(self, state: RequestState) -> tuple[Request, int]:
-        """The request of the first sample of `state`, and how many there are. Raises what keeps it from being one."""
+    def _request(self, state: RequestState, *, one_of_many: bool) -> Request:
+        """The request of the first sample of `state`. Raises what keeps it from being one."""
         options, config, prompt = state.logit_processor_kwargs, self.manager.generation_config, state.initial_tokens
         if unknown := [name for name in options if name not in _OPTIONS]:
             raise ConfigError(f"unknown option {unknown[0]!r} of a request; it takes {', '.join(_OPTIONS)}")
-        identity, num_samples = state.request_id.removeprefix("req_"), state.num_children + 1
+        identity = state.request_id.removeprefix("req_") if options.get("sampling") is None else "0"
         sampling: SamplingParams | None = options.get("sampling") or self.manager.sampling
-        if options.get("sampling") is not None:
-            identity, num_samples = "0", options["sampling"].n
         changes = {name: value for name, value in options.items() if name in ("temperature", "top_k", "top_p")}
         if self.manager.continuous_batching_config.return_logprobs and (sampling or _PLAIN).logprobs is None:
             changes |= {"logprobs": 0, "processed_logprobs": True}
-        if changes or num_samples > 1:
+        if changes or one_of_many:
             sampling = replace(sampling or _PLAIN, n=1, **changes)
         stop = options.get("stop") or config.stop_strings
         stop = [stop] if isinstance(stop, str) else stop
@@ -318,8 +317,7 @@ class _Batch:
             limit = (config.max_length or self.engine.target.max_model_len) - len(prompt)
         stops = StopStrings(stop, self.engine.tokenizer) if stop else None
         eos = frozenset(state._eos_token_ids)
-        request = Request(state.request_id, tuple(prompt), limit, eos, stops, sampling, identity)
-        return request, num_samples
+        return Request(state.request_id, tuple(prompt), limit, eos, stops, sampling, identity)
 
 
 def _output(state: RequestState, generation: Generation | None = None) -> SpeculativeOutput:

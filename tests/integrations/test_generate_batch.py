@@ -154,6 +154,13 @@ def test_a_request_has_options_of_its_own_and_fails_alone() -> None:
     assert "outside the model's vocabulary" in sentences["far"]
 
 
+def test_all_samples_of_a_request_that_cannot_be_decoded_fail() -> None:
+    model = make_model()
+    with emssd.speculate(model):
+        outputs = model.generate_batch([[], PROMPTS[0]], config_of(do_sample=True, num_return_sequences=2))
+    assert ["is empty" in str(output.error) for output in outputs.values()] == [True, True, False, False]
+
+
 def test_requests_come_and_go_while_others_run() -> None:
     model = make_model()
     steps: list[list[int]] = []
