@@ -196,6 +196,14 @@ def trl(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
+def newest(session: nox.Session) -> None:
+    """Tests `emssd.speculate` with Transformers 5.24: it stands on private parts of that."""
+    _see_environment(session)
+    session.install("--no-deps", "transformers==5.24.*")
+    session.run("python", "-m", "pytest", "tests/integrations/test_generate_batch.py", *session.posargs)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
 def speculators(session: nox.Session) -> None:
     """Compares trained heads with the library `speculators`: each opens the other's files; logits are equal."""
     _see_environment(session)
