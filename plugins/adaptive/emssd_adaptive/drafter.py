@@ -132,7 +132,9 @@ def _kinds(draft: Draft, index: int) -> list[int]:
     for node, parent in enumerate(tree if draft.parents else ()):
         ranks[node] = num_children[parent + 1]
         num_children[parent + 1] += 1
-    unsure = [_UNSURE[parent >= 0] ** (rank + 1) for parent, rank in zip(tree, ranks, strict=True)]
-    numbers = unsure if draft.confidence is None else draft.confidence[start:stop]
+    if draft.confidence is None:
+        numbers: Seq[float] = [_UNSURE[parent >= 0] ** (rank + 1) for parent, rank in zip(tree, ranks, strict=True)]
+    else:
+        numbers = draft.confidence[start:stop]
     others = _BINS + len(_MIDDLES)
     return [bisect_right(_EDGES, n) + (others if rank else _BINS) for rank, n in zip(ranks, numbers, strict=True)]
