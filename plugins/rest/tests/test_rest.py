@@ -55,11 +55,11 @@ def test_each_row_gets_its_own_chain_within_its_budget(tmp_path: Path) -> None:
     text = [[3, 4, 5, 6, 7, 8, 9], [3, 4, 5, 12], [3, 4, 11]]
     drafter = RestDrafter(RestConfig(num_speculative_tokens=4), opened(tmp_path, text))
     assert drafter.num_speculative_tokens == 4
-    batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4]], "abcdef")))
-    budget = [9, 1, 4, 0, 4, 4]
+    batch = Batch(tuple(map(sequence, [[3, 4], [3, 4], [10, 3, 4, 5], [3, 4], [9], [4, 4], [8, 9]], "abcdefg")))
+    budget = [9, 1, 4, 0, 4, 4, 4]
     draft = drafter.propose(batch, budget)
     draft.check(batch, budget, VOCAB_SIZE)
-    assert chains_of(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], []]
+    assert chains_of(draft) == [[5, 6, 7, 8], [5], [6, 7, 8, 9], [], [], [], []]
 
 
 def test_lengths_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
