@@ -115,8 +115,7 @@ class StepPlan:
             step. ``None`` runs the pass as it is.
         token_index: ``[nnz]`` int64, where each packed token is in the flattened ``[b * n]`` fed ones; ``None`` if they
             are the first of them, in order.
-        compile: ``compile(target, indices)`` gives a function that runs the `TargetModel` in fewer launches, with these
-            hidden states; ``None`` runs it as it is.
+        compile: ``compile(target, indices)``, a pass in fewer launches with these hidden states; ``None`` has none.
         landing: ``[b * m]`` int64, the backend's memory on the host for the likeliest token of each projected row, the
             same in all steps of a recording; or ``None``.
     """

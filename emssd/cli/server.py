@@ -40,13 +40,13 @@ _LEFT = 499  # the status of an answer that its client has not waited for
 _logger = logging.getLogger(__name__)
 
 
-class _StreamOptions(Struct, frozen=True):
+class _StreamFields(Struct, frozen=True):
     include_usage: bool = False
 
 
 class _Streaming(Struct):
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _StreamFields | None = None
 
 
 class Server:

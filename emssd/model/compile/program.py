@@ -131,11 +131,14 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("emssd::attend", _attend_shape, lib=_library)
 
 
-@cache
 def declare_operators() -> None:
     """Tell the compiler the shapes of our operators' results. Raises NativeError: there are no kernels."""
-    load_kernels()
+    load_kernels()  # asked each time: the compiler may be gone since shapes were declared
+    _declare_shapes()
 
+
+@cache
+def _declare_shapes() -> None:
     def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
         return source.new_empty(*source.shape[:-1], out_features)
 
