@@ -9,7 +9,7 @@ from typing import Annotated
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.errors import PluginError
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import BackendSpec, offering
+from emssd.hooks import BackendSpec, hookimpl
 
 __all__ = ["FlashInferConfig", "PrefillKernel", "unavailable"]
 
@@ -81,4 +81,7 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     return PagedBackend(kernels, page_size=config.page_size, memory_fraction=config.memory_fraction)
 
 
-emssd_attention_backends = offering(BackendSpec("flashinfer", FlashInferConfig, _build, unavailable))
+@hookimpl
+def emssd_attention_backends() -> list[BackendSpec]:
+    """Offer the backend."""
+    return [BackendSpec("flashinfer", FlashInferConfig, _build, unavailable)]
