@@ -3,8 +3,8 @@
     python benchmarks/generate_batch.py --model DIR --data prompts.jsonl --rows 1 8 16
 
 Each way has a model of its own. A first call of one token is not measured: it makes the engine and its program. A
-ratio is to Transformers' own call in the same repeat; the table has the medians. All rows of emssd's must be the same
-whatever drafts; *equal* are those of Transformers' own calls too, whose kernels round differently.
+ratio is to Transformers' own call in the same repeat; the table has the medians. Drafts must change no
+row; *equal* counts the rows that Transformers alone gives, too. Its kernels round differently.
 """
 
 from __future__ import annotations

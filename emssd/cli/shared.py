@@ -65,7 +65,7 @@ class SharedEngine:
             self._thread.submit(self._end, rows)
 
     def _begin(self, rows: list[Row], requests: Iterable[Request], watch: _Watch) -> None:
-        """Queue the rows. What is drawn for one is what `Engine.generate` draws for its prompt alone."""
+        """Queue the rows. Each is sampled as if `Engine.generate` had its prompt alone."""
         self._watched[id(rows)] = rows, watch
         for request in requests:
             rows += self.engine.add(replace(request, request_id=str(next(self._names)), sample_of="0"))

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API as prompts, and rows as its answers: those of a file of a batch, and those of a server.
+"""Requests of OpenAI's API as prompts, and rows as answers, for batch files and for a server.
 
 Source: the API reference's pages on completions, chat completions and their streams.
 """
@@ -65,7 +65,7 @@ def prompt_of(prompt_id: str, line: str, url: str, body: Mapping[str, Any]) -> P
 
 
 def _check_fields(line: str, url: str, body: Mapping[str, Any]) -> None:
-    """Refuse what cannot be honoured. Raises PromptError, which names the field."""
+    """Raises PromptError, naming the field: the engine cannot honour one."""
     for name, value in body.items():
         if name in _HARMLESS | _HONOURED[url] or (name in _NEUTRAL and value in _NEUTRAL[name]):
             continue

@@ -113,7 +113,7 @@ class LevelDrafter(Drafter):
         """The trees of these rows are done."""
 
     def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
-        """Compute the newest ``tokens [r]`` of chains of `depth` tokens.
+        """Compute the newest ``tokens [r]`` of chains of `depth` tokens; only a drafter that plans chains needs it.
 
         Returns the logits ``[r, draft_vocab_size]`` after them.
         """

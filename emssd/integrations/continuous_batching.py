@@ -15,7 +15,7 @@ Transformers' own, with its thread, queues and statuses; an engine takes the pla
 A request may have options of its own beside those: ``add_request(ids, sampling=SamplingParams(…), stop=["\\n"])``.
 
 - ``sampling`` has all of `emssd.SamplingParams`: temperature, seed, n, logprobs, grammar (a JSON schema, say), and so
-  on. It replaces what the generation config says. Such a request is drawn as if it were alone: its text is that of
+  on. It replaces the generation config. The request is sampled as if it were alone, and has the text of
   ``Engine.generate([ids], sampling=sampling)``.
 - ``stop`` has texts that end it; they and ``grammar`` need the ``tokenizer`` of `speculate`.
 - ``temperature``, ``top_k`` and ``top_p``, as in Transformers, change these alone.

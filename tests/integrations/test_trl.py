@@ -323,6 +323,7 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.filterwarnings("ignore")
 def test_the_benchmark_compares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trl", reason=WHY)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")  # as the program does when it is imported
     from benchmarks.trl_rollouts import main
 
     monkeypatch.chdir(tmp_path)

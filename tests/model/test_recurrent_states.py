@@ -14,8 +14,8 @@ from emssd_testing.models import HYBRIDS, tiny_model
 from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model.hf import recurrent_pass
-from emssd.model.hf.recurrent_layers import _PASS, Convolution, Recurrence, keeps_states
-from emssd.model.hf.recurrent_pass import StatePass
+from emssd.model.hf.recurrent_layers import _PASS, keeps_states
+from emssd.model.hf.recurrent_pass import Convolution, Recurrence, StatePass
 from emssd.model.hf.recurrent_states import RowTokens, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped

@@ -6,14 +6,50 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
-from emssd.model.hf.recurrent_layers import Convolution, Recurrence
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Path", "Paths", "StatePass"]
+__all__ = ["Convolution", "Path", "Paths", "Recurrence", "StatePass"]
+
+
+class Convolution(NamedTuple):
+    """A causal convolution of each channel: ``y[i] = bias + sum_j weight[:, j] * x[i - (k - 1) + j]``.
+
+    Attributes:
+        values: ``[n, channels]`` for the fed tokens.
+        weight: ``[channels, k]``.
+        bias: ``[channels]``, or ``None``.
+    """
+
+    values: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class Recurrence(NamedTuple):
+    """A state ``S`` of a matrix for each head: ``S = exp(decay * rates) * S + key ⊗ u`` and ``y = query · S``.
+
+    There ``u`` is `value`; or, with `beta`, ``beta * (value - key · (exp(decay * rates) * S))``: the delta rule
+    (Yang et al. 2024, arXiv 2406.06484, gated in 2412.06464). Without `beta`, it is a state space model (Gu and Dao
+    2023, arXiv 2312.00752, and 2024, 2405.21060).
+
+    Attributes:
+        query, key: ``[n, heads, k]`` for the fed tokens.
+        value: ``[n, heads, v]``.
+        decay: ``[n, heads, k or 1, v or 1]``, the logarithm of the factor of the state.
+        beta: ``[n, heads]``, or ``None``.
+        rates: ``[k, v]``, or ``None`` for ones.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    decay: torch.Tensor
+    beta: torch.Tensor | None = None
+    rates: torch.Tensor | None = None
 
 
 @dataclass(slots=True)
