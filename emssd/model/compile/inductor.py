@@ -104,9 +104,10 @@ class CompiledPasses:
 
 def _roundings(values: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference where `expected` is finite, in roundings of its largest value; infinite for NaN."""
-    is_finite, wanted = expected.isfinite(), expected.double().nan_to_num(0.0, 0.0, 0.0)
+    wide = torch.promote_types(expected.dtype, torch.float32)  # of the largest step, they take half a gigabyte
+    is_finite, wanted = expected.isfinite(), expected.to(wide).nan_to_num(0.0, 0.0, 0.0)
     largest = wanted.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    far = torch.where(is_finite, values.double() - wanted, 0.0).abs().nan_to_num(float("inf")).max()
+    far = torch.where(is_finite, values.to(wide) - wanted, 0.0).abs().nan_to_num(float("inf")).max()
     return float(far / largest) / torch.finfo(expected.dtype).eps
 
 

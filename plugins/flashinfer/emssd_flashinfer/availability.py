@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["point_to_toolkit", "reason"]
 
-KNOWN_VERSIONS = ((0, 6, 18), (0, 8, 0))
+KNOWN_VERSIONS = ((0, 6, 18), (0, 7, 0))
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
 
 _INSTALL = "pip install 'emssd[flashinfer]' brings it"
@@ -58,8 +58,8 @@ def _package() -> str | None:
 
 def _compiler() -> str | None:
     """The tool that is missing to compile kernels when they are first used. FlashInfer searches the same places."""
-    if find_spec("flashinfer_jit_cache") is not None:
-        return None  # the kernels are compiled already
+    if any(file for folder in _folders("flashinfer_jit_cache") for file in folder.glob("**/batch_prefill*.so")):
+        return None  # compiled kernels are there; later versions of this package bring none
     if shutil.which("ninja") is None:
         return "FlashInfer compiles its kernels when they are first used, and ninja is not on PATH (pip install ninja)"
     cxx = os.environ.get("CXX", "c++")
@@ -95,7 +95,9 @@ def _toolkit() -> Path | None:
     """The folder of a CUDA toolkit: the user's own if there is one, else the first that is found, best with headers."""
     if (home := _given_home()) is not None:
         return Path(home)
-    folders = [_DEFAULT, *sorted(_DEFAULT.parent.glob("cuda-*"), reverse=True), *_wheel_folders()]
+    # NVIDIA's wheels, which PyTorch depends on, bring one too.
+    wheels = [folder for package in _folders("nvidia") for folder in sorted(package.glob("cu[0-9]*"), reverse=True)]
+    folders = [_DEFAULT, *sorted(_DEFAULT.parent.glob("cuda-*"), reverse=True), *wheels]
     if (on_path := shutil.which("nvcc")) is not None:
         folders = [Path(on_path).parent.parent, Path(on_path).resolve().parent.parent, *folders]
     toolkits = [folder for folder in folders if (folder / "bin" / "nvcc").is_file()]
@@ -103,11 +105,9 @@ def _toolkit() -> Path | None:
     return next(with_headers, (*toolkits, None)[0])
 
 
-def _wheel_folders() -> list[Path]:
-    """The folders in which NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
-    spec = find_spec("nvidia")
-    packages = [] if spec is None else spec.submodule_search_locations or []
-    return [folder for package in packages for folder in sorted(Path(package).glob("cu[0-9]*"), reverse=True)]
+def _folders(package: str) -> list[Path]:
+    spec = find_spec(package)
+    return [] if spec is None else [Path(folder) for folder in spec.submodule_search_locations or []]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

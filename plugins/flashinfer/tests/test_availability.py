@@ -60,7 +60,7 @@ FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
     "package": (lambda machine: machine.modules.discard("flashinfer"), "not installed (pip install 'emssd["),
     "module": (lambda machine: machine.modules.discard("tvm_ffi"), "installed without tvm_ffi, which it imports"),
     "old": (lambda machine: setattr(machine, "version", "0.6.17"), "0.6.17 is installed, and this version of emssd"),
-    "new": (lambda machine: setattr(machine, "version", "0.8.0"), "0.6.18 up to, but not including, 0.8.0"),
+    "new": (lambda machine: setattr(machine, "version", "0.7.0"), "0.6.18 up to, but not including, 0.7.0"),
     "unknown": (lambda machine: setattr(machine, "version", None), "so its version is unknown"),
     "ninja": (lambda machine: machine.tools.discard("ninja"), "ninja is not on PATH"),
     "compiler": (lambda machine: machine.tools.discard("c++"), "there is no C++ compiler 'c++' on PATH"),
@@ -80,15 +80,27 @@ def test_what_is_missing_is_named_in_one_sentence(
     assert "\n" not in sentences
 
 
-@pytest.mark.parametrize("version", ["0.6.18.post1", "0.7.2.post1"])
+@pytest.mark.parametrize("version", ["0.6.18.post1", "0.6.19"])
 def test_known_versions_are_taken(version: str, machine: Machine) -> None:
     machine.version = version
     assert unavailable() is None
 
 
-def test_compiled_kernels_need_no_compiler(machine: Machine) -> None:
+def package(monkeypatch: pytest.MonkeyPatch, name: str, folder: Path) -> None:
+    """Install `folder` as the package `name`."""
+    specs = {name: SimpleNamespace(submodule_search_locations=[str(folder)])}
+    found = availability.find_spec
+    monkeypatch.setattr(availability, "find_spec", lambda wanted: specs.get(wanted) or found(wanted))
+
+
+def test_compiled_kernels_need_no_compiler_but_a_package_without_any_does(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     machine.tools.clear()
-    machine.modules.add("flashinfer_jit_cache")
+    package(monkeypatch, "flashinfer_jit_cache", tmp_path)
+    assert "ninja is not on PATH" in (unavailable() or "")
+    (module := tmp_path / "jit_cache" / "batch_prefill_with_kv_cache_x").mkdir(parents=True)
+    (module / f"{module.name}.so").touch()
     assert unavailable() is None
 
 
@@ -142,9 +154,7 @@ class TestToolkit:
 
     def test_wheels_have_one(self, machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = toolkit(tmp_path / "nvidia" / "cu13")
-        wheels = SimpleNamespace(submodule_search_locations=[str(tmp_path / "nvidia")])
-        find_spec = availability.find_spec
-        monkeypatch.setattr(availability, "find_spec", lambda name: wheels if name == "nvidia" else find_spec(name))
+        package(monkeypatch, "nvidia", tmp_path / "nvidia")
         assert unavailable() is None
         assert self.cuda_home() == str(folder)
 
@@ -171,10 +181,10 @@ def test_fa3_is_refused_on_other_cards_than_hopper(machine: Machine) -> None:
     from emssd.attention import KVCacheSpec, LayerSpec
 
     spec = KVCacheSpec((LayerSpec(4, 4, 64, 64, 1.0),), torch.float16, torch.device("cuda"), 1, 8)
-    assert FlashInferKernels(384, "fa3").unsupported(spec, 16) == []
+    assert FlashInferKernels("fa3").unsupported(spec, 16) == []
     machine.capability = (8, 0)
-    assert FlashInferKernels(384, "fa2").unsupported(spec, 16) == []
-    assert "needs a Hopper GPU, not an old card" in FlashInferKernels(384, "fa3").unsupported(spec, 16)[0]
+    assert FlashInferKernels("fa2").unsupported(spec, 16) == []
+    assert "needs a Hopper GPU, not an old card" in FlashInferKernels("fa3").unsupported(spec, 16)[0]
 
 
 def without_cuda(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

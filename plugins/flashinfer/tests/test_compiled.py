@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,6 +18,7 @@ from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import Kept, KVCacheSpec, PagedBackend
+from emssd.cli.turns import Turns
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import PluginError
@@ -23,6 +26,8 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.compile.inductor import Compile, CompiledPasses, compiled
 from emssd.model.compile.tracing import export
 from emssd.model.run.target import Computed
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
 from tests.support.backends import runner_of as reference_runner
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
@@ -41,12 +46,12 @@ def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16) -
 
 
 def runner_of(
-    model: Any, compile: Compile | None, capture: Any = rerun, head_dims: tuple[int, ...] = (16, 64)
+    model: Any, compile: Compile | None, capture: Any = rerun, head_dims: Any = (16, 64), *, frozen: bool = False
 ) -> CausalLMRunner:
     passes = None if compile is None else CompiledPasses(compile)
     kernels = ReferenceKernels(head_dims, capture=capture, max_graph_tokens=16, passes=passes)
     backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
-    return reference_runner(TargetModel(model), backend, trees=True)
+    return reference_runner(TargetModel(model, frozen=frozen), backend, trees=True)
 
 
 def passes_of(runner: CausalLMRunner) -> Any:
@@ -54,7 +59,7 @@ def passes_of(runner: CausalLMRunner) -> Any:
     return backend._kernels._compiled
 
 
-def history(runner: CausalLMRunner, num_tokens: int = 2) -> list[torch.Tensor]:
+def history(runner: Any, num_tokens: int = 2) -> list[torch.Tensor]:
     """The logits of all steps of a run with drafts, which are accepted and rejected."""
     compute, logits = runner._compute, list[torch.Tensor]()
 
@@ -198,22 +203,45 @@ def test_a_pass_stays_as_long_as_its_recording() -> None:
     assert all(held() is None for held in passes)
 
 
-def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
-    calls = []
+@pytest.mark.parametrize(
+    ("which", "warning"),
+    [("all", "here on, steps run without"), ("one size", "here on, steps of 4 tokens run without"), ("once", "")],
+)
+def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(which: str, warning: str) -> None:
+    """The others are recorded, if any has been."""
+    attempts = Counter[int]()
 
-    def refuse(compute: Any) -> Any:
-        calls.append(compute)
-        raise PluginError("backend 'flashinfer' cannot record this")
+    def capture(compute: Any) -> Any:
+        attempts[size := len(compute().logits)] += 1
+        if which == "all" or (size == 4 and (which == "one size" or attempts[size] == 1)):
+            raise PluginError("backend 'flashinfer' cannot record this")
+        return compute
 
     model = model_of()
-    runner = runner_of(model, None, refuse)
+    runner: Any = runner_of(model, None, capture)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = history(runner, 6)
+    assert all(map(torch.equal, history(runner_of(model, None), 6), logits))
+    assert [warning in str(one.message) for one in caught] == [True] * bool(warning)
+    assert attempts.total() == 2 if which == "all" else attempts[4] == 2
+    assert bool(runner.backend._kernels.recorded_sizes) == (len(attempts) > 3) == (which != "all")
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
+def test_an_untimed_start_records_chains_of_all_sizes_the_largest_first(sampling: SamplingParams | None) -> None:
+    sizes = list[int]()
+
+    def capture(compute: Any) -> Any:
+        sizes.append(len(compute().logits))
+        return compute
+
+    runner = runner_of(model_of(), None, capture, frozen=True)
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    with pytest.warns(RuntimeWarning, match="steps run without a graph"):
-        done = engine.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
-    plain = Engine(runner_of(model, None), RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    wanted = plain.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
-    assert [row.token_ids for row in done] == [row.token_ids for row in wanted]
-    assert len(calls) == 1
+    requests = [Request(str(row), (1 + row, 2), 9, sampling=sampling) for row in range(3)]
+    list(Turns([engine], requests).run())
+    assert sizes[:10] == [12, 10, *range(8, 0, -1)]
+    assert min(sizes[10:], default=16) > 12, "only with prompts there are larger steps"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
