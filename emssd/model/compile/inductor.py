@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from emssd.model.compile.linears import join_products
 from emssd.model.compile.program import handle_of
 from emssd.model.compile.tracing import Traced, export
 from emssd.model.hf.hooked import HookedModel
@@ -33,7 +34,7 @@ def compiled(
     Inductor rounds wherever the module does, also between operations that it fuses.
     """
     with torch.inference_mode(False), torch.no_grad():
-        traced = export(module, inputs).module()
+        join_products(traced := export(module, inputs).module())
     options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
     return torch.compile(traced, fullgraph=True, dynamic=True, backend=backend, options=options)
 
