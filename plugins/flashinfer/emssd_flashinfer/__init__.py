@@ -58,11 +58,9 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     if why_not := unavailable():
         raise PluginError(f"backend 'flashinfer' is not available: {why_not}.")
     from emssd.model import CompiledPasses
-    from emssd_flashinfer.availability import point_to_toolkit
     from emssd_flashinfer.kernels import FlashInferKernels
     from emssd_flashinfer.recorded import CudaGraphCapture
 
-    point_to_toolkit()
     kernels = FlashInferKernels(
         PrefillKernel(config.prefill_kernel).value,
         capture=CudaGraphCapture() if config.cuda_graphs else None,
