@@ -198,7 +198,7 @@ class AttentionBackend(ABC):
     takes_devices: bool = False
     batch_invariant: bool = False
     prefix_unit: int = 0
-    recorded_sizes: Seq[int] = ()
+    recorded_sizes: tuple[int, ...] = ()
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:

@@ -30,7 +30,7 @@ class PagedKernels(ABC):
     takes_sinks: bool = False
     takes_devices: bool = False
     batch_invariant: bool = False
-    recorded_sizes: Seq[int] = ()
+    recorded_sizes: tuple[int, ...] = ()
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:

@@ -113,6 +113,8 @@ def lay_together(model: nn.Module) -> None:
             for name in ("weight", "bias"):
                 held = [tensor for layer in layers if (tensor := getattr(layer, name)) is not None]
                 if len(held) > 1:
-                    parts = torch.cat([tensor.detach() for tensor in held]).split(list(map(len, held)))
+                    parts = torch.split_with_sizes(
+                        torch.cat([tensor.detach() for tensor in held]), list(map(len, held))
+                    )
                     for layer, tensor, part in zip(layers, held, parts, strict=True):
                         setattr(layer, name, nn.Parameter(part, tensor.requires_grad))

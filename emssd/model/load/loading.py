@@ -54,14 +54,14 @@ def load_model(
         model, tokenizer = counting_model(options.architecture, dtype or torch.bfloat16, device), None
     else:
         model, tokenizer = load_checkpoint(options, dtype, accept=accept)
-        try:
-            model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"{device} has no room for the weights of {options.path!r}; take a smaller one"
-            ) from error
-    if device.type == "cuda" and options.device_map is None:
-        lay_together(model)
+    try:
+        model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
+        if device.type == "cuda" and options.device_map is None:
+            lay_together(model)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{device} has no room for the weights of {options.path!r}; take a smaller one"
+        ) from error
     if options.weights == "int8":
         if model.device.type != "cpu":
             raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")

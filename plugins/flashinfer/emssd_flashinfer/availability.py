@@ -69,8 +69,8 @@ def _compiler() -> str | None:
         return f"FlashInfer compiles its kernels when they are first used, and there is no C++ compiler {cxx!r} on PATH"
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
-    folder = Path(home or (Path(on_path).parent.parent if on_path else "/usr/local/cuda"))
-    nvcc = os.environ.get("FLASHINFER_NVCC") or str(folder / "bin" / "nvcc")
+    toolkit = Path(home or (Path(on_path).parent.parent if on_path else "/usr/local/cuda"))
+    nvcc = os.environ.get("FLASHINFER_NVCC") or str(toolkit / "bin" / "nvcc")
     if not Path(nvcc).is_file():
         return (
             f"FlashInfer compiles its kernels when they are first used, and there is no nvcc at {nvcc} "
