@@ -189,10 +189,11 @@ def tensor_parallel(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv", reuse_venv=True)
 def trl(session: nox.Session) -> None:
-    """Tests `emssd.integrations.trl` with the trainers of TRL, and with adapters of PEFT."""
+    """Trains with TRL, and decodes with adapters of PEFT."""
     _install_beside(session, "trl")
     session.install("peft")
-    session.run("python", "-m", "pytest", "tests/integrations/test_trl.py", *session.posargs)
+    files = ["tests/integrations/test_trl.py", "tests/integrations/test_trl_training.py"]
+    session.run("python", "-m", "pytest", *files, *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)

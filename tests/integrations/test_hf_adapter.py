@@ -81,6 +81,14 @@ def test_models_whose_layers_keep_a_state_and_know_no_longest_text_give_the_same
     assert torch.equal(expected, got)
 
 
+def test_a_model_that_accelerate_has_wrapped_for_mixed_precision_is_decoded_in_that_of_its_weights() -> None:
+    model = make_model().float()
+    expected = model.generate(**left_padded(), max_new_tokens=9)
+    model._original_forward, model.forward = model.forward, torch.autocast("cpu", torch.bfloat16)(model.forward)
+    got = model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
+    assert torch.equal(expected, got)
+
+
 def test_the_result_is_int64_whatever_the_ids_are() -> None:
     inputs = {name: value.int() for name, value in left_padded().items()}
     expected, got = both(make_model(), inputs, max_new_tokens=3)
