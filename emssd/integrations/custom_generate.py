@@ -194,7 +194,7 @@ class Call:
     ) -> Call:
         """Read what `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
-        check_config(config)
+        check_config(config, refused={"return_dict_in_generate"})
         check_inputs(model_kwargs)
         width = input_ids.shape[1]
         max_length, eos, others = limits(config, criteria)

@@ -25,10 +25,10 @@ HONOURED = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max
 HONOURED |= {"do_sample", "num_return_sequences", "temperature", "top_k", "top_p", "min_p", "typical_p", "pad_token_id"}
 HONOURED |= {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias", "bad_words_ids"}
 
-# Fields without effect on the tokens of decoding without beams, a dict, an assistant, or a cache of Transformers'.
+# Fields without effect on the tokens of decoding without beams, an assistant, or a cache of Transformers'.
 HARMLESS = {"use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"}
 HARMLESS |= {"continuous_batching_config", "low_memory", "early_stopping", "length_penalty", "renormalize_logits"}
-HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
+HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"}
 HARMLESS |= {"bos_token_id", "decoder_start_token_id", "transformers_version"}
 HARMLESS |= {"is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 HARMLESS |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"}
@@ -52,10 +52,10 @@ def check_config(config: GenerationConfig, refused: Set[str] = frozenset()) -> N
     """Refuse each field that is neither honoured, harmless nor neutral. Raises ConfigError: the field and its value.
 
     Args:
-        refused: honoured fields that are not so here.
+        refused: fields that are neither honoured nor harmless here.
     """
     fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
-    free = HONOURED - refused | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
+    free = (HONOURED | HARMLESS) - refused | (set[str]() if config.do_sample else _OF_SAMPLING)
     for name in sorted(name for name in vars(fresh).keys() - free if not name.startswith("_")):
         value = getattr(config, name, None)
         if value is not None and value is not False and value not in NEUTRAL.get(name, ()):
