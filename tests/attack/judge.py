@@ -37,6 +37,7 @@ class Account:
     num_moved: int = 0
     num_ties: int = 0
     num_preempted: int = 0
+    num_adopted: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_raised: int = 0

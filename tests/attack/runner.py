@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
+from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -22,17 +23,19 @@ from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
 from emssd.hooks.registry import Registry
 from emssd.sequences import Request, StopStrings
-from tests.support.backends import CONFIGS as BACKENDS
+from tests.support.backends import CONFIGS
 
 from .changes import CHANGES
 from .drafters import HurtfulDrafter
 from .histories import History
 from .judge import Account, Judge
 from .policies import POLICIES
+from .recorded import POINT, RecordedConfig
 from .worlds import Planted, Watch, World, watched
 
 __all__ = ["Account", "run_history", "safely"]
 
+BACKENDS = CONFIGS | {"recorded": RecordedConfig()}
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),
     "KeyboardInterrupt": KeyboardInterrupt,
@@ -45,8 +48,8 @@ _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
 
 @cache
 def _registry() -> Registry:
-    """The installed plugins; to find them takes longer than most histories."""
-    return Registry()
+    """The installed plugins, and one more backend; to find them takes longer than most histories."""
+    return Registry([*entry_points(group="emssd"), POINT])
 
 
 def run_history(world: World, history: History) -> Account:
@@ -143,6 +146,7 @@ class _Run:
                         got[done.request_id] = (list(done.token_ids), str(done.finish_reason.value))
             self.judge.texts(got, ended)
             self.result.num_preempted += self.engine.report.num_preempted
+            self.result.num_adopted += self.engine.report.num_adopted_tokens
             with suppress(EmssdError):  # a drafter that fails when it is told to forget
                 self.engine.clear()
             if held := self.engine.runner.usage.held:
@@ -170,15 +174,15 @@ class _Run:
         while True:
             spec = target.kv_cache_spec(history.batch_size)
             states = spec.bytes_per_row * spec.max_batch_size
-            memory = None if room is None else str(room * spec.bytes_per_token() + states)
+            self.memory = None if room is None else room * spec.bytes_per_token() + states
             options = EngineOptions(
                 batch_size=history.batch_size,
                 batching=Batching(history.batching),
                 max_step_tokens=history.max_step_tokens,
-                kv_memory=memory,
+                kv_memory=None if self.memory is None else str(self.memory),
                 admission=Admission(history.admission),
                 on_drafter_error=OnDrafterError(history.on_error),
-                prefix_caching=bool(history.change),
+                prefix_caching=history.sharing or bool(history.change),
             )
             made = Engine.assemble(
                 target,
@@ -230,11 +234,21 @@ class _Run:
                 self.engine.add(self._request(to_come.pop(0)))
             idle = not to_come and not self.engine.scheduler.has_work
             with self._going_on():  # one step more, idle, brings what a step finished that failed
-                for row in self.engine.step():
+                finished = self.engine.step()
+                self._check_limits()
+                for row in finished:
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
             if idle:
                 return
         self.judge.wrong(f"it had not ended after {self.most_steps} steps")
+
+    def _check_limits(self) -> None:
+        """Never more KV than the limit; no row is preempted whose worst case was admitted."""
+        usage, preempted = self.engine.runner.usage, self.engine.report.num_preempted
+        if self.memory is not None and max(usage.held, usage.peak_held, usage.peak_pool) > self.memory:
+            self.judge.wrong(f"{usage} is more than {self.memory} bytes")
+        if self.history.admission == "worst_case" and preempted:
+            self.judge.wrong(f"{preempted} rows were preempted, and all had room for their worst case")
 
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
