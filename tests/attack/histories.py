@@ -15,19 +15,20 @@ from .policies import POLICIES
 from .sins import ALL
 from .worlds import World
 
-__all__ = ["PLACES", "Fault", "History", "differing_fields", "draw_history"]
-
 # Where something may fail in the middle of a step.
 PLACES = (
+    "fits",
     "before plan",
     "after plan",
     "before attention",
     "after attention",
     "after forward",
+    "commit",
     "policy",
     "policy observes",
     "propose",
     "observe",
+    "release",
 )
 
 

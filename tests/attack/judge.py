@@ -15,8 +15,6 @@ from emssd.attention import PackedInputs
 from .oracle import Ask, ending
 from .worlds import World
 
-__all__ = ["Account", "Judge"]
-
 
 @dataclass
 class Account:

@@ -33,8 +33,6 @@ from .policies import POLICIES
 from .recorded import POINT, RecordedConfig
 from .worlds import Planted, Watch, World, watched
 
-__all__ = ["Account", "run_history", "safely"]
-
 BACKENDS = CONFIGS | {"recorded": RecordedConfig()}
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),

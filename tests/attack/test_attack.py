@@ -151,7 +151,7 @@ def test_a_drafter_that_breaks_the_rules_changes_no_token(sin: str) -> None:
 def test_a_step_that_fails_is_followed_by_right_ones(place: str, backend: str) -> None:
     for seed, error in enumerate(("Planted", "KeyboardInterrupt")):
         fault, moods = Fault(place, (2, 3, 5, 6, 8, 9), error), ("right then wrong", "some")
-        history = History(ASKS, seed, backend, policy="half", on_error="fail", fault=fault, moods=moods)
+        history = History(ASKS, seed, backend, policy="half", on_error="fail", fault=fault, moods=moods, sharing=True)
         account = run_history(world("a failing"), history)
         assert account.differences == []
         assert account.num_raised > 0

@@ -46,9 +46,14 @@ def late_tree(drafter: Drafter, budget: Seq[int]) -> Draft:
     return Draft.from_trees([(1, -1), (2, -1)][:limit] for limit in budget)
 
 
-def own_parents(drafter: Drafter, budget: Seq[int]) -> Draft:
-    chains = Draft.from_chains([1, 2][:limit] for limit in budget)
-    return Draft(chains.token_ids, chains.indptr, parents=(0,) * chains.indptr[-1])
+def parents_of(parent: Any) -> Callable[[Drafter, Seq[int]], Draft]:
+    """Chains whose nodes all have this parent."""
+
+    def draft(drafter: Drafter, budget: Seq[int]) -> Draft:
+        chains = Draft.from_chains([1, 2][:limit] for limit in budget)
+        return Draft(chains.token_ids, chains.indptr, parents=(parent,) * chains.indptr[-1])
+
+    return draft
 
 
 def wants(name: str, number: Any) -> Callable[[Drafter, Seq[int]], Draft]:
@@ -88,9 +93,12 @@ FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
         lambda drafter, budget: Draft.from_chains([[11][:limit] for limit in budget]),
         "it drafted token id 11, outside the target's vocabulary of 11",
     ),
+    "sparse": (drafted(ONES.to_sparse(), 1, 2), "failed in propose: RuntimeError: "),
     "rows": (drafted(ONES[:0], 0, 0, 0), "its draft has 3 rows .* but the batch has 2 rows"),
     "indptr": (drafted(ONES[:1], 2, 1), "broke its interface"),
-    "tree": (own_parents, "node 0 of its tree for request .* has parent 0; a parent is an earlier node"),
+    "half a parent": (parents_of(-0.5), "failed in propose: TypeError: .float. object"),
+    "no parent": (parents_of(None), "failed in propose: TypeError: .NoneType. object"),
+    "tree": (parents_of(0), "node 0 of its tree for request .* has parent 0; a parent is an earlier node"),
 }  # fmt: skip
 
 

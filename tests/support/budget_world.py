@@ -11,8 +11,6 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
 
-__all__ = ["Curve", "EndsByTurns", "World"]
-
 Curve = Callable[[int], float]
 
 

@@ -24,8 +24,6 @@ from emssd.sequences import Generation, Request
 from tests.support import sampling as reference
 from tests.support.backends import context_of
 
-__all__ = ["KINDS", "NUM_NEW", "PROMPTS", "Load", "Trial"]
-
 NUM_NEW = 31
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
 KINDS: dict[str, list[SamplingParams | None]] = {

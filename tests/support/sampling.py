@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 
 from emssd.sampling import SamplingParams
 
-__all__ = ["choice", "gumbel", "hashed", "logits_behind", "params_of_any_kind", "sampled", "scores"]
-
 
 def splitmix64(value: int) -> int:
     value = (value + 0x9E3779B97F4A7C15) % 2**64

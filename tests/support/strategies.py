@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Row
 
-__all__ = ["EosDrafter", "drafters_with_eos", "drafts", "prompt_batches", "step_histories"]
-
 
 class EosDrafter(RandomDrafter):
     """Drafts like `RandomDrafter`, with an EOS at a random place: after right tokens, in rubbish, first or last.
