@@ -20,9 +20,9 @@ from emssd.drafting import BudgetPolicy, Drafter
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
-from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter, watch
+from tests.support.sampling import kept_text
 from tests.support.tiers import looped
 
 VOCAB, MOST_NEW = 11, 31
@@ -66,16 +66,11 @@ def requests_of(kinds: Seq[SamplingParams | None], num_new: int) -> list[Request
     return [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, kind) in pairs]
 
 
-@cache
-def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
-    return reference.sampled(target().model, prompt, MOST_NEW, params, name)
-
-
 def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
-    """Decode in order. Compare the tokens with `text`."""
+    """Decode in order. Compare the tokens with those sampled by hand."""
     done = {generation.request_id: generation for generation in engine.run(requests)}
     for request in requests:
-        expected = text(request.request_id, request.prompt_ids, request.sampling)
+        expected = kept_text(target().model, request.prompt_ids, MOST_NEW, request.sampling, request.request_id)
         assert done[request.request_id].token_ids == expected[: request.max_new_tokens]
     return [done[request.request_id] for request in requests]
 
