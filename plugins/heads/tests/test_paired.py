@@ -39,7 +39,7 @@ def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
 
 @pytest.mark.parametrize("num_waiting", [256, 4])
 def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows of four draft in each eleventh step. States wait until then; rows with too many make features of them."""
+    """Two rows draft in each eleventh step. States wait until then; rows with too many make features of them."""
     monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
     case = trial("eagle3")
     engine = case.make_engine({"tree": "chain"})
