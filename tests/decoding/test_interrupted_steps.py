@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -41,10 +42,6 @@ def test_a_model_that_exits_does_not_end_the_process(
     oracle: Any, make_ragged: Any, build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(oracle, make_ragged, FailsBehindTheLastStep())
-
-    def leave(*arguments: Any) -> None:
-        raise SystemExit(0)
-
-    monkeypatch.setattr(engine.runner.backend, "plan", leave)
+    monkeypatch.setattr(engine.runner.backend, "plan", Mock(side_effect=SystemExit(0)))
     with pytest.raises(PluginError, match=r"the model or the backend called sys.exit\(0\) in a step"):
         engine.generate([[1, 2]], 3)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -250,10 +251,7 @@ def test_a_draft_that_is_rewritten_after_packing_is_verified_as_it_was(
 
 
 def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: Any, batch: Batch, budget: Seq[int]) -> Draft:
-        raise ZeroDivisionError("of its own")
-
-    monkeypatch.setattr(LLMADrafter, "propose", failing)
+    monkeypatch.setattr(LLMADrafter, "propose", Mock(side_effect=ZeroDivisionError))
     engine = Engine.from_model(tiny_model(), drafter="llma")
     with pytest.warns(PluginWarning, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose: ZeroDivisionError"):
         engine.generate([[3, 4]], 5)

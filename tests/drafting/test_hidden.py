@@ -10,6 +10,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -203,11 +204,7 @@ def test_a_runner_without_a_model_says_that_it_has_none() -> None:
 
 def test_memory_that_runs_out_while_states_are_picked_is_the_drafters_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step counts by then, so that nothing else may fail."""
-
-    def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError("no room")
-
-    monkeypatch.setattr(HiddenStates, "of", full)
+    monkeypatch.setattr(HiddenStates, "of", Mock(side_effect=torch.OutOfMemoryError("no room")))
     runner = runner_of(references().target, BACKENDS["ragged-page-3"]())
     engine = Engine(runner, Asks((0,)), batch_size=3)
     with pytest.warns(PluginWarning, match="failed in observe"):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
@@ -22,6 +21,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
 from tests.support.backends import context_of
 from tests.support.sampling import kept_text
+from tests.support.spies import failing
 
 NUM_NEW = 31
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
@@ -117,15 +117,8 @@ class Trial:
 
     def failing_steps(self, patch: pytest.MonkeyPatch) -> None:
         """Decode while each third pass of the target fails; no token changes."""
-        run, calls = self.engine.runner.run, list[int]()
-
-        def fails(packed: PackedInputs) -> Any:
-            calls.append(1)
-            if len(calls) % 3 == 0:
-                raise torch.OutOfMemoryError("planted")
-            return run(packed)
-
-        patch.setattr(self.engine.runner, "run", fails)
+        run = failing(self.engine.runner.run, torch.OutOfMemoryError("planted"), *range(2, 999, 3))
+        patch.setattr(self.engine.runner, "run", run)
         for request in self.requests():
             self.engine.add(request)
         done = list[Any]()

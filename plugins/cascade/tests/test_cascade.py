@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from emssd_cascade import CascadeConfig, emssd_drafters
@@ -140,14 +140,9 @@ def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options() -> None:
-    made: list[tuple[str, Mapping[str, Any]]] = []
-
-    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
-        made.append((name, options))
-        return told(1)
-
+    make_drafter = Mock(side_effect=lambda *_: told(1))
     context = DrafterContext(11, None, lambda path: pytest.fail("a cascade loads no model itself"), make_drafter)
     (spec,) = emssd_drafters()
     drafters = spec.build(CascadeConfig(["x", "y"], {"y": {"length": 3}}), context)
     assert [type(drafter) for drafter in drafters] == [Told, Told]
-    assert made == [("x", {}), ("y", {"length": 3})]
+    assert make_drafter.call_args_list == [call("x", {}), call("y", {"length": 3})]

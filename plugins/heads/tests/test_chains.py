@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from emssd_testing.drafters import ScriptedBudget
 from emssd_testing.models import tiny_model
 
-from emssd.attention import PackedInputs
 from emssd.draft_models import DynamicShape, LevelDrafter
 from emssd.drafting import Draft
 from emssd.model import TargetModel
@@ -30,7 +30,7 @@ UNEVEN = [(length, 6) for length in (1, 6, 0, 4, 2, 5, 3)]  # other lengths in e
 
 def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     """The drafts of an engine, and how many tokens each pass of its drafter computed."""
-    case, drafts, computed = trial("eagle3"), Drafts(), list[int]()
+    case, drafts = trial("eagle3"), Drafts()
     if name != "eagle3":
         model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
         case.load = lambda *_: draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
@@ -39,20 +39,16 @@ def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     backend = drafter._runner.backend if name != "eagle3" else drafter._runner._backend
     if name == "eagle3":
         drafter.shape.temperature, drafter.shape.least = 1.5, math.log(0.3)
-    propose, plan = drafter.propose, backend.plan
+    propose, backend.plan = drafter.propose, Mock(wraps=backend.plan)
 
     def proposed(*arguments: Any) -> Draft:
         draft: Draft = propose(*arguments)
         drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
         return draft
 
-    def planned(packed: PackedInputs) -> Any:
-        computed.append(packed.num_tokens)
-        return plan(packed)
-
-    drafter.propose, backend.plan = proposed, planned
+    drafter.propose = proposed
     case.decode(KINDS[kinds])
-    return drafts, computed
+    return drafts, [call.args[0].num_tokens for call in backend.plan.call_args_list]
 
 
 @pytest.mark.parametrize("kinds", ["greedy", "sampled"])

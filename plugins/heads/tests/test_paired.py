@@ -10,6 +10,7 @@ import gc
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import Mock
 
 import emssd_heads.states
 import pytest
@@ -144,11 +145,7 @@ def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.Mo
     module = some().double()
     assert keep_bytes(module) is module
     assert [type(part) for part in module] == [nn.Linear] * 3
-
-    def none() -> None:
-        raise NativeError("no C++ compiler", "no compiler")
-
-    monkeypatch.setattr("emssd_heads.weights.load_kernels", none)
+    monkeypatch.setattr("emssd_heads.weights.load_kernels", Mock(side_effect=NativeError("no C++ compiler", "-")))
     layer = nn.Linear(4, 3)
     before = layer.weight.detach().clone()
     assert keep_bytes(layer) is layer

@@ -5,10 +5,9 @@ Oracle: `verify` of its draft alone, for a target whose choice is a function of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock, call
 from zlib import crc32
 
 import pytest
@@ -163,16 +162,11 @@ def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:
-    made: list[tuple[str, Mapping[str, Any]]] = []
-
-    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
-        made.append((name, options))
-        return Raising("propose")
-
+    make_drafter = Mock(side_effect=lambda *_: Raising("propose"))
     context = DrafterContext(VOCAB_SIZE, None, lambda path: pytest.fail("no model"), make_drafter, "fail")
     (spec,) = emssd_drafters()
     drafter = spec.build(UnionConfig(["x", "y"], {"y": {"length": 3}}), context)
-    assert made == [("x", {}), ("y", {"length": 3})]
+    assert make_drafter.call_args_list == [call("x", {}), call("y", {"length": 3})]
     with pytest.raises(PluginError, match="drafter 'x' of union failed in propose"):
         drafter.propose(Batch((row_of([1]),)), [9])
 

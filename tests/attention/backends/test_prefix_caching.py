@@ -6,7 +6,6 @@ Oracle: `greedy_reference`, float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,6 +24,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
 from tests.support.backends import BACKENDS, MakeBackend, engine_of, runner_of
+from tests.support.spies import failing
 from tests.support.tiers import looped
 
 VOCAB = 11
@@ -183,16 +183,7 @@ def test_a_step_that_fails_where_rows_are_chosen_leaves_nothing_behind(
     check(engine, target, [(*HEADER, 1)])
     engine.add(Request("a", (*HEADER, 2), 4))
     engine.add(Request("b", (*HEADER, 3), 4))
-    fits: Callable[..., bool] = engine.runner.fits
-    calls: list[int] = []
-
-    def fails_once(lengths: Any) -> bool:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("the first time")
-        return fits(lengths)
-
-    monkeypatch.setattr(engine.runner, "fits", fails_once)
+    monkeypatch.setattr(engine.runner, "fits", failing(engine.runner.fits, RuntimeError("the first time"), 0))
     with pytest.raises(RuntimeError, match="the first time"):
         engine.step()
     assert engine.scheduler.num_waiting == 2
