@@ -10,7 +10,7 @@ from emssd_testing.drafters import RandomDrafter
 from emssd_testing.strategies import drafters
 from hypothesis import strategies as st
 
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Drafter
 from emssd.sequences import Row
 
 
@@ -65,13 +65,6 @@ def prompts(vocab_size: int, max_length: int = 12) -> st.SearchStrategy[list[int
 def prompt_batches(vocab_size: int, max_prompts: int = 4, max_length: int = 12) -> st.SearchStrategy[list[list[int]]]:
     """Prompts of ragged lengths, at least one; equal ones occur."""
     return st.lists(prompts(vocab_size, max_length), min_size=1, max_size=max_prompts)
-
-
-@st.composite
-def drafts(draw: st.DrawFn, budget: Seq[int], vocab_size: int) -> Draft:
-    """A draft of one chain per row, each within its budget, empty ones included."""
-    ids = st.integers(0, vocab_size - 1)
-    return Draft.from_chains([draw(st.lists(ids, max_size=limit)) for limit in budget])
 
 
 def step_histories(
