@@ -7,12 +7,10 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
-from importlib.metadata import entry_points
 from typing import Any
 
 import torch
@@ -21,19 +19,16 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import Admission, Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
-from emssd.hooks.registry import Registry
-from emssd.sequences import Request, StopStrings
-from tests.support.backends import CONFIGS
+from emssd.sequences import Generation, Request, StopStrings
 
+from .backends import BACKENDS, registry
 from .changes import CHANGES
 from .drafters import HurtfulDrafter
 from .histories import History
 from .judge import Account, Judge
 from .policies import POLICIES
-from .recorded import POINT, RecordedConfig
 from .worlds import Planted, Watch, World, watched
 
-BACKENDS = CONFIGS | {"recorded": RecordedConfig()}
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),
     "KeyboardInterrupt": KeyboardInterrupt,
@@ -42,12 +37,6 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 _MOST_RAISED = 20  # by one drafter that breaks the rules again and again
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
-
-
-@cache
-def _registry() -> Registry:
-    """The installed plugins, and one more backend; to find them takes longer than most histories."""
-    return Registry([*entry_points(group="emssd"), POINT])
 
 
 def run_history(world: World, history: History) -> Account:
@@ -189,7 +178,7 @@ class _Run:
                 backend=BACKENDS[history.backend],
                 budget=policy,
                 options=options,
-                registry=_registry(),
+                registry=registry(),
                 eos=history.asks[0].eos,
             )
             if room is None or made.runner.fits({"longest": longest}):
@@ -255,14 +244,15 @@ class _Run:
                 for _ in range(self.history.close_after):
                     next(early)
             early.close()  # type: ignore[attr-defined]  # it is a generator
-        for done in self.engine.run([self._request(request_id) for request_id in self.asks]):
-            self.judge.text_before_stop(done)
-            yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
+        yield from self._judged(self.engine.run([self._request(request_id) for request_id in self.asks]))
 
     def _generate(self) -> Iterator[tuple[str, list[int], str]]:
         asks = list(self.asks.values())
         prompts, limits = [self.world.prompts[ask.prompt] for ask in asks], [ask.limit for ask in asks]
-        for done in self.engine.generate(prompts, limits, stop=asks[0].stop):
+        yield from self._judged(self.engine.generate(prompts, limits, stop=asks[0].stop))
+
+    def _judged(self, generations: Iterable[Generation]) -> Iterator[tuple[str, list[int], str]]:
+        for done in generations:
             self.judge.text_before_stop(done)
             yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
 
@@ -292,12 +282,10 @@ class _Run:
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not self._may_raise(error) or self._is_final(error):
+            # A drafter may have changed its batch, and what the tokens were may be lost; or it fails for ever.
+            sin, expected = self.history.sin, self._may_raise(error)
+            if not expected or (sin and ("token" in sin or self.result.num_raised > _MOST_RAISED)):
                 raise
-
-    def _is_final(self, error: BaseException) -> bool:
-        """Whether nobody steps on: a drafter changed its batch, and what the tokens were may be lost, or it goes on."""
-        return bool(self.history.sin) and ("token" in self.history.sin or self.result.num_raised > _MOST_RAISED)
 
     def _may_raise(self, error: BaseException) -> bool:
         """Whether a step may raise `error`: it was planted, or a drafter that broke the rules is named."""

@@ -1,15 +1,16 @@
-"""Backend `recorded`: the loop of GPU backends, with its recordings, on reference kernels."""
+"""Backends of histories: those without a GPU, and `recorded`, the loop of GPU backends on reference kernels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 
 from emssd.attention import PagedBackend
 from emssd.hooks import BackendSpec, offering
+from emssd.hooks.registry import Registry
+from tests.support.backends import CONFIGS
 from tests.support.reference_kernels import ReferenceKernels, rerun
-
-POINT = EntryPoint("recorded", __name__, "emssd")
 
 
 @dataclass
@@ -25,3 +26,10 @@ def _build(config: RecordedConfig) -> PagedBackend:
 
 
 emssd_attention_backends = offering(BackendSpec("recorded", RecordedConfig, _build))
+BACKENDS = CONFIGS | {"recorded": RecordedConfig()}
+
+
+@cache
+def registry() -> Registry:
+    """The installed plugins, and this one; to find them takes longer than most histories."""
+    return Registry([*entry_points(group="emssd"), EntryPoint("recorded", __name__, "emssd")])
