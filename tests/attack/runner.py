@@ -150,8 +150,6 @@ class _Run:
         self.result.num_moved = sum(drafter.num_moved for drafter in self.drafters)
         return self.result
 
-    # Its parts.
-
     def _engine(self) -> Engine:
         history, target, room = self.history, self.world.target, self.history.room
         longest = max(len(self.world.text_of(ask)) for ask in history.asks)
