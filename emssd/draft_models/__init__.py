@@ -2,8 +2,7 @@
 
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.draft_models.draft_cache import DraftCache, fed
-from emssd.draft_models.growing_row import GrowingRow, Level, nodes_of
-from emssd.draft_models.growing_tree import GrowingTree
+from emssd.draft_models.growing_tree import GrowingRow, GrowingTree, Level, nodes_of
 from emssd.draft_models.level_drafter import LevelDrafter
 from emssd.draft_models.models import ModelDrafter, SharedDrafter, load_draft_model, shallow_runner
 from emssd.draft_models.shapes import DynamicShape, Expansion, LayerTreeOptions, Shape, StaticShape

@@ -15,8 +15,7 @@ import torch
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
 from emssd.draft_models.draft_cache import DraftCache
-from emssd.draft_models.growing_row import GrowingRow, Level
-from emssd.draft_models.growing_tree import Child, GrowingTree
+from emssd.draft_models.growing_tree import Child, GrowingRow, GrowingTree, Level
 from emssd.draft_models.shapes import DynamicShape, Shape
 from emssd.draft_models.top_tokens import Choices, after, likely_tokens, on_host
 from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees

@@ -8,8 +8,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from emssd.attention.packed import on_device
-from emssd.draft_models.growing_row import GrowingRow, Level
-from emssd.draft_models.growing_tree import GrowingTree
+from emssd.draft_models.growing_tree import GrowingRow, GrowingTree, Level
 from emssd.draft_models.level_drafter import LevelDrafter
 from emssd.draft_models.top_tokens import after, on_host
 from emssd.sequences import Row
