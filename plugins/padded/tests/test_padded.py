@@ -137,8 +137,8 @@ def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> 
     for pad_kv, start in [(True, 5), (False, 2)]:
         table = SlabTable(pad_kv)
         table.rows(["long", "short"])
-        table.append("long", range(5))
-        table.append("short", range(2))
+        table.slots("long").extend(range(5))
+        table.slots("short").extend(range(2))
         assert table.write_start("short") == start
         assert table.num_holes == 3
         assert table.truncate("long", 1) == [1, 2, 3, 4]
