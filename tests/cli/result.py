@@ -1,4 +1,4 @@
-"""What a command has printed and written."""
+"""The result of a command: its status, its output and its files."""
 
 from __future__ import annotations
 
