@@ -24,6 +24,7 @@ from emssd.draft_models import level_drafter, slot_drafter
 from emssd.draft_models.top_tokens import on_host
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.compile.linears import lay_together
 from emssd.sampling import SamplingParams
 from emssd.sequences import Row
 from tests.pretended.conftest import pytestmark as pytestmark
@@ -128,6 +129,8 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     if name != "draft_model":
         drafter = config_of(name, tmp_path)
     model = case.model().to("cuda")
+    if backend == "compiled":
+        lay_together(model)
     if name == "draft_model":
         twin = TargetModel(tiny_model("llama", seed=1).to("cuda"))
         runner = CausalLMRunner(twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], Registry()))
