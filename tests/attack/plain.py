@@ -17,8 +17,6 @@ from .histories import History
 from .oracle import Oracle
 from .worlds import Watch, World, watched
 
-__all__ = ["PlainOracle", "judged_by_plain"]
-
 # Of the largest logit: where `docs/exactness.md` calls a difference a tie.
 TIES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-6}
 

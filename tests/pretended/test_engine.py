@@ -20,7 +20,7 @@ from emssd_testing.drafters import RandomDrafter
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
-from emssd.draft_models import level_drafter
+from emssd.draft_models import level_drafter, slot_drafter
 from emssd.draft_models.top_tokens import on_host
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
@@ -140,7 +140,8 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     )
     waited, most_waited = list[int](), list[int]()  # for the likeliest tokens after the nodes of a level, or of a chain
     step = engine.step
-    monkeypatch.setattr(level_drafter, "on_host", lambda *args: (waited.append(1), on_host(*args))[1])
+    for module in (level_drafter, slot_drafter):
+        monkeypatch.setattr(module, "on_host", lambda *args: (waited.append(1), on_host(*args))[1])
 
     def counted_step() -> list[Row]:
         device.waits.clear()
