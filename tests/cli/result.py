@@ -1,4 +1,4 @@
-"""What a command has printed and written."""
+"""Outcomes of a command: its status, what it printed, and the files that it wrote."""
 
 from __future__ import annotations
 
