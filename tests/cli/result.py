@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """The result of a command: its status, its output and its files."""
-=======
-"""Outcomes of a command: its status, what it printed, and the files that it wrote."""
->>>>>>> doors
 
 from __future__ import annotations
 
