@@ -1,4 +1,4 @@
-"""Outcomes of a command: its status, what it printed, and the files that it wrote."""
+"""The result of a command: its status, its output and its files."""
 
 from __future__ import annotations
 

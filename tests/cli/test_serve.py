@@ -126,6 +126,17 @@ def test_a_client_that_leaves_gives_its_rows_up(stream: bool, client: Client, mo
 
 
 @pytest.mark.parametrize("stream", [False, True])
+def test_rows_that_another_call_finishes_are_answered(
+    stream: bool, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = client.server.shared
+    begin = shared._begin
+    monkeypatch.setattr(shared, "_begin", lambda *args: (begin(*args), shared._take_step()))
+    answer = client.http.post(COMPLETIONS, json={"prompt": "abc", "stream": stream, "max_tokens": 1})
+    assert (answer.status_code, '"finish_reason": "length"' in answer.text) == (200, True)
+
+
+@pytest.mark.parametrize("stream", [False, True])
 def test_a_step_that_fails_fails_its_requests_and_no_later_ones(
     stream: bool, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
