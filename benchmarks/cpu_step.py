@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import transformers
 from common import best_ms, in_large_pages, make_parser, save, show
-from emssd.model.compile.packed import round_weights
 from rich.console import Console
 from rich.progress import track
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import ModelOptions, TargetModel
+from emssd.model.compile.packed import round_weights
 from emssd.sequences import Request
 
 ENGINES = {

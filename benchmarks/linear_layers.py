@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from common import best_ms, in_large_pages, make_parser, save, show
-from emssd.model.compile.packed import panels_of, rounded
 
+from emssd.model.compile.packed import panels_of, rounded
 from emssd.native import load_kernels
 
 WIDTH, INNER, VOCABULARY = 1024, 4096, 32000
