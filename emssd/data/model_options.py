@@ -29,8 +29,8 @@ class ModelOptions:
             weights; `path` is then only its name, and its ``auto`` dtype is bfloat16. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
             Transformers has none for it; that code can do anything.
-        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, on a CPU. That is another
-            model, somewhat worse and faster; speculation does not change its text.
+        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, with a scale for 32, on a
+            CPU. That is another model, somewhat worse and faster; speculation does not change its text.
         batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
             docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.

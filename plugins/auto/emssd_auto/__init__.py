@@ -62,7 +62,8 @@ def why_not_self(context: DrafterContext) -> str | None:
         return "the model is not on a CPU, whole"
     if not target.has_program:
         return "the model is not compiled"
-    num_bytes = sum(weight.nbytes for weight in target.model.parameters())
+    memory = [tensor.untyped_storage() for tensor in (*target.model.parameters(), *target.model.buffers())]
+    num_bytes = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
     return f"the model has {num_bytes >> 20} MiB" if num_bytes < _LEAST_BYTES else None
 
 

@@ -36,10 +36,14 @@ class Costs:
         import torch
         from torch.distributed.tensor import DTensor
 
+        from emssd.model.compile.packed import PackedLinear
+
         model = target.model
         projection = model.get_output_embeddings()
         tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
         tables -= {id(projection.weight)} if projection is not None else set()
+        layers = [part for part in model.modules() if isinstance(part, PackedLinear)]
+        packed = {id(part.weight): part.panels.numel() / part.weight.numel() for part in layers}
         taken = _share_of_experts(model.config.get_text_config())
         weights = [
             (weight, (weight.to_local() if isinstance(weight, DTensor) else weight).numel() * share)
@@ -48,7 +52,7 @@ class Costs:
             if id(weight) not in tables
         ]
         return cls(
-            weight_bytes=int(sum(count * weight.element_size() for weight, count in weights)),
+            weight_bytes=int(sum(count * packed.get(id(weight), weight.element_size()) for weight, count in weights)),
             kv_bytes_per_token=target.kv_cache_spec(1).bytes_per_token(),
             matmul_parameters=int(sum(count for weight, count in weights if weight.ndim > 1)),
             attention_flops_per_kv_token=sum(

@@ -25,8 +25,7 @@ class SelfConfig(LayerTreeOptions):
     the caches, on a CPU with `model.compile=true`.
 
     Attributes:
-        bits: of a rounded weight. 4 has a scale for each 32 inputs, and rounds activations to bytes. 8 has one for each
-            output.
+        bits: of a rounded weight, 4 or 8, with a scale for each 32 inputs. Activations are rounded to bytes.
         layers: of the target's layers, how many draft, from the first on, uncompiled; ``null`` for all.
     """
 
