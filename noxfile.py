@@ -111,7 +111,7 @@ def oldest(session: nox.Session) -> None:
     wanted = "\n".join(
         [
             *project["dependencies"],
-            *(line for name in ("lab", "rest", "serve", "testing", "train", "dev") for line in extras[name]),
+            *(line for name in ("gguf", "lab", "rest", "serve", "testing", "train", "dev") for line in extras[name]),
         ]
     )
     floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}

@@ -1,7 +1,7 @@
 """Packed weights of linear layers and embeddings: 4 or 8 bits each, on CPUs.
 
-A packed weight stays as it is, and the kernels of `emssd.native` compute with it. They round activations to bytes, 32 at
-a time, and add up integers, so what a row gets does not depend on the rows beside it.
+A packed weight stays as it is, and the kernels of `emssd.native` compute with it. They round activations to bytes, 32
+at a time, and add up integers, so what a row gets does not depend on the rows beside it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
     pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))  # each stays in the processor's cache
     if len(pieces) > 1:
         copies = [rounded(piece, bits) for piece in pieces]
-        return Rounded(*(torch.cat([copy[i] for copy in copies]) for i in (0, 1)), bits=bits)  # type: ignore[misc]
+        return Rounded(*(torch.cat([copy[i] for copy in copies]) for i in (0, 1)), bits=bits)  # type: ignore[arg-type,misc]
     num_out, num_in = weight.shape
     groups = F.pad(weight.to(torch.float32), (0, -num_in % _BLOCK)).view(num_out, -1, _BLOCK)
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
@@ -103,9 +103,9 @@ class PackedEmbedding(nn.Embedding):
 def pack(model: nn.Module, name: str, weight: Rounded) -> None:
     """Put a packed weight in the place of the parameter `name`, in every linear layer and embedding that shares it.
 
-    The parameter may be on the meta device. Its module becomes a `PackedLinear` or `PackedEmbedding` that keeps the code
-    of its own class. Where a module of another kind has it, or there is no kernel for its device and dtype, the model
-    gets the numbers dense, in the dtype of the parameter.
+    The parameter may be on the meta device. Its module becomes a `PackedLinear` or `PackedEmbedding` that keeps the
+    code of its own class. Where a module of another kind has it, or there is no kernel for its device and dtype, the
+    model gets the numbers dense, in the dtype of the parameter.
     """
     parameter = model.get_parameter(name)
     shape, dtype, device = parameter.shape, parameter.dtype, parameter.device.type
@@ -123,7 +123,7 @@ def pack(model: nn.Module, name: str, weight: Rounded) -> None:
     for part, _ in places:
         part.weight = stand_in
         part.register_buffer("panels", panels, persistent=False)
-        part.__class__ = _packed_class(type(part))
+        part.__class__ = _packed_class(type(part))  # type: ignore[arg-type]
 
 
 def pack_model(model: nn.Module, make: Callable[[str, torch.Tensor], Rounded | None]) -> int:
@@ -136,7 +136,9 @@ def pack_model(model: nn.Module, make: Callable[[str, torch.Tensor], Rounded | N
         How many numbers were rounded.
     """
     linears = {
-        id(part.weight) for part in model.modules() if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)
+        id(part.weight)
+        for part in model.modules()
+        if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)
     }
     count = 0
     for name, weight in [*model.named_parameters()]:
@@ -155,7 +157,12 @@ def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
 
 def _has_kernel(device: str, dtype: torch.dtype) -> bool:
     """Whether kernels compute with packed weights of a model of this dtype, on this type of device."""
-    return device in ("cpu", "meta") and dtype in (torch.float32, torch.bfloat16) and why_unavailable() is None
+    return (
+        device in ("cpu", "meta")
+        and dtype in (torch.float32, torch.bfloat16)
+        and why_unavailable() is None
+        and hasattr(_kernels(), "pack")
+    )
 
 
 @cache

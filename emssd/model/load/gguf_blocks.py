@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
-from emssd.model.compile.int8 import Rounded
+from emssd.model.compile.packed import Rounded
 
 __all__ = ["KINDS", "rounded_of"]
 
@@ -20,12 +20,18 @@ def rounded_of(blocks: torch.Tensor, kind: str) -> Rounded:
     Products of a scale and a minimum are those that the file's format defines, in float32.
     """
     size, unpack = KINDS[kind]
-    pieces = blocks.split(max(1, _PIECE // blocks.shape[1]))
+    pieces = torch.split(blocks, max(1, _PIECE // blocks.shape[1]))
     columns = zip(*(unpack(piece.reshape(-1, size)) for piece in pieces), strict=True)
     values, scale, minimum = (None if parts[0] is None else torch.cat(parts) for parts in columns)
-    assert values is not None and scale is not None
+    assert values is not None
+    assert scale is not None
     rows = len(blocks)
-    return Rounded(values.view(rows, -1), scale.view(rows, -1), None if minimum is None else minimum.view(rows, -1))
+    return Rounded(
+        values.view(rows, -1),
+        scale.view(rows, -1),
+        None if minimum is None else minimum.view(rows, -1),
+        bits=4 if kind.startswith("Q4") else 8,
+    )
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -73,7 +79,7 @@ def _q5_1(blocks: torch.Tensor) -> _Parts:
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``[blocks, 8]`` scales and minimums, of 6 bits each in 12 bytes, times those of the block."""
-    first, second, last = blocks[:, 4:16].split(4, dim=1)
+    first, second, last = torch.split(blocks[:, 4:16], 4, dim=1)
     scale = torch.cat([first & 63, (last & 15) | (first >> 6 << 4)], dim=1)
     minimum = torch.cat([second & 63, (last >> 4) | (second >> 6 << 4)], dim=1)
     return _half(blocks, 0).float() * scale, -(_half(blocks, 2).float() * minimum)

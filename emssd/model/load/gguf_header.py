@@ -34,7 +34,7 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says before its tensors.
+    """A file's description of itself and its tensors.
 
     Attributes:
         data: ``[bytes]`` uint8 of all tensors, on the disk until they are read.
@@ -54,7 +54,7 @@ def read_header(file: Path) -> Header:
             raise ConfigError(f"{file} is no GGUF file, as it does not begin with GGUF; give one, or a folder")
     size = file.stat().st_size
     data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # mapped, not read
-    reader = _Reader(memoryview(data.numpy()))
+    reader = _Reader(data.numpy().data)
     try:
         version, num_tensors, num_values = reader.take("4xIQQ")
         if version not in _VERSIONS:
@@ -67,8 +67,8 @@ def read_header(file: Path) -> Header:
             tensors.append(Stored(name, tuple(reversed(shape)), *reader.take("IQ")))
     except (struct.error, KeyError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is damaged or not complete; copy or download it again") from error
-    if values.get("split.count", 1) > 1:
-        raise ConfigError(f"{file} is one of {values['split.count']} parts; make one file with llama-gguf-split --merge")
+    if (parts := values.get("split.count", 1)) > 1:
+        raise ConfigError(f"{file} is one of {parts} parts; make one file with llama-gguf-split --merge")
     header = reader.data[: reader.at]
     first = reader.at + -reader.at % values.get("general.alignment", _ALIGNMENT)
     digest = sha256(header.tobytes() + size.to_bytes(8, "little")).hexdigest()
