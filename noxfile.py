@@ -175,6 +175,18 @@ def lm_eval(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)
+def lighteval(session: nox.Session) -> None:
+    """Scores a task with lighteval, offline, alone and within `emssd.speculate`.
+
+    It needs another antlr4-python3-runtime than Hydra, so it has no command line of emssd beside it, and no pytest.
+    """
+    _see_environment(session)
+    session.install("lighteval==0.13.*")
+    env = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    session.run("python", "examples/lighteval_scores.py", env=env)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
 def ray(session: nox.Session) -> None:
     """Tests `emssd.integrations.ray`, and the job of the page on it, on a Ray of this machine."""
     _install_beside(session, "ray")
@@ -189,10 +201,12 @@ def tensor_parallel(session: nox.Session) -> None:
 
 @nox.session(venv_backend="venv", reuse_venv=True)
 def trl(session: nox.Session) -> None:
-    """Tests `emssd.integrations.trl` with the trainers of TRL, and with adapters of PEFT."""
+    """Trains with TRL, and decodes with adapters of PEFT."""
     _install_beside(session, "trl")
     session.install("peft")
-    session.run("python", "-m", "pytest", "tests/integrations/test_trl.py", *session.posargs)
+    files = ["tests/integrations/test_trl.py", "tests/integrations/test_trl_training.py"]
+    adapters = "tests/model/test_batch_invariance.py::test_adapters_are_trained_with_the_bits_of_the_rollout"
+    session.run("python", "-m", "pytest", *files, adapters, *session.posargs)
 
 
 @nox.session(venv_backend="venv", reuse_venv=True)

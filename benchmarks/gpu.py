@@ -42,6 +42,7 @@ from gpu_tables import print_tables
 from rich.console import Console
 
 from emssd.model import ModelOptions, TargetModel
+from emssd.model.compile.linears import lay_together
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -159,10 +160,8 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     start, device, target = time.perf_counter(), torch.device(arguments.device), None
     if not LIBRARIES.keys() >= {*arguments.only}:
         longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-        target = TargetModel(
-            model_of_shape(SHAPES[shape], _dtype(device), device, longest),
-            ModelOptions(max_model_len=longest, compile=False),
-        )
+        lay_together(model := model_of_shape(SHAPES[shape], _dtype(device), device, longest))
+        target = TargetModel(model, ModelOptions(max_model_len=longest, compile=False))
         print(f"{shape}: the model is made ({time.perf_counter() - start:.1f} s)", flush=True)
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
     for number, (name, measure) in enumerate(todo, 1):

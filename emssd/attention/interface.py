@@ -190,6 +190,7 @@ class AttentionBackend(ABC):
             may then run within that of another.
         batch_invariant: whether a query has the same bits whatever other rows, drafts and steps there are.
         prefix_unit: KV is shared by so many tokens; 0 if it is not shared. Of use after `allocate`.
+        recorded_sizes: the numbers of tokens of steps that are recorded, each when it first comes; ascending.
     """
 
     takes_trees: bool = False
@@ -197,6 +198,7 @@ class AttentionBackend(ABC):
     takes_devices: bool = False
     batch_invariant: bool = False
     prefix_unit: int = 0
+    recorded_sizes: tuple[int, ...] = ()
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec) -> list[str]:

@@ -23,13 +23,14 @@ class PagedKernels(ABC):
     One object serves one `PagedBackend`.
 
     Attributes:
-        takes_trees, takes_sinks, takes_devices, batch_invariant: see `AttentionBackend`.
+        takes_trees, takes_sinks, takes_devices, batch_invariant, recorded_sizes: see `AttentionBackend`.
     """
 
     takes_trees: bool = False
     takes_sinks: bool = False
     takes_devices: bool = False
     batch_invariant: bool = False
+    recorded_sizes: tuple[int, ...] = ()
 
     @abstractmethod
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
@@ -109,7 +110,7 @@ class PagedBackend(AttentionBackend):
     def allocate(self, spec: KVCacheSpec) -> None:
         page_size = self._table.page_size
         self._kernels = self._serving(spec)
-        self.batch_invariant = self._kernels.batch_invariant
+        self.batch_invariant, self.recorded_sizes = self._kernels.batch_invariant, self._kernels.recorded_sizes
         self._pool = KVPool(self._page_shapes(self._kernels, spec), page_size, spec.dtype, spec.device)
         self.prefix_unit = page_size if spec.prefix_caching else 0
         self._kernels.allocate(spec, self._pool)

@@ -31,6 +31,8 @@ _GONE = {
     "model.checksums": "A run loads its model itself, and needs no check; leave it out",
     "data.seed": "Random prompts are the same each time",
     "drafter.seed": "drafter=replay draws the same each time",
+    "budget.memory": "budget=adaptive looks back on 16 drafted tokens of a row",
+    "budget.probe_interval": "budget=adaptive tries again after 32 steps at the soonest",
 }
 """Options of earlier versions, and what stands in for them."""
 

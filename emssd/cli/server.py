@@ -25,8 +25,9 @@ from starlette.types import Receive, Scope, Send
 from emssd.cli.output import record_of
 from emssd.cli.shared import SharedEngine
 from emssd.cli.text_stream import TextStream
-from emssd.data.openai import CHAT, COMPLETIONS, answer_to, part_of, prompt_of, refusal
+from emssd.data.openai import CHAT, COMPLETIONS, RESPONSES, Answer, prompt_of, refusal
 from emssd.data.prompts import Prompt
+from emssd.data.responses import Response as ResponseAnswer
 from emssd.data.typed import read_json, typed
 from emssd.decoding.engine import Engine
 from emssd.errors import ConfigError, EmssdError, PromptError
@@ -64,7 +65,7 @@ class Server:
     def __init__(self, engine: Engine, model: str, requests_of: Callable[[Prompt], Seq[Request]]) -> None:
         self.shared, self.model, self.requests_of = SharedEngine(engine), model, requests_of
         self.tokenizer, self.token_bytes = engine.tokenizer, cache(lambda: TokenBytes(engine.tokenizer))
-        routes = [Route(url, self._answer, methods=["POST"]) for url in (CHAT, COMPLETIONS)]
+        routes = [Route(url, self._answer, methods=["POST"]) for url in (CHAT, COMPLETIONS, RESPONSES)]
         routes += [Route("/v1/models", self._models), Route("/health", lambda _: _json({"status": "ok"}))]
         self.app = Starlette(routes=routes)
 
@@ -82,7 +83,7 @@ class Server:
                 async for _ in call.steps:
                     if await http.is_disconnected():
                         return Response(status_code=_LEFT)
-            return _json(call.answer(await call.records()))
+            return _json(call.answer.whole(await call.records()))
         except ClientDisconnect:
             return Response(status_code=_LEFT)
         except Exception as error:
@@ -99,7 +100,8 @@ class _Call:
         except ValueError as error:
             raise PromptError(f"the request cannot be read: {error}") from error
         self.is_streamed = options.stream
-        self._has_usage = options.stream_options is not None and options.stream_options.include_usage
+        more = options.stream_options
+        self._has_usage = url != RESPONSES and more is not None and more.include_usage
         read = ("stream", "stream_options")
         body = {name: value for name, value in fields.items() if value is not None and name not in read}
         body.setdefault("seed", randbits(31))
@@ -108,11 +110,9 @@ class _Call:
         self.rows: Seq[Row] = ()
         self._server, self._streams = server, dict[int, TextStream]()
         self._pieces = deque[tuple[int, str]]()  # texts that are new, and of which choice
-        self._origin = {"id": uuid4().hex, "created": int(time.time()), "model": server.model}
-
-    def answer(self, records: Seq[dict[str, Any]]) -> dict[str, Any]:
-        """The body of the answer."""
-        return answer_to(self.prompt, records, self._origin, self._server.token_bytes)
+        origin = {"id": uuid4().hex, "created": int(time.time()), "model": server.model}
+        is_response = url == RESPONSES
+        self.answer = ResponseAnswer(origin) if is_response else Answer(self.prompt, origin, server.token_bytes)
 
     async def records(self) -> list[dict[str, Any]]:
         """The rows, which have finished. Raises PromptError: one has an error."""
@@ -122,25 +122,26 @@ class _Call:
         """The events of a streamed answer."""
         try:
             for index in range(len(self.rows)):
-                yield _event(self._part(index, ""))
+                yield self._events(index, "")
             is_going_on = True
             while is_going_on:
                 while self._pieces:
-                    yield _event(self._part(*self._pieces.popleft()))
+                    yield self._events(*self._pieces.popleft())
                 is_going_on = await anext(self.steps, None) is not None
             records = await self.records()
             for index, record in enumerate(records):
                 rest = "".join(text for other, text in self._pieces if other == index)
-                yield _event(self._part(index, rest, record))
+                yield self._events(index, rest, record)
             if self._has_usage:
-                yield _event(self._part(0, "") | {"choices": [], "usage": self.answer(records)["usage"]})
+                whole = self.answer.whole(records)
+                (part,) = self.answer.parts(0, "")
+                yield _event(part | {"choices": [], "usage": whole["usage"]})
         except Exception as error:
             yield _event(_refused(error)[0])
         yield "data: [DONE]\n\n"
 
-    def _part(self, index: int, text: str, record: dict[str, Any] | None = None) -> dict[str, Any]:
-        row = (record or {"finish_reason": None}) | {"text": text}
-        return part_of(self.prompt, index, row, self._origin, self._server.token_bytes)
+    def _events(self, index: int, text: str, record: dict[str, Any] | None = None) -> str:
+        return "".join(map(_event, self.answer.parts(index, text, record)))
 
     def _watch(self, row: Row) -> None:
         index, tokenizer = row.request.sample, self._server.tokenizer

@@ -41,8 +41,8 @@ class SharedEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, do)
 
     async def decode(self, requests: Callable[[], Iterable[Request]], watch: _Watch) -> AsyncGenerator[list[Row], None]:
-        """Decode the samples that `requests` gives between two steps; yields their rows after each step, until all have
-        finished. To close the iterator gives them up.
+        """Decode the samples that `requests` gives between two steps; yields their rows once they are queued and after
+        each step, until all have finished. To close the iterator gives them up.
 
         Args:
             watch: gets each row after each step, in the engine's thread, to be read only.
@@ -54,6 +54,7 @@ class SharedEngine:
         rows: list[Row] = []
         try:
             await self.between_steps(lambda: self._begin(rows, requests(), watch))
+            yield rows  # steps of other calls may finish them before this call goes on
             while any(row.finish_reason is None for row in rows):
                 if self._is_closed:
                     raise EmssdError("the server is shutting down; ask again when it is back")

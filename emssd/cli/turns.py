@@ -14,6 +14,7 @@ import torch
 
 from emssd.decoding.check import CheckReport, compare
 from emssd.decoding.engine import Engine
+from emssd.decoding.packing import pack_nodes
 from emssd.decoding.warmup import warm_up
 from emssd.model import CausalLMRunner
 from emssd.sequences import Generation, Request, Row
@@ -49,6 +50,7 @@ class Turns:
     def run(self) -> Iterator[tuple[Engine, Generation]]:
         """Warm up, then yield what the engines finish, in finish order. Closing the iterator frees what runs."""
         for engine in self._engines:
+            _record(engine, self._requests[: engine.batch_size])
             warm_up(engine, self._requests)
         share = max(sum(request.max_new_tokens for request in self._requests) // _MOST_PARTS, 1)
         with ExitStack() as stack:
@@ -110,3 +112,23 @@ def check_metrics(report: CheckReport) -> dict[str, Any]:
         "differences": len(report.true_differences),
         "details": [{"id": detail.pop("request_id")} | detail for detail in details],
     } | ({} if report.law is None else {"law": report.law.metrics})
+
+
+@torch.inference_mode()
+def _record(engine: Engine, requests: Seq[Request]) -> None:
+    """Run a step of chains of each size that the backend records, up to that of the longest drafts for all `requests`.
+
+    The largest is the first, as the graphs of all have the memory of the largest.
+    """
+    runner, num_rows, greedy = engine.runner, len(requests), all(request.sampling is None for request in requests)
+    if not isinstance(runner, CausalLMRunner):
+        return
+    runner.begin()
+    most = num_rows * (1 + engine.drafting.num_speculative_tokens)
+    for size in reversed([size for size in runner.backend.recorded_sizes if size <= most]):
+        lengths = [len(range(row, size, num_rows)) for row in range(min(size, num_rows))]
+        names = list(map(str, range(len(lengths))))
+        if runner.fits(dict(zip(names, lengths, strict=True))):
+            packed = pack_nodes(names, torch.zeros(size, dtype=torch.int64), lengths, lengths)
+            runner.run(replace(packed, greedy=greedy))
+            runner.release(names)

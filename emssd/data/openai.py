@@ -1,21 +1,23 @@
 """Requests of OpenAI's API as prompts, and rows as answers, for batch files and for a server.
 
-Source: the API reference's pages on completions, chat completions and their streams.
+Source: the API reference's pages on completions, chat completions and their streams. `emssd.data.responses` has
+``/v1/responses``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
 from emssd.data.chat import check_messages
 from emssd.data.prompts import Prompt
+from emssd.data.responses import RESPONSES, format_of, messages_of
 from emssd.errors import PromptError, did_you_mean
 
-__all__ = ["CHAT", "COMPLETIONS", "answer_to", "part_of", "prompt_of", "refusal"]
+__all__ = ["CHAT", "COMPLETIONS", "RESPONSES", "Answer", "prompt_of", "refusal"]
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -26,6 +28,7 @@ _BOTH = {"max_tokens", "stop", "logprobs"} | _SAMPLING
 _HONOURED = {
     CHAT: _BOTH | {"messages", "max_completion_tokens", "top_logprobs", "response_format"},
     COMPLETIONS: _BOTH | {"prompt"},
+    RESPONSES: _SAMPLING - {"n"} | {"input", "instructions", "max_output_tokens", "stop", "text"},
 }
 # Fields that have no part in the text of an answer.
 _HARMLESS = {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prediction"}
@@ -41,8 +44,12 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
+    "background": (False,),
+    "include": ([],),
+    "truncation": ("disabled",),
 }
 
+_FORM = "response_format"
 _REASONS = {None: None, "eos": "stop", "stop": "stop", "length": "length"}
 _LEAST = -9999.0  # how the API writes a log-probability that is none
 _Row = dict[str, Any]
@@ -57,11 +64,11 @@ def prompt_of(prompt_id: str, line: str, url: str, body: Mapping[str, Any]) -> P
     body = {name: value for name, value in body.items() if value is not None}
     _check_fields(line, url, body)
     sampling = {name: value for name, value in body.items() if name in _SAMPLING}
-    sampling |= _logprobs(line, url, body) | _grammar(line, body.get("response_format"))
+    sampling |= _logprobs(line, url, body) | _grammar(line, url, body)
     prompt = Prompt(prompt_id, max_new_tokens=_limit(line, body), sampling=sampling, stop=_stop(line, body))
-    if url == CHAT:
-        return replace(prompt, messages=_messages(line, body.get("messages")))
-    return replace(prompt, **_text_or_ids(line, body.get("prompt")))
+    if url == COMPLETIONS:
+        return replace(prompt, **_text_or_ids(line, body.get("prompt")))
+    return replace(prompt, messages=_messages(line, body.get("messages") if url == CHAT else messages_of(line, body)))
 
 
 def _check_fields(line: str, url: str, body: Mapping[str, Any]) -> None:
@@ -88,24 +95,23 @@ def _logprobs(line: str, url: str, body: Mapping[str, Any]) -> dict[str, int]:
     return {"logprobs": 0 if top is None else top} if logprobs else {}
 
 
-def _grammar(line: str, form: Any) -> dict[str, Any]:
-    """The option `grammar` of `SamplingParams`, of a ``response_format``. A schema is followed, strict or not."""
+def _grammar(line: str, url: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """The option `grammar` of `SamplingParams`, of the form of an answer. A schema is followed, strict or not."""
+    name, form = ("text.format", format_of(line, body)) if url == RESPONSES else (_FORM, body.get(_FORM))
     kind = form.get("type") if isinstance(form, dict) else None
     if form is None or form == {"type": "text"}:
         return {}
     if kind == "json_object":
         return {"grammar": "json"}
-    details = form.get("json_schema") if kind == "json_schema" else None
+    details = (form if url == RESPONSES else form.get("json_schema")) if kind == "json_schema" else None
     if isinstance(details, dict) and isinstance(schema := details.get("schema"), dict):
         return {"grammar": schema}
-    raise PromptError(
-        f"{line}: response_format is {form!s:.60}; its type is text, json_object, or json_schema with "
-        f'{{"json_schema": {{"schema": …}}}}'
-    )
+    where = '"schema": …' if url == RESPONSES else '"json_schema": {"schema": …}'
+    raise PromptError(f"{line}: {name} is {form!s:.60}; its type is text, json_object, or json_schema with {{{where}}}")
 
 
 def _limit(line: str, body: Mapping[str, Any]) -> int | None:
-    names = [name for name in ("max_completion_tokens", "max_tokens") if name in body]
+    names = [name for name in ("max_completion_tokens", "max_tokens", "max_output_tokens") if name in body]
     for name in names:
         if type(body[name]) is not int or body[name] < 1:
             raise PromptError(f"{line}: {name} is {body[name]!r}; it must be a whole number of at least 1")
@@ -164,40 +170,45 @@ def refusal(message: str, kind: str = "invalid_request_error") -> _Row:
     return {"error": {"message": message, "type": kind, "param": None, "code": None}}
 
 
-def answer_to(prompt: Prompt, rows: Seq[_Row], origin: _Row, token_bytes: _MakeTokenBytes) -> _Row:
-    """The body of an answer: the `rows` of a prompt, as ``generations.jsonl`` has them, are its choices.
+@dataclass(frozen=True)
+class Answer:
+    """Writes the answer to `prompt`, whole or as the parts of a stream; rows are as ``generations.jsonl`` has them.
 
     Args:
         origin: the fields ``id``, in front of which its kind is put, ``created`` and ``model``.
         token_bytes: makes the function from a token to its bytes; it is made if a row has log-probabilities.
     """
-    num_prompt, num_new = rows[0]["num_prompt_tokens"], sum(len(row["token_ids"]) for row in rows)
-    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
-    return _body(prompt, enumerate(rows), origin, token_bytes) | {"usage": usage}
 
+    prompt: Prompt
+    origin: _Row
+    token_bytes: _MakeTokenBytes
 
-def part_of(prompt: Prompt, index: int, row: _Row, origin: _Row, token_bytes: _MakeTokenBytes) -> _Row:
-    """A part of a streamed answer: the text that choice `index` has new; its ``finish_reason`` is null until the last.
+    def whole(self, rows: Seq[_Row]) -> _Row:
+        """The body of the answer: the rows of the prompt are its choices."""
+        num_prompt, num_new = rows[0]["num_prompt_tokens"], sum(len(row["token_ids"]) for row in rows)
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new}
+        return self._body(enumerate(rows)) | {"usage": usage}
 
-    An empty text begins the choice. The other arguments are those of `answer_to`.
-    """
-    body = _body(prompt, [(index, row)], origin, token_bytes)
-    if prompt.messages is not None:
-        (choice,), body["object"] = body["choices"], "chat.completion.chunk"
-        choice["delta"] = {"content": choice.pop("message")["content"]}
-        if not row["text"] and row["finish_reason"] is None:
-            choice["delta"] |= {"role": "assistant"}
-    return body
+    def parts(self, index: int, text: str, row: _Row | None = None) -> list[_Row]:
+        """The part with the `text` that choice `index` has new; its ``finish_reason`` is null without its `row`, which
+        has finished. An empty text begins the choice.
+        """
+        body = self._body([(index, (row or {"finish_reason": None}) | {"text": text})])
+        if self.prompt.messages is not None:
+            (choice,), body["object"] = body["choices"], "chat.completion.chunk"
+            choice["delta"] = {"content": choice.pop("message")["content"]}
+            if not text and row is None:
+                choice["delta"] |= {"role": "assistant"}
+        return [body]
 
-
-def _body(prompt: Prompt, rows: Iterable[tuple[int, _Row]], origin: _Row, token_bytes: _MakeTokenBytes) -> _Row:
-    is_chat = prompt.messages is not None
-    return {
-        **origin,
-        "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{origin['id']}",
-        "object": "chat.completion" if is_chat else "text_completion",
-        "choices": [_choice(row, index, token_bytes, is_chat=is_chat) for index, row in rows],
-    }
+    def _body(self, rows: Iterable[tuple[int, _Row]]) -> _Row:
+        is_chat = self.prompt.messages is not None
+        return {
+            **self.origin,
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.origin['id']}",
+            "object": "chat.completion" if is_chat else "text_completion",
+            "choices": [_choice(row, index, self.token_bytes, is_chat=is_chat) for index, row in rows],
+        }
 
 
 def _choice(row: _Row, index: int, token_bytes: _MakeTokenBytes, *, is_chat: bool) -> _Row:

@@ -9,8 +9,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-from omegaconf import MISSING
-
 from emssd.data.prompts import FailedPrompt, Prompt, SourceConfig
 from emssd.data.records import Record, RecordsConfig, content_of, records_of, text_in, to_prompts
 from emssd.errors import ConfigError, PromptError
@@ -58,7 +56,7 @@ class FileConfig:
         path: the file; ``-`` is standard input.
     """
 
-    path: str = MISSING
+    path: str = "???"  # OmegaConf's mark of what must be given
 
 
 @dataclass

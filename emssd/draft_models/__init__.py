@@ -2,10 +2,11 @@
 
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.draft_models.draft_cache import DraftCache, fed
-from emssd.draft_models.growing_tree import GrowingTree
-from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, SlotDrafter, nodes_of
+from emssd.draft_models.growing_tree import GrowingRow, GrowingTree, Level, nodes_of
+from emssd.draft_models.level_drafter import LevelDrafter
 from emssd.draft_models.models import ModelDrafter, SharedDrafter, load_draft_model, shallow_runner
 from emssd.draft_models.shapes import DynamicShape, Expansion, LayerTreeOptions, Shape, StaticShape
+from emssd.draft_models.slot_drafter import SlotDrafter
 from emssd.sampling.choice import Node
 
 __all__ = [

@@ -8,17 +8,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from emssd.attention import PackedInputs
 from emssd.attention.packed import on_device, to_host
 from emssd.decoding.choosing import GREEDY, first_node
-from emssd.decoding.packing import pack_nodes
 from emssd.draft_models.draft_cache import DraftCache
-from emssd.draft_models.growing_tree import Child, Expansion, GrowingTree
+from emssd.draft_models.growing_tree import Child, GrowingRow, GrowingTree, Level
 from emssd.draft_models.shapes import DynamicShape, Shape
 from emssd.draft_models.top_tokens import Choices, after, likely_tokens, on_host
 from emssd.drafting import Draft, Drafter, GoesOn, Tree, joined_trees
@@ -26,29 +23,7 @@ from emssd.drafting.budget import DraftedNode
 from emssd.sampling.choice import Node
 from emssd.sequences import Batch, Row
 
-__all__ = ["GrowingRow", "Level", "LevelDrafter", "SlotDrafter", "nodes_of", "pack_chain", "pack_level"]
-
-
-@dataclass(frozen=True, slots=True)
-class GrowingRow:
-    """A row that is drafted for.
-
-    Attributes:
-        tokens: ``[n]``.
-        node: where the target chooses the token after the newest one.
-        tree: that grows after the newest token.
-        num_cached: tokens that the drafter's KV cache holds.
-    """
-
-    request_id: str
-    tokens: Seq[int]
-    node: Node
-    tree: GrowingTree
-    num_cached: int = 0
-
-
-Level = list[tuple[GrowingRow, list[Expansion]]]
-"""The nodes that one pass expands, of each row. All nodes of a row are equally deep."""
+__all__ = ["LevelDrafter"]
 
 
 class LevelDrafter(Drafter):
@@ -285,64 +260,3 @@ class LevelDrafter(Drafter):
             if expansions:
                 level.append((row, expansions))
         return level
-
-
-def nodes_of(level: Level) -> list[tuple[GrowingRow, int]]:
-    """The nodes of a level, in the order in which they are computed."""
-    return [(row, node) for row, expansions in level for node, _ in expansions]
-
-
-def pack_level(level: Level) -> PackedInputs:
-    """The step that computes the nodes of a level."""
-    return pack_nodes(
-        [row.request_id for row, _ in level],
-        torch.tensor([row.tree.token_ids[node] for row, node in nodes_of(level)]),
-        [len(expansions) for _, expansions in level],
-        [row.tree.num_tokens + len(row.tree.cached) for row, _ in level],
-        [row.tree.cached_parents for row, _ in level],
-    )
-
-
-def pack_chain(rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> PackedInputs:
-    """The step that computes the newest ``tokens [r]`` of chains of `depth` tokens."""
-    kv_lens = [row.tree.num_tokens + depth for row in rows]
-    return pack_nodes([row.request_id for row in rows], tokens, [1] * len(rows), kv_lens)
-
-
-class SlotDrafter(LevelDrafter):
-    """Drafts with one pass for all levels: the tokens after a node depend on its level, and not on the tokens before.
-
-    Its logits have a slot for each level of a row. On a GPU the host waits once a draft, or twice in a batch of greedy
-    and sampled rows; once more for each level if a row has penalties, which read the tokens drafted before.
-    """
-
-    caches_nodes = False
-
-    @abstractmethod
-    def slots(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        """The logits ``[sum(depths), draft_vocab_size]`` of all levels of the rows' trees, row after row."""
-
-    def tree_of(self, row: Row, num_nodes: int, depth: int) -> GrowingTree | None:
-        tree = super().tree_of(row, num_nodes, depth)  # type: ignore[safe-super]  # of a sibling class
-        if tree is not None:
-            tree.depth = min(tree.depth, 1 + tree.max_cached)
-        return tree
-
-    def most_cached(self, num_nodes: int, depth: int) -> int:
-        """A mask for each level but the first."""
-        return depth - 1
-
-    def catch_up(self, rows: Seq[GrowingRow]) -> torch.Tensor:
-        self._logits, self._starts, start = self.slots(rows), dict[str, int](), 0
-        for row in rows:
-            self._starts[row.request_id] = start
-            start += row.tree.depth
-        if not any(row.node.params.reads_path for row in rows):
-            nodes = [after(row.node, depth) for row in rows for depth in range(row.tree.depth)]
-            self._known = on_host(self._likely(self._logits, nodes))
-            if self._goes_on is None:
-                return self._logits  # nobody reads them
-        return self.compute([(row, [(-1, ())]) for row in rows])
-
-    def compute(self, level: Level) -> torch.Tensor:
-        return self._logits[on_device(self._indices_of(level), self._logits.device)]

@@ -13,8 +13,8 @@ import torch
 from emssd.attention import Kept
 from emssd.decoding.packing import pack
 from emssd.draft_models.draft_cache import DraftCache
-from emssd.draft_models.growing_tree import GrowingTree
-from emssd.draft_models.level_drafter import GrowingRow, Level, LevelDrafter, pack_chain, pack_level
+from emssd.draft_models.growing_tree import GrowingRow, GrowingTree, Level, pack_chain, pack_level
+from emssd.draft_models.level_drafter import LevelDrafter
 from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft, DrafterContext, Outcome
 from emssd.errors import ConfigError

@@ -109,11 +109,17 @@ class DraftStages:
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
 
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
-        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
+        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified.
+
+        Where no drafter drafts anything, neither these nor the policy are asked.
+        """
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         self.seconds, num_rows = 0.0, len(batch.rows)
         every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
-        self._most = []
+        self._most, self._step = [], None
+        if not any(every):
+            self.stats = (StageStats((0,) * num_rows, (0,) * num_rows, 0.0),) * len(every)
+            return Draft.empty(num_rows)
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
             self._failed = None
             step = self._step = BudgetStep(batch, _limits(drafter, most, batch, still), num_other, stage)
@@ -197,8 +203,9 @@ class DraftStages:
                 everybody.callback(drafter.observe, _of_one(outcome, stats.drafted))
 
     def learn(self, outcome: Outcome, stats: StepStats) -> None:
-        """Notify the policy of a step, and of how long it took."""
-        self._of_policy("observe", outcome, stats)
+        """Notify the policy of a step for which it was asked, and of how long it took."""
+        if self._step is not None:
+            self._of_policy("observe", outcome, stats)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Notify all drafters and the policy that these requests are gone, also if one before it fails."""

@@ -18,7 +18,7 @@ from emssd.data.model_options import ModelOptions
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
-from emssd.integrations.custom_generate import evaluating
+from emssd.integrations.kept_engine import evaluating
 from emssd.model.hf.interface import PassAttention, implementation, in_a_pass
 from emssd.model.hf.streams import replaced_forward
 from emssd.model.run.target import TargetModel

@@ -3,28 +3,17 @@
 All that touches the private parts of ``transformers.generation.continuous_batching`` stands here. The manager is
 Transformers' own, with its thread, queues and statuses; an engine takes the place of its batch processor.
 
-`SpeculativeManager` is what ``model.init_continuous_batching(…)`` gives. Use it as Transformers' manager::
+`SpeculativeManager` is what ``model.init_continuous_batching(…)`` gives; docs/how_to/generate_batch.md uses it. A
+request may have options of its own: ``add_request(ids, sampling=SamplingParams(…), stop=["\\n"])``.
 
-    with emssd.speculate(model, tokenizer, drafter="suffix"):
-        manager = model.init_continuous_batching(generation_config=config)
-        manager.start()
-        name = manager.add_request(ids, max_new_tokens=64, eos_token_id=2, streaming=True)
-        for output in manager.request_id_iter(name): ...   # a `SpeculativeOutput` for each step that has new tokens
-        manager.stop()
-
-A request may have options of its own beside those: ``add_request(ids, sampling=SamplingParams(…), stop=["\\n"])``.
-
-- ``sampling`` has all of `emssd.SamplingParams`: temperature, seed, n, logprobs, grammar (a JSON schema, say), and so
-  on. It replaces the generation config. The request is sampled as if it were alone, and has the text of
+- ``sampling`` replaces the generation config. The request is sampled as if it were alone, and has the text of
   ``Engine.generate([ids], sampling=sampling)``.
-- ``stop`` has texts that end it; they and ``grammar`` need the ``tokenizer`` of `speculate`.
+- ``stop`` has texts that end it; they and a grammar need the ``tokenizer`` of `speculate`.
 - ``temperature``, ``top_k`` and ``top_p``, as in Transformers, change these alone.
 
 The texts of ``n`` samples (or ``num_return_sequences``) are delivered each by itself, as
-``f"{request_id}__child#{sample}"``, and the last one as ``request_id``. ``output.generation`` is the `Generation` of a
-request that has finished, with its text, finish reason and log-probabilities. A request that cannot be decoded fails
-alone: ``output.error`` has the sentence. ``cancel_request(request_id)`` ends all of its samples, and nothing more of
-them is delivered.
+``f"{request_id}__child#{sample}"``, and the last one as ``request_id``. A request that cannot be decoded fails alone:
+``output.error`` has the sentence. ``cancel_request(request_id)`` ends all of its samples.
 """
 
 from __future__ import annotations
@@ -48,7 +37,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError, PluginError
 from emssd.integrations.generate_options import check_config, sampling_of
-from emssd.integrations.kept_engine import KeptEngine
+from emssd.integrations.kept_engine import KeptEngine, base_of
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request, Row, StopStrings
 
@@ -74,6 +63,7 @@ class Speculation(KeptEngine, AbstractContextManager["Speculation"]):
     Whenever a manager starts, it takes the model as it is then, in evaluation mode.
 
     Args:
+        model: also with a LoRA adapter of PEFT.
         tokenizer: the model's, for stop strings, grammars, and drafters that compare vocabularies.
         drafter, backend, budget: as in `Engine.from_model`.
         frozen: you promise not to change the model, so that a start takes no time.
@@ -99,6 +89,7 @@ class Speculation(KeptEngine, AbstractContextManager["Speculation"]):
     ) -> None:
         if not hasattr(api.BackgroundThreadStatus, "pause_and_wait"):
             raise ConfigError(f"emssd.speculate needs Transformers 5.23 or later, and {__version__} is installed")
+        model = base_of(model)
         if _OURS in vars(model):
             raise ConfigError("the continuous batching of this model is an engine's already; close that one first")
         super().__init__(drafter, backend, budget, options, frozen=frozen)

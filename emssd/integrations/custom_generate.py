@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from types import FrameType
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
 from emssd.integrations.generate_options import (
@@ -24,13 +24,13 @@ from emssd.integrations.generate_options import (
     of_strings,
     sampling_of,
 )
+from emssd.integrations.kept_engine import evaluating
+from emssd.model.hf.refusals import length_limit
+from emssd.sampling import SamplingParams
+from emssd.sequences import Generation, Request, Stop
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
-
-    from emssd.decoding.engine import Engine
-    from emssd.sampling import SamplingParams
-    from emssd.sequences import Generation, Request, Stop
 
 __all__ = ["Call", "check_inputs", "custom_generate", "prompts_of"]
 
@@ -121,10 +121,6 @@ def custom_generate(
     Raises:
         ConfigError: an option that cannot be honoured.
     """
-    from emssd.decoding.engine import Engine
-    from emssd.model.hf.refusals import length_limit
-    from emssd.sampling import SamplingParams
-
     if draft_tokenizer is not None and not hasattr(draft_tokenizer, "get_vocab"):
         raise ConfigError(f"draft_tokenizer is {draft_tokenizer!r}; give the tokenizer itself, as of AutoTokenizer")
     assert generation_config is not None
@@ -198,7 +194,7 @@ class Call:
     ) -> Call:
         """Read what `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
-        check_config(config)
+        check_config(config, refused={"return_dict_in_generate"})
         check_inputs(model_kwargs)
         width = input_ids.shape[1]
         max_length, eos, others = limits(config, criteria)
@@ -214,8 +210,6 @@ class Call:
 
     def request(self, row: int, stop: Stop | None = None, **sample: Any) -> Request:
         """The request of a row."""
-        from emssd.sequences import Request
-
         ids, limit = self.prompts[row], self.max_new_tokens
         return Request(str(row), ids, limit, self.eos_token_ids, stop, self.sampling, **sample)
 
@@ -285,15 +279,3 @@ def prompts_of(
     if positions is not None and ((positions != mask.cumsum(dim=1) - 1) & (mask == 1)).any():
         raise ConfigError("emssd.custom_generate counts positions from 0 in every row; leave out position_ids")
     return [tuple(ids[keep == 1].tolist()) for ids, keep in zip(input_ids, mask, strict=True)]
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Within, `model` is in evaluation mode; then each module is in the mode that it had."""
-    before = [(module, module.training) for module in model.modules()]
-    model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
-    try:
-        yield
-    finally:
-        for module, training in before:
-            module.training = training

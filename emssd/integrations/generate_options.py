@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import GenerationConfig
+from transformers.generation import logits_process as of
+from transformers.generation import stopping_criteria as ends
 
 from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
 
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
-
-__all__ = ["Criteria", "check_config", "check_ngrams", "check_processors", "limits", "of_strings", "sampling_of"]
+__all__ = [
+    "Criteria", "check_config", "check_ngrams", "check_processors", "limits", "of_strings",
+    "sampling_of", "token_ids",
+]  # fmt: skip
 
 # Fields that are followed: lengths and ends as stopping criteria; minimum lengths as processors, which must have no
 # effect; the others here.
@@ -22,17 +25,19 @@ HONOURED = {"max_length", "max_new_tokens", "min_length", "min_new_tokens", "max
 HONOURED |= {"do_sample", "num_return_sequences", "temperature", "top_k", "top_p", "min_p", "typical_p", "pad_token_id"}
 HONOURED |= {"repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "sequence_bias", "bad_words_ids"}
 
-# Fields without effect on the tokens of decoding without beams, a dict, an assistant, or a cache of Transformers'.
+# Fields without effect on the tokens of decoding without beams, an assistant, or a cache of Transformers'.
 HARMLESS = {"use_cache", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config", "disable_compile"}
 HARMLESS |= {"continuous_batching_config", "low_memory", "early_stopping", "length_penalty", "renormalize_logits"}
-HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits"}
+HARMLESS |= {"output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"}
 HARMLESS |= {"bos_token_id", "decoder_start_token_id", "transformers_version"}
 HARMLESS |= {"is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"}
 HARMLESS |= {"assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"}
 _OF_SAMPLING = {"top_h", "epsilon_cutoff", "eta_cutoff"}  # without sampling, any value is harmless
 
 # Values of other fields that change nothing, beside None and False.
-NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(["num_beams", "num_beam_groups", "guidance_scale"], (1,)) | {
+_ONE = ["num_beams", "num_beam_groups", "num_return_sequences", "guidance_scale"]
+NEUTRAL: dict[str, tuple[Any, ...]] = dict.fromkeys(_ONE, (1,)) | dict.fromkeys(["min_length", "min_new_tokens"], (0,))
+NEUTRAL |= {
     "diversity_penalty": (0,),
     "penalty_alpha": (0,),
     "encoder_repetition_penalty": (1,),
@@ -47,12 +52,10 @@ def check_config(config: GenerationConfig, refused: Set[str] = frozenset()) -> N
     """Refuse each field that is neither honoured, harmless nor neutral. Raises ConfigError: the field and its value.
 
     Args:
-        refused: honoured fields that are not so here.
+        refused: fields that are neither honoured nor harmless here.
     """
-    from transformers import GenerationConfig
-
     fresh: Any = GenerationConfig()  # type: ignore[no-untyped-call]  # it has no annotations
-    free = HONOURED - refused | HARMLESS | (set[str]() if config.do_sample else _OF_SAMPLING)
+    free = (HONOURED | HARMLESS) - refused | (set[str]() if config.do_sample else _OF_SAMPLING)
     for name in sorted(name for name in vars(fresh).keys() - free if not name.startswith("_")):
         value = getattr(config, name, None)
         if value is not None and value is not False and value not in NEUTRAL.get(name, ()):
@@ -109,15 +112,15 @@ def sampling_of(config: GenerationConfig, seed: int | None) -> SamplingParams | 
 def _bias(config: GenerationConfig) -> dict[int, float]:
     """The numbers that are added to the logits of single tokens. Raises ConfigError: a sequence of several tokens."""
     biases = _pairs(config)
-    ends = _ids(config.eos_token_id)
-    bad = [tuple(ids) for ids in config.bad_words_ids or () if len(ids) != 1 or ids[0] not in ends]
+    eos = token_ids(config.eos_token_id)
+    bad = [tuple(ids) for ids in config.bad_words_ids or () if len(ids) != 1 or ids[0] not in eos]
     for name, sequences in (("sequence_bias", biases), ("bad_words_ids", bad)):
         if long := [list(ids) for ids in sequences if len(ids) != 1]:
             raise ConfigError(
                 f"emssd honours {name} for single tokens, and {long[0]} is a sequence; leave it out, or call generate "
                 f"without emssd"
             )
-    forbidden = [*(ids[0] for ids in bad), *_ids(config.suppress_tokens)]
+    forbidden = [*(ids[0] for ids in bad), *token_ids(config.suppress_tokens)]
     return {int(ids[0]): float(bias) for ids, bias in biases.items()} | dict.fromkeys(forbidden, float("-inf"))
 
 
@@ -127,7 +130,8 @@ def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
     return dict(pairs) if isinstance(pairs, dict) else {tuple(ids): bias for ids, bias in pairs}
 
 
-def _ids(value: Any) -> list[int]:
+def token_ids(value: Any) -> list[int]:
+    """A field of one token or of several as a list."""
     if value is None:
         return []
     if isinstance(value, torch.Tensor):
@@ -136,8 +140,6 @@ def _ids(value: Any) -> list[int]:
 
 
 def _has_no_effect(processor: Any, width: int) -> bool:
-    from transformers.generation import logits_process as of
-
     if type(processor) is of.MinLengthLogitsProcessor:
         return bool(processor.min_length <= width)
     return type(processor) is of.LogitNormalization  # probabilities are normalised anyway
@@ -145,8 +147,6 @@ def _has_no_effect(processor: Any, width: int) -> bool:
 
 def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
     """Whether `processor` does what a field says that `sampling_of` follows."""
-    from transformers.generation import logits_process as of
-
     values: dict[type, tuple[Any, Any]] = {  # of its own, and of the field that stands for it
         of.RepetitionPenaltyLogitsProcessor: ("penalty", config.repetition_penalty),
         of.NoRepeatNGramLogitsProcessor: ("ngram_size", config.no_repeat_ngram_size),
@@ -168,9 +168,9 @@ def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
     value = getattr(processor, name)
     if name == "penalty":  # it must spare padding
         ignored = processor.prompt_ignore_length
-        if ([0] * len(padding) if ignored is None else _ids(ignored)) != list(padding):
+        if ([0] * len(padding) if ignored is None else token_ids(ignored)) != list(padding):
             return False
-    return _ids(value) == _ids(wanted) if isinstance(value, torch.Tensor) else bool(value == wanted)
+    return token_ids(value) == token_ids(wanted) if isinstance(value, torch.Tensor) else bool(value == wanted)
 
 
 class Criteria:
@@ -187,7 +187,9 @@ class Criteria:
         seen = [*self._padding, *tokens] if len(tokens) < self._window else tokens
         ids = torch.tensor([seen[-self._window :]])
         ended = [bool(item(ids, None)[0]) for item in self._criteria]
-        self.time_is_over = any(over for item, over in zip(self._criteria, ended, strict=True) if _is_time(item))
+        self.time_is_over = any(
+            over for item, over in zip(self._criteria, ended, strict=True) if type(item) is ends.MaxTimeCriteria
+        )
         return any(ended)
 
     def text_before(self, output: Seq[int]) -> str:
@@ -197,16 +199,14 @@ class Criteria:
 
 def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[int, list[int], list[Any]]:
     """The maximum length, padding of the inputs included; the EOS ids in the caller's order; and other criteria."""
-    from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StopStringCriteria
-
     lengths, eos, others = list[int](), list[int](), list[Any]()
     for item in criteria or ():
         # A caller's own criterion of these types replaces the one that `generate` made of the config.
-        if type(item) is MaxLengthCriteria:
+        if type(item) is ends.MaxLengthCriteria:
             lengths.append(int(item.max_length))
-        elif type(item) is EosTokenCriteria:
+        elif type(item) is ends.EosTokenCriteria:
             eos.extend(item.eos_token_id.flatten().tolist())
-        elif type(item) is StopStringCriteria or _is_time(item):
+        elif type(item) in (ends.StopStringCriteria, ends.MaxTimeCriteria):
             others.append(item)
         else:
             raise ConfigError(
@@ -218,8 +218,6 @@ def limits(config: GenerationConfig, criteria: Iterable[Any] | None) -> tuple[in
 
 def of_strings(strings: str | Seq[str] | None, tokenizer: Any) -> list[Any]:
     """The criterion of stop strings, if there are any. Raises ConfigError: no texts, or no tokenizer."""
-    from transformers.generation.stopping_criteria import StopStringCriteria
-
     if strings is None:
         return []
     strings = [strings] if isinstance(strings, str) else strings
@@ -230,10 +228,4 @@ def of_strings(strings: str | Seq[str] | None, tokenizer: Any) -> list[Any]:
             "stop_strings need the model's tokenizer, and Transformers keeps tokenizer= from custom functions; pass it "
             "as draft_tokenizer= to generate"
         )
-    return [StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings))]
-
-
-def _is_time(item: Any) -> bool:
-    from transformers.generation.stopping_criteria import MaxTimeCriteria
-
-    return type(item) is MaxTimeCriteria
+    return [ends.StopStringCriteria(tokenizer=tokenizer, stop_strings=list(strings))]

@@ -14,13 +14,12 @@ from emssd.decoding.assembly import OF_A_LOADED_MODEL, find_plugins, options_of
 from emssd.decoding.engine import Engine, RunReport
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
-from emssd.integrations.custom_generate import evaluating
 from emssd.model.hf.streams import lock_of, replaced_forward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["KeptEngine"]
+__all__ = ["KeptEngine", "base_of", "evaluating"]
 
 
 class KeptEngine:
@@ -60,8 +59,7 @@ class KeptEngine:
             raise ConfigError("this model's engine is decoding for another manager; stop that one first")
         with ExitStack() as stack:
             stack.callback(self._lock.release)
-            stack.enter_context(evaluating(model))
-            stack.enter_context(_without_autocast(model, bool(self._options.get("compile"))))
+            stack.enter_context(evaluating(model, compiles=bool(self._options.get("compile"))))
             if self.engine is None or not self._serves(self.engine, model):
                 options = {"batch_size": batch_size} | self._options
                 if model.device.type != "cpu" and memory is not None:
@@ -80,9 +78,18 @@ class KeptEngine:
         return engine.target.model is model
 
 
+def base_of(model: Any) -> Any:
+    """The model within an adapter of PEFT, or `model`. Raises ConfigError: the adapter has learned prompts."""
+    adapter = getattr(model, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ConfigError(f"emssd does not see the learned prompts of {adapter.peft_type.value}; use LoRA, say")
+    return model if adapter is None else model.get_base_model()
+
+
 @contextmanager
-def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
-    """Within, `model` computes in the precision of its weights, which is what its KV cache is made for.
+def evaluating(model: PreTrainedModel, *, compiles: bool = False) -> Iterator[None]:
+    """Within, `model` is in evaluation mode, and computes in the precision of its weights, which is that of its KV
+    cache. Then it is as it was, module by module.
 
     For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
     Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
@@ -95,6 +102,9 @@ def _without_autocast(model: PreTrainedModel, compiles: bool) -> Iterator[None]:
         left = getattr(inspect.getclosurevars(left).nonlocals.get("original_forward"), "__func__", None)
     is_own = left is not None and left in (type(model).forward, inspect.unwrap(type(model).forward))
     with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        model.eval()  # type: ignore[no-untyped-call]  # it has no annotations
         stack.enter_context(torch.autocast(model.device.type, enabled=False))
         if compiles and is_own:
             stack.enter_context(lock_of(model))

@@ -15,7 +15,7 @@ from functools import cache
 from itertools import islice
 from typing import Annotated, Any
 
-from emssd.data.openai import CHAT, COMPLETIONS, answer_to, prompt_of, refusal
+from emssd.data.openai import CHAT, COMPLETIONS, Answer, prompt_of, refusal
 from emssd.data.prompts import FailedPrompt, Prompt
 from emssd.data.records import content_of, records_in
 from emssd.data.sources import FileConfig
@@ -103,7 +103,7 @@ def _answers(
     token_bytes = cache(lambda: TokenBytes(load_tokenizer()))
     for prompt, rows in answered:
         identity = {"id": _digest(prompt.prompt_id)}
-        yield _answer(prompt.prompt_id, 200, answer_to(prompt, rows, origin | identity, token_bytes))
+        yield _answer(prompt.prompt_id, 200, Answer(prompt, origin | identity, token_bytes).whole(rows))
     for item in failed:
         yield _answer(item.prompt_id, 400, refusal(item.error))
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -17,9 +16,9 @@ import numpy as np
 from emssd.data.chat import encode_chat
 from emssd.data.prompts import encode_text
 from emssd.decoding.engine import Engine
-from emssd.errors import ConfigError, EmssdError
+from emssd.errors import ConfigError
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request, StopStrings
+from emssd.sequences import Generation, Request, Row, StopStrings
 
 __all__ = ["TextGenerator"]
 
@@ -59,9 +58,6 @@ class TextGenerator:
             raise ConfigError("sampling draws texts by the id of a row; name the column with id_column=")
         self.engine = engine = Engine.from_pretrained(path, **options)
         self._ids, self._thread = count(), ThreadPoolExecutor(max_workers=1)
-        self._new = deque[Request]()
-        self._running = set[str]()
-        self._outcomes: dict[str, Generation | Exception] = {}
         self._columns, self._limit, self._sampling = (prompt_column, id_column), max_new_tokens, sampling
         self._stop = StopStrings(stop, engine.tokenizer) if stop else None
         self._eos = frozenset[int]() if ignore_eos else engine.eos_token_ids
@@ -86,37 +82,24 @@ class TextGenerator:
     async def _decoded(self, requests: Iterable[Request]) -> list[Generation]:
         """The generations of `requests`. Calls share the engine's batch, and take turns at its steps.
 
-        Raises what kept one of these rows from being decoded, once the others are done.
+        Raises what kept one of these rows from being decoded; then all of them are given up.
         """
-        rows = {str(next(self._ids)): request for request in requests}
-        self._new += [replace(row, request_id=name, sample_of=row.prompt_id) for name, row in rows.items()]
-        while not rows.keys() <= self._outcomes.keys():
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._step)
-        outcomes = [self._outcomes.pop(name) for name in rows]
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-            outcome.check()
-        return [outcome for outcome in outcomes if isinstance(outcome, Generation)]
-
-    def _step(self) -> None:
-        """Take in new rows, and run a step. If that fails, the next rows find an idle engine."""
-        while self._new:
-            request = self._new.popleft()
-            try:
-                self.engine.add(request)
-                self._running.add(request.request_id)
-            except EmssdError as error:
-                self._outcomes[request.request_id] = error
+        in_turn, rows = partial(asyncio.get_running_loop().run_in_executor, self._thread), list[Row]()
         try:
-            for row in self.engine.step():
-                self._outcomes[row.request_id] = Generation.of(row, self.engine.tokenizer)
-                self._running.remove(row.request_id)
-        except Exception as error:
-            self._outcomes |= dict.fromkeys(self._running, error)
-            self._running.clear()
-            with suppress(EmssdError):  # of a drafter that cannot forget; the step's error matters more
-                self.engine.clear()
+            await in_turn(self._add, rows, requests)
+            while any(row.finish_reason is None for row in rows):
+                await in_turn(self.engine.step_in_memory)
+        finally:
+            await in_turn(self.engine.clear, [row.request_id for row in rows if row.finish_reason is None])
+        generations = [Generation.of(row, self.engine.tokenizer) for row in rows]
+        for generation in generations:
+            generation.check()
+        return generations
+
+    def _add(self, rows: list[Row], requests: Iterable[Request]) -> None:
+        """Queue the requests. What they draw depends on their own names."""
+        for request in requests:
+            rows += self.engine.add(replace(request, request_id=str(next(self._ids)), sample_of=request.request_id))
 
     def _request(self, prompt: Any, name: str) -> Request:
         tokenizer = self.engine.tokenizer

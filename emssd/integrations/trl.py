@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from emssd.decoding.engine import RunReport
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.errors import ConfigError
-from emssd.integrations.custom_generate import Call
+from emssd.integrations.generate_options import check_config, sampling_of, token_ids
 from emssd.integrations.installed import check_installed
-from emssd.integrations.kept_engine import KeptEngine
+from emssd.integrations.kept_engine import KeptEngine, base_of
 from emssd.sampling import SamplingParams
-from emssd.sequences import Generation, Request
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel
+from emssd.sequences import Request
 
 __all__ = ["Rollouts"]
 
 _GPU_SHARE = 0.5  # of a GPU's free memory for the KV cache: the trainer takes the rest
+_NOT_HERE = frozenset({"min_length", "min_new_tokens", "max_time", "stop_strings", "num_return_sequences"})
 _OTHER_ENGINES = ("use_vllm", "use_transformers_continuous_batching", "use_transformers_paged")
 
 
 class Rollouts:
     """Decodes the completions that a trainer learns from: the same ones whatever drafts.
 
-    ``GRPOTrainer(…, rollout_func=Rollouts())`` is all there is to do. A trainer that has no such argument calls its
-    model's ``generate``: see `generating`.
+    ``GRPOTrainer(…, rollout_func=Rollouts())`` is all there is to do. Beside `emssd.speculate`, this hands over
+    log-probabilities, and leaves the model in the precision of its weights.
 
     The engine runs the trainer's own model, in evaluation mode and without a copy of weights, so that there is nothing
     to synchronise. It lives as long as this object, so a drafter that remembers texts drafts from those of earlier
@@ -69,72 +61,23 @@ class Rollouts:
             By prompt ``prompt_ids``, ``completion_ids`` (an EOS included), and ``logprobs``, those of the completion's
             tokens in the distribution that they were drawn from.
         """
-        model = _model_of(trainer)
+        model, config = _model_of(trainer), trainer.generation_config
         if trainer.tools:
             raise ConfigError("TRL answers the results of tools with a generate of its own; leave out rollout_func")
         prompt_ids, images, _ = trainer._tokenize_prompts(prompts)
         if images is not None:
             raise ConfigError("emssd decodes text, and these prompts have images; leave out rollout_func")
-        width = max(map(len, prompt_ids))
-        pad = trainer.generation_config.pad_token_id or 0
-        rows = [[pad] * (width - len(ids)) + list(ids) for ids in prompt_ids]
-        mask = [[0] * (width - len(ids)) + [1] * len(ids) for ids in prompt_ids]
-        generations: list[Generation] = []
-        with torch.no_grad():
-            model.generate(
-                input_ids=torch.tensor(rows, device=trainer.accelerator.device),
-                attention_mask=torch.tensor(mask, device=trainer.accelerator.device),
-                generation_config=trainer.generation_config,
-                custom_generate=partial(self._decode, generations, trainer.processing_class),
-            )
-        return {
-            "prompt_ids": [list(ids) for ids in prompt_ids],
-            "completion_ids": [list(row.token_ids) for row in generations],
-            "logprobs": [[token.logprob for token in row.logprobs or ()] for row in generations],
-        }
-
-    @contextmanager
-    def generating(self, trainer: Any) -> Iterator[None]:
-        """Within, the model of `trainer` generates with emssd: for trainers that call it, as `OnlineDPOTrainer`."""
-        model = _model_of(trainer)
-        model.generate = partial(model.generate, custom_generate=partial(self._decode, None, trainer.processing_class))
-        try:
-            yield
-        finally:
-            del model.generate
-
-    def _decode(
-        self,
-        generations: list[Generation] | None,
-        tokenizer: Any,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: Any = None,
-        stopping_criteria: Any = None,
-        generation_config: GenerationConfig | None = None,
-        **model_kwargs: Any,
-    ) -> torch.Tensor:
-        """Decode ``input_ids [B, n]`` to ``[B, n + new]``, as `generate` does; `generations` gets the generations."""
-        call = Call.of(input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-        if call.criteria or call.num_samples > 1:
-            raise ConfigError("a rollout ends at EOS and lengths, and has one text a row; leave other options out")
-        if generations is not None:
-            sampling = replace(call.sampling or SamplingParams(temperature=0.0), logprobs=0, processed_logprobs=True)
-            call = replace(call, sampling=sampling)
+        check_config(config, refused=_NOT_HERE)
+        sampling = sampling_of(config, None) or SamplingParams(temperature=0.0)
+        sampling = replace(sampling, logprobs=0, processed_logprobs=True)
+        rows, limit, eos = [*map(tuple, prompt_ids)], config.max_new_tokens, frozenset(token_ids(config.eos_token_id))
         samples: dict[tuple[int, ...], count[int]] = defaultdict(count)  # of equal prompts
         requests = [
-            call.request(row, sample_of=str(call.prompts.index(ids)), sample=next(samples[ids]))
-            for row, ids in enumerate(call.prompts)
+            Request(str(row), ids, limit, eos, None, sampling, str(rows.index(ids)), next(samples[ids]))
+            for row, ids in enumerate(rows)
         ]
-        done = self._run(model, tokenizer, requests)
-        if generations is not None:
-            generations += done
-        return call.with_new([row.token_ids for row in done])
-
-    def _run(self, model: PreTrainedModel, tokenizer: Any, requests: Seq[Request]) -> list[Generation]:
-        """The generations of `requests`, in their order."""
-        with self._engine.running(model, tokenizer, len(requests), _GPU_SHARE) as engine:
-            longest = max(len(request.prompt_ids) + request.max_new_tokens for request in requests)
+        with self._engine.running(model, trainer.processing_class, len(rows), _GPU_SHARE) as engine:
+            longest = max(map(len, rows)) + limit
             if longest > engine.target.max_model_len:
                 raise ConfigError(
                     f"the longest prompt and its completion are up to {longest} tokens, and this model takes "
@@ -142,7 +85,12 @@ class Rollouts:
                 )
             done = {(row.request_id, row.sample): row for row in engine.run(requests)}
         self.report = engine.report
-        return [done[request.prompt_id, request.sample] for request in requests]
+        generations = [done[request.prompt_id, request.sample] for request in requests]
+        return {
+            "prompt_ids": [list(ids) for ids in rows],
+            "completion_ids": [list(row.token_ids) for row in generations],
+            "logprobs": [[token.logprob for token in row.logprobs or ()] for row in generations],
+        }
 
 
 def _model_of(trainer: Any) -> Any:
@@ -152,8 +100,4 @@ def _model_of(trainer: Any) -> Any:
     for name in _OTHER_ENGINES:
         if getattr(trainer, name, False):
             raise ConfigError(f"emssd decodes in the place of other engines; leave out {name}")
-    model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    adapter = getattr(model, "active_peft_config", None)
-    if adapter is not None and adapter.is_prompt_learning:
-        raise ConfigError(f"emssd does not see the learned prompts of {adapter.peft_type.value}; use LoRA, say")
-    return model
+    return base_of(trainer.accelerator.unwrap_model(trainer.model_wrapped))

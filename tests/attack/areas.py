@@ -18,8 +18,6 @@ from .plain import judged_by_plain
 from .runner import run_history
 from .worlds import World, draw_world
 
-__all__ = ["AREAS", "Area", "cases", "run_seeds"]
-
 
 @dataclass(frozen=True)
 class Area:

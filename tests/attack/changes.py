@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CHANGES"]
-
 
 def _drawn(rng: random.Random, like: torch.Tensor) -> torch.Tensor:
     """Other weights: all of them, or one row, turned around or drawn anew."""

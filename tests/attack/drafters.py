@@ -17,8 +17,6 @@ from .moods import FORMS, MOODS, Mood, Tree, best_path, right_depths, shallow, t
 from .policies import SHALLOW
 from .sins import LATE, OF_TREES, SINS, WHEN_TOLD
 
-__all__ = ["HurtfulDrafter"]
-
 _MOST_NODES = 60
 
 
@@ -136,6 +134,7 @@ class HurtfulDrafter(Drafter):
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:
             self._drafted.pop(request_id, None)
+        self.faults("release")
         self._when_told("release", ())
 
     def _mood(self, index: int, request_id: str) -> str:

@@ -15,19 +15,20 @@ from .policies import POLICIES
 from .sins import ALL
 from .worlds import World
 
-__all__ = ["PLACES", "Fault", "History", "differing_fields", "draw_history"]
-
 # Where something may fail in the middle of a step.
 PLACES = (
+    "fits",
     "before plan",
     "after plan",
     "before attention",
     "after attention",
     "after forward",
+    "commit",
     "policy",
     "policy observes",
     "propose",
     "observe",
+    "release",
 )
 
 
@@ -59,6 +60,7 @@ class History:
         sin: one of `sins.ALL`, committed with `chance` in each step.
         rounds: how often all of it, with the same engine.
         change: what happens to the model between two rounds.
+        sharing: whether rows share the KV of what they share.
         num_threads: each does all of it at once, with an engine of its own.
     """
 
@@ -87,6 +89,7 @@ class History:
     fault: Fault | None = None
     rounds: int = 1
     change: str = ""
+    sharing: bool = False
     num_threads: int = 1
 
 
@@ -224,7 +227,7 @@ def draw_history(
         history = replace(history, shapes=shapes, depth=rng.choice((history.depth, 2 * history.depth, 9, 20)))
     if sampled and history.drive == "generate":  # it takes one set of options for all
         history = replace(history, drive="run")
-    return replace(history, sure=rng.random() < 0.3)
+    return replace(history, sure=rng.random() < 0.3, sharing=rng.random() < 0.4)
 
 
 def differing_fields(history: History) -> str:

@@ -15,8 +15,6 @@ from emssd.attention import PackedInputs
 from .oracle import Ask, ending
 from .worlds import World
 
-__all__ = ["Account", "Judge"]
-
 
 @dataclass
 class Account:
@@ -37,6 +35,7 @@ class Account:
     num_moved: int = 0
     num_ties: int = 0
     num_preempted: int = 0
+    num_adopted: int = 0
     num_steps: int = 0
     num_drafted: int = 0
     num_raised: int = 0

@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["FORMS", "MOODS", "SHAPES", "Mood", "Tree", "best_path", "right_depths", "shallow", "tree"]
-
 # What is drafted for one row: of what will come, room, ids at hand, and a source of chance.
 Mood = Callable[[list[int], int, Any, random.Random], list[int]]
 

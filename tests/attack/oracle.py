@@ -12,8 +12,6 @@ from emssd_testing.oracle import next_logits
 from emssd.sampling import SamplingParams
 from tests.support import sampling as by_hand
 
-__all__ = ["Ask", "Oracle", "ending"]
-
 
 @dataclass(frozen=True)
 class Ask:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence as Seq
 from typing import Any
 
 import torch
+from emssd_testing.oracle import next_logits
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
@@ -14,8 +16,6 @@ from .drafters import HurtfulDrafter
 from .histories import History
 from .oracle import Oracle
 from .worlds import Watch, World, watched
-
-__all__ = ["PlainOracle", "judged_by_plain"]
 
 # Of the largest logit: where `docs/exactness.md` calls a difference a tie.
 TIES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 2**-6}
@@ -28,6 +28,7 @@ class PlainOracle(Oracle):
     """Texts and logits of an engine that drafts nothing, at batch size 1.
 
     A margin is the lesser of its own and the eager model's: two roundings of one model, and neither is nearer to it.
+    One of less than both of them are off is none.
 
     Args:
         world: whose target decodes.
@@ -63,7 +64,14 @@ class PlainOracle(Oracle):
 
     def margin(self, tokens: Seq[int], one: int, other: int, *changed: Any) -> float:
         margin = self.eager.margin(tokens, one, other, *changed)
-        return min(margin, super().margin(tokens, one, other, *changed)) if tuple(tokens) in self._logits else margin
+        if tuple(tokens) in self._logits:
+            margin = min(margin, super().margin(tokens, one, other, *changed))
+        return 0.0 if margin <= 2 * self._rounding(tokens) else margin
+
+    def _rounding(self, tokens: Seq[int]) -> float:
+        """How far the eager model is off itself in float64, as a share of the largest logit: some texts amplify it."""
+        exact = next_logits(copy.deepcopy(self.model).double(), tuple(tokens))
+        return float((self.eager.logits(tokens).double() - exact).abs().max() / exact.abs().max().clamp_min(1e-9))
 
 
 def judged_by_plain(world: World, backend: object) -> World:

@@ -10,8 +10,6 @@ from typing import Any
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome
 
-__all__ = ["POLICIES", "SHALLOW", "ChancePolicy"]
-
 SHALLOW = 2  # levels of trees
 
 

@@ -7,11 +7,10 @@ import sys
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -20,18 +19,15 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import Admission, Batching, EngineOptions, OnDrafterError
 from emssd.decoding.scheduler import ContinuousScheduler
 from emssd.errors import EmssdError
-from emssd.hooks.registry import Registry
-from emssd.sequences import Request, StopStrings
-from tests.support.backends import CONFIGS as BACKENDS
+from emssd.sequences import Generation, Request, StopStrings
 
+from .backends import BACKENDS, registry
 from .changes import CHANGES
 from .drafters import HurtfulDrafter
 from .histories import History
 from .judge import Account, Judge
 from .policies import POLICIES
 from .worlds import Planted, Watch, World, watched
-
-__all__ = ["Account", "run_history", "safely"]
 
 _ERRORS: dict[str, Callable[[], BaseException]] = {
     "Planted": lambda: Planted("planted in the middle of a step"),
@@ -41,12 +37,6 @@ _ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 _MOST_RAISED = 20  # by one drafter that breaks the rules again and again
 _IDS = ("{}", "request {}", "é/{}", "{}\n", " {}")
-
-
-@cache
-def _registry() -> Registry:
-    """The installed plugins; to find them takes longer than most histories."""
-    return Registry()
 
 
 def run_history(world: World, history: History) -> Account:
@@ -143,6 +133,7 @@ class _Run:
                         got[done.request_id] = (list(done.token_ids), str(done.finish_reason.value))
             self.judge.texts(got, ended)
             self.result.num_preempted += self.engine.report.num_preempted
+            self.result.num_adopted += self.engine.report.num_adopted_tokens
             with suppress(EmssdError):  # a drafter that fails when it is told to forget
                 self.engine.clear()
             if held := self.engine.runner.usage.held:
@@ -159,8 +150,6 @@ class _Run:
         self.result.num_moved = sum(drafter.num_moved for drafter in self.drafters)
         return self.result
 
-    # Its parts.
-
     def _engine(self) -> Engine:
         history, target, room = self.history, self.world.target, self.history.room
         longest = max(len(self.world.text_of(ask)) for ask in history.asks)
@@ -170,15 +159,15 @@ class _Run:
         while True:
             spec = target.kv_cache_spec(history.batch_size)
             states = spec.bytes_per_row * spec.max_batch_size
-            memory = None if room is None else str(room * spec.bytes_per_token() + states)
+            self.memory = None if room is None else room * spec.bytes_per_token() + states
             options = EngineOptions(
                 batch_size=history.batch_size,
                 batching=Batching(history.batching),
                 max_step_tokens=history.max_step_tokens,
-                kv_memory=memory,
+                kv_memory=None if self.memory is None else str(self.memory),
                 admission=Admission(history.admission),
                 on_drafter_error=OnDrafterError(history.on_error),
-                prefix_caching=bool(history.change),
+                prefix_caching=history.sharing or bool(history.change),
             )
             made = Engine.assemble(
                 target,
@@ -187,7 +176,7 @@ class _Run:
                 backend=BACKENDS[history.backend],
                 budget=policy,
                 options=options,
-                registry=_registry(),
+                registry=registry(),
                 eos=history.asks[0].eos,
             )
             if room is None or made.runner.fits({"longest": longest}):
@@ -230,11 +219,21 @@ class _Run:
                 self.engine.add(self._request(to_come.pop(0)))
             idle = not to_come and not self.engine.scheduler.has_work
             with self._going_on():  # one step more, idle, brings what a step finished that failed
-                for row in self.engine.step():
+                finished = self.engine.step()
+                self._check_limits()
+                for row in finished:
                     yield row.request_id, list(row.output_ids), str(row.finish_reason.value)  # type: ignore[union-attr]
             if idle:
                 return
         self.judge.wrong(f"it had not ended after {self.most_steps} steps")
+
+    def _check_limits(self) -> None:
+        """Never more KV than the limit; no row is preempted whose worst case was admitted."""
+        usage, preempted = self.engine.runner.usage, self.engine.report.num_preempted
+        if self.memory is not None and max(usage.held, usage.peak_held, usage.peak_pool) > self.memory:
+            self.judge.wrong(f"{usage} is more than {self.memory} bytes")
+        if self.history.admission == "worst_case" and preempted:
+            self.judge.wrong(f"{preempted} rows were preempted, and all had room for their worst case")
 
     def _run(self) -> Iterator[tuple[str, list[int], str]]:
         if self.history.close_after is not None:
@@ -243,14 +242,15 @@ class _Run:
                 for _ in range(self.history.close_after):
                     next(early)
             early.close()  # type: ignore[attr-defined]  # it is a generator
-        for done in self.engine.run([self._request(request_id) for request_id in self.asks]):
-            self.judge.text_before_stop(done)
-            yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
+        yield from self._judged(self.engine.run([self._request(request_id) for request_id in self.asks]))
 
     def _generate(self) -> Iterator[tuple[str, list[int], str]]:
         asks = list(self.asks.values())
         prompts, limits = [self.world.prompts[ask.prompt] for ask in asks], [ask.limit for ask in asks]
-        for done in self.engine.generate(prompts, limits, stop=asks[0].stop):
+        yield from self._judged(self.engine.generate(prompts, limits, stop=asks[0].stop))
+
+    def _judged(self, generations: Iterable[Generation]) -> Iterator[tuple[str, list[int], str]]:
+        for done in generations:
             self.judge.text_before_stop(done)
             yield done.request_id, list(done.token_ids), str(done.finish_reason.value)
 
@@ -280,12 +280,10 @@ class _Run:
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not self._may_raise(error) or self._is_final(error):
+            # A drafter may have changed its batch, and what the tokens were may be lost; or it fails for ever.
+            sin, expected = self.history.sin, self._may_raise(error)
+            if not expected or (sin and ("token" in sin or self.result.num_raised > _MOST_RAISED)):
                 raise
-
-    def _is_final(self, error: BaseException) -> bool:
-        """Whether nobody steps on: a drafter changed its batch, and what the tokens were may be lost, or it goes on."""
-        return bool(self.history.sin) and ("token" in self.history.sin or self.result.num_raised > _MOST_RAISED)
 
     def _may_raise(self, error: BaseException) -> bool:
         """Whether a step may raise `error`: it was planted, or a drafter that broke the rules is named."""

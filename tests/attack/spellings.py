@@ -7,8 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["SPECIAL", "Speller", "draw_speller"]
-
 _WORDS = ("the", "and", "stop", " stop", "\n\n", "é", "日本", "🙂", "aab", "abab", " ", "ing", "\n", "Q:", "</s>")
 SPECIAL = "<|end|>"
 

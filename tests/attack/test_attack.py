@@ -23,6 +23,7 @@ from .worlds import World, draw_world, spoil
 from .zoo import draw_model
 
 ASKS = (Ask(0, 14), Ask(3, 9), Ask(4, 20, eos=(5,)), Ask(5, 6, arrives=3), Ask(1, 12, arrives=5))
+SHARED = (Ask(0, 8), Ask(0, 14), Ask(0, 3, arrives=4))
 
 PROMPTS = [tuple(range(20)), (3, 4), (), (5,) * 9, (7, 1, 2) * 4, (8, 9)]
 
@@ -77,6 +78,21 @@ def test_rows_are_preempted() -> None:
     account, _ = run_seeds("histories", range(5, 6))
     assert account.differences == []
     assert account.num_preempted >= 5
+
+
+@pytest.mark.parametrize("backend", ["page 1", "fused", "recorded"])
+def test_rows_that_share_kv_in_little_memory_are_those_that_do_not(backend: str) -> None:
+    """Prompts in pieces, whose rows begin alike, come again, and lose their KV."""
+    together = Account()
+    for seed, room in enumerate((64, 40)):
+        history = History(
+            (*SHARED, *ASKS), seed, backend, max_step_tokens=9, room=room, headroom=0, moods=("some", "wrong"),
+            shapes=("comb",) * seed, sharing=True, rounds=2, policy="chance",
+        )  # fmt: skip
+        together.add(run_history(of_rules("llama", torch.float64), history))
+    assert together.differences == []
+    assert together.num_preempted
+    assert together.num_adopted > 100
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -135,7 +151,7 @@ def test_a_drafter_that_breaks_the_rules_changes_no_token(sin: str) -> None:
 def test_a_step_that_fails_is_followed_by_right_ones(place: str, backend: str) -> None:
     for seed, error in enumerate(("Planted", "KeyboardInterrupt")):
         fault, moods = Fault(place, (2, 3, 5, 6, 8, 9), error), ("right then wrong", "some")
-        history = History(ASKS, seed, backend, policy="half", on_error="fail", fault=fault, moods=moods)
+        history = History(ASKS, seed, backend, policy="half", on_error="fail", fault=fault, moods=moods, sharing=True)
         account = run_history(world("a failing"), history)
         assert account.differences == []
         assert account.num_raised > 0

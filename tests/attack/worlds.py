@@ -20,8 +20,6 @@ from .oracle import Ask, Oracle
 from .spellings import Speller, draw_speller
 from .zoo import KINDS, MAY_BE_REFUSED, draw_model
 
-__all__ = ["Planted", "Watch", "WatchedTarget", "World", "draw_world", "spoil", "twin", "watched"]
-
 _FOUL = (float("nan"), float("nan"), float("inf"), float("-inf"), 1e300, 1e30)
 
 
@@ -185,7 +183,7 @@ def watched(engine: Engine, watch: Watch) -> Engine:
     """The engine as it is, whose steps are noted, and may fail in the middle."""
     runner: Any = engine.runner
     runner.model, backend = WatchedTarget(runner.model, watch), runner.backend
-    plan, attend = backend.plan, backend.forward
+    plan, attend, fits, commit = backend.plan, backend.forward, backend.fits, backend.commit
 
     def planned(packed: Any) -> StepPlan:
         watch.faults("before plan")
@@ -202,4 +200,6 @@ def watched(engine: Engine, watch: Watch) -> Engine:
         return out
 
     backend.plan, backend.forward = planned, attended
+    backend.fits = lambda kv_lens: (watch.faults("fits"), fits(kv_lens))[1]
+    backend.commit = lambda kept: (watch.faults("commit"), commit(kept))[1]
     return engine

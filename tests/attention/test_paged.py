@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-from emssd_flashinfer.tables import FixedShape, TreeMask, largest_metadata, step_pages, tree_mask
+from emssd_flashinfer.tables import FixedShape, largest_metadata, step_pages, tree_mask
+from emssd_testing.oracle import seen
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +12,9 @@ from emssd.attention.pages import PageTable
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
+from tests.attention.test_trees import steps as tree_steps
 from tests.support.reference_kernels import seen_of
-from tests.support.trees import ways
+from tests.support.trees import Tree
 
 
 @st.composite
@@ -77,48 +78,15 @@ def test_the_largest_plan_has_all_rows_and_queries_of_its_shape(num_rows: int, m
     assert len(metadata.kv_indices) == int(metadata.kv_indptr[-1])
 
 
-@st.composite
-def trees(draw: st.DrawFn) -> tuple[list[Row], Draft]:
-    """Sequences, cached but for a few tokens, and a tree for each; a tree may be empty, a chain, or all siblings."""
-    rows, parents, indptr = [], [], [0]
-    for name in range(draw(st.integers(1, 3))):
-        length = draw(st.integers(1, 8))
-        row = Row(Request(str(name), tuple(range(length)), 100))
-        row.num_cached = draw(st.integers(0, length - 1))
-        rows.append(row)
-        count = draw(st.integers(0, 6))
-        parents += [draw(st.integers(-1, node - 1)) for node in range(count)]
-        indptr.append(indptr[-1] + count)
-    return rows, Draft(torch.zeros(indptr[-1], dtype=torch.int64), tuple(indptr), tuple(parents))
-
-
-def paths(rows: list[Row], draft: Draft) -> list[list[list[int]]]:
-    """The indices of the tokens from the first to each new one, itself last, for each row."""
-    seen = []
-    for number, row in enumerate(rows):
-        length = len(row.tokens)
-        new = [list(range(token + 1)) for token in range(row.num_cached, length)]
-        seen.append([*new, *([*range(length), *(length + node for node in way)] for way in ways(draft.tree(number)))])
-    return seen
-
-
-@given(forest=trees(), window=st.none() | st.integers(1, 6))
+@given(tree_steps(), st.none() | st.integers(1, 6))
 def test_a_node_sees_its_ancestors_and_itself_and_nobody_else(
-    forest: tuple[list[Row], Draft], window: int | None
+    step: tuple[list[Row], list[Tree], list[tuple[Row, int]]], window: int | None
 ) -> None:
-    rows, draft = forest
-    packed = pack(rows, draft)
-    expected: list[bool] = []
-    for row, tokens in enumerate(paths(rows, draft)):
-        for path in tokens:
-            seen = set(path if window is None else path[-window:])
-            expected += [key in seen for key in range(packed.kv_lens[row])]
+    rows, forest, pieces = step
+    packed = pack(rows, Draft.from_trees(forest), pieces)
     mask = tree_mask(packed, window)
-    assert seen_in(mask, packed) == expected
+    for row, (q_len, kv_len) in enumerate(zip(packed.lengths, packed.kv_lens, strict=True)):
+        for token, bits in enumerate(seen_of(mask, row, q_len, kv_len).tolist(), start=kv_len - q_len):
+            visible = seen(packed, row, token)
+            assert [key for key, bit in enumerate(bits) if bit] == (visible if window is None else visible[-window:])
     assert mask.indptr[-1] == len(mask.bits)
-
-
-def seen_in(mask: TreeMask, packed: PackedInputs) -> list[bool]:
-    """``[sum(q_len * kv_len)]``"""
-    rows = enumerate(zip(packed.lengths, packed.kv_lens, strict=True))
-    return [bool(bit) for row, (q_len, kv_len) in rows for bit in seen_of(mask, row, q_len, kv_len).flatten()]

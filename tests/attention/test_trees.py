@@ -8,13 +8,11 @@ from emssd_testing.strategies import trees
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import PackedInputs
 from emssd.attention.trees import ancestors, depths, hidden_nodes, is_chain, path
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
-from tests.support.strategies import drafts, prompt_batches
-from tests.support.trees import Tree, drawn_trees
+from tests.support.trees import Tree, drawn_trees, paths_of
 
 SHAPES = st.integers(0, 7).flatmap(trees)
 FORESTS = st.lists(drawn_trees(), min_size=1, max_size=4)
@@ -26,12 +24,6 @@ def draft_of(forest: list[Tree], confidence: bool = False) -> Draft:
         return draft
     numbers = tuple(node / (1 + draft.indptr[-1]) for node in range(draft.indptr[-1]))
     return Draft(draft.token_ids, draft.indptr, draft.parents, numbers)
-
-
-def texts(draft: Draft, row: int) -> list[tuple[int, ...]]:
-    """The tokens on the way to each node of a row."""
-    tokens = draft.token_ids[draft.indptr[row] : draft.indptr[row + 1]].tolist()
-    return [tuple(tokens[ancestor] for ancestor in path(draft.tree(row), node)) for node in range(len(tokens))]
 
 
 @given(SHAPES)
@@ -56,7 +48,7 @@ def test_picked_nodes_keep_their_ways_and_their_confidence(
     assert picked.lengths == [len(nodes) for nodes in rows]
     for row, nodes in enumerate(rows):
         assert all(-1 <= parent < node for node, parent in enumerate(picked.tree(row)))
-        assert texts(picked, row) == [texts(draft, row)[node] for node in nodes]
+        assert paths_of(picked, row) == [paths_of(draft, row)[node] for node in nodes]
         if confidence:
             assert draft.confidence is not None
             assert picked.confidence is not None
@@ -97,7 +89,7 @@ def test_shallow_nodes_are_those_up_to_a_depth(forest: list[Tree], data: st.Data
     limits = [data.draw(st.integers(0, 4), label="limit") for _ in forest]
     shallow = draft.shallow(limits)
     for row, limit in enumerate(limits):
-        assert texts(shallow, row) == [text for text in texts(draft, row) if len(text) <= limit]
+        assert paths_of(shallow, row) == [text for text in paths_of(draft, row) if len(text) <= limit]
 
 
 @st.composite
@@ -192,28 +184,11 @@ def test_hidden_are_the_nodes_that_are_no_ancestors(
     assert {tuple(entry) for entry in hidden.nonzero().tolist()} == expected
 
 
-@st.composite
-def rows_and_drafts(draw: st.DrawFn) -> tuple[list[Row], Draft]:
-    rows = [Row(Request(f"r{i}", tuple(ids), 9)) for i, ids in enumerate(draw(prompt_batches(50, 5)))]
-    for row in rows:
-        row.num_cached = draw(st.integers(0, len(row.tokens) - 1))
-    return rows, draw(drafts([draw(st.integers(0, 6)) for _ in rows], 50))
-
-
-def unpack(packed: PackedInputs, values: torch.Tensor) -> list[list[int]]:
-    return [values[a:b].tolist() for a, b in zip(packed.qo_indptr, packed.qo_indptr[1:], strict=False)]
-
-
-@given(rows_and_drafts())
-def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(case: tuple[list[Row], Draft]) -> None:
-    rows, draft = case
-    packed = pack(rows, draft)
-    wanted = [
-        (i, position)
-        for i, (row, drafted) in enumerate(zip(rows, draft.lengths, strict=True))
-        for position in range(len(row.tokens) - 1, len(row.tokens) + drafted)
-    ]
-    owner = [i for i, row in enumerate(unpack(packed, packed.input_ids)) for _ in row]
-    owners = [(owner[token], int(packed.position_ids[token])) for token in packed.logit_rows.tolist()]
-    assert owners == wanted
-    assert len(owners) == len(rows) + draft.token_ids.numel()
+@given(steps())
+def test_logits_are_wanted_of_each_newest_token_and_each_drafted_one(
+    step: tuple[list[Row], list[Tree], list[tuple[Row, int]]],
+) -> None:
+    rows, forest, pieces = step
+    packed = pack(rows, Draft.from_trees(forest), pieces)
+    ends = zip(packed.qo_indptr[1:], forest, strict=False)
+    assert packed.logit_rows.tolist() == [token for end, tree in ends for token in range(end - 1 - len(tree), end)]

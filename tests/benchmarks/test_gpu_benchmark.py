@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,10 +38,7 @@ def test_no_piece_has_the_name_of_another(load: Any) -> None:
 
 def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, saved = load("gpu"), []
-
-    def fail() -> dict[str, Any]:
-        raise ValueError("no such kernel\nand more")
-
+    fail = Mock(side_effect=ValueError("no such kernel\nand more"))
     monkeypatch.setattr(gpu, "pieces", lambda *_: iter([("a", fail), ("b", lambda: {"seconds": 1.0})]))
     results: dict[str, Any] = {"pieces": {}}
     gpu.measure_shape("tiny", options(), results, lambda: saved.append(list(results["pieces"])))
@@ -51,12 +49,9 @@ def test_any_failure_is_recorded_and_the_next_piece_begins(load: Any, monkeypatc
 
 def test_a_device_that_failed_ends_the_program_after_saving(load: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu, saved = load("gpu"), []
-
-    def illegal() -> None:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
-
+    illegal = RuntimeError("CUDA error: an illegal memory access was encountered\nmore")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "synchronize", illegal)
+    monkeypatch.setattr(torch.cuda, "synchronize", Mock(side_effect=illegal))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: pytest.fail("the device is asked for no more"))
     measured = {"a": {"seconds": 1.0}, "b": {"seconds": 1.0}}
     monkeypatch.setattr(gpu, "pieces", lambda *_: iter((name, lambda: {"seconds": 1.0}) for name in measured))
@@ -73,11 +68,9 @@ def test_results_survive_an_interruption_and_those_of_another_card_are_put_aside
 ) -> None:
     gpu, out = load("gpu"), tmp_path / "gpu.json"
     out.write_text('{"machine": {"device": "A card"}, "pieces": {"a": {}, "c": {}}}')
-
-    def interrupt() -> dict[str, Any]:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(gpu, "pieces", lambda *_: iter([("a", lambda: {"seconds": 1.0}), ("b", interrupt)]))
+    monkeypatch.setattr(
+        gpu, "pieces", lambda *_: iter([("a", lambda: {"seconds": 1.0}), ("b", Mock(side_effect=KeyboardInterrupt))])
+    )
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--shape", "tiny", "--out", str(out)])
     with pytest.raises(KeyboardInterrupt):
         gpu.main()

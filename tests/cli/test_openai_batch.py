@@ -100,23 +100,6 @@ def test_chats_and_completions_are_answered_in_the_format_of_the_api(batch: Call
     ]
 
 
-def test_several_choices_are_those_of_the_options_in_the_request(batch: Callable, chat_model: str) -> None:
-    options = {"temperature": 0.9, "top_p": 0.9, "seed": 5, "n": 3, "stop": "e", "presence_penalty": 0.5}
-    options |= {"frequency_penalty": 0.25, "logit_bias": {"70": 3}}
-    line = answers(batch([completion("a", **options, max_tokens=20), chat("b")], "drafter=llma").folder)["a"]
-    named = {name: value for name, value in options.items() if name not in ("stop", "logit_bias")}
-    sampling = SamplingParams(**named, logit_bias={70: 3})
-    wanted = expected(chat_model, "abc", sampling=sampling, stop=["e"], limit=20)
-    choices = line["response"]["body"]["choices"]
-    assert [(choice["index"], choice["text"]) for choice in choices] == [
-        (choice.sample, choice.text) for choice in wanted
-    ]
-    assert len({choice["text"] for choice in choices}) == 3
-    assert {choice["finish_reason"] for choice in choices} <= {"stop", "length"}
-    number = sum(len(choice.token_ids) for choice in wanted)
-    assert line["response"]["body"]["usage"]["completion_tokens"] == number
-
-
 def test_a_request_that_names_no_temperature_is_drawn_as_in_the_api(batch: Callable, chat_model: str) -> None:
     silent = completion("a", temperature=None, max_tokens=12)
     line = answers(batch([silent]).folder)["a"]

@@ -24,7 +24,7 @@ PLUGINS = [(kind, spec.config) for kind in KINDS for spec in REGISTRY.specs(kind
 TRAINED = (Eagle3Options, MedusaOptions, PardOptions)
 ALL = [*PLUGINS, ("", RunConfig), ("model", ModelOptions), *(("--", options) for options in TRAINED)]
 FOR_TRAINING = {"model": "demo", "data": "f.jsonl", "output": "out"}
-ANY_NUMBER = {"seed", "bits", "query_tile", "max_model_len", "temperature", "hidden_layers"}
+ANY_NUMBER = {"seed", "bits", "max_model_len", "temperature", "hidden_layers"}
 """Options that take any number, some, or those that a model has."""
 
 

@@ -159,14 +159,14 @@ def test_the_options_of_a_strangers_plugin_are_held_to_the_same(
 
 
 def test_a_strangers_preset_is_held_to_the_same(emssd: Callable, work: Path) -> None:
-    preset = work / "presets" / "budget" / "mine.yaml"
+    preset = work / "presets" / "drafter" / "mine.yaml"
     preset.parent.mkdir(parents=True)
-    preset.write_text("defaults: [adaptive]\nmemory: .inf\n")
-    options = ("--config-dir", "presets", "budget=mine")
-    assert emssd(*options).sentence == "budget.memory is inf; it must be a finite number"
-    preset.write_text("defaults: [adaptive]\nmemory: long\n")
+    preset.write_text("defaults: [suffix]\nmax_spec_factor: .inf\n")
+    options = ("--config-dir", "presets", "drafter=mine")
+    assert emssd(*options).sentence == "drafter.max_spec_factor is inf; it must be a finite number"
+    preset.write_text("defaults: [suffix]\nmax_spec_factor: long\n")
     assert emssd(*options).sentence.startswith(
-        "In 'budget/mine': ValidationError raised while composing config: Value 'lo"
+        "In 'drafter/mine': ValidationError raised while composing config: Value 'lo"
     )
 
 

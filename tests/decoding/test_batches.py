@@ -10,27 +10,19 @@ from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
-from emssd_adaptive.policy import AdaptiveBudget
 from emssd_ragged.backend import ragged_backend
 from emssd_suffix import SuffixConfig
 from emssd_suffix.drafter import SuffixDrafter
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter
-from emssd_testing.models import tiny_model
-from emssd_testing.strategies import policies
-from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.warmup import warm_up
-from emssd.drafting import BudgetPolicy, Draft, Drafter
+from emssd.drafting import Draft, Drafter
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import DraftError, PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
 from emssd.sequences import Batch, Request
 from tests.support.backends import runner_of
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
-from tests.support.reference_kernels import ReferenceKernels, rerun
 
 PROMPTS = [[5, 6, 7] * 6, [9], [4, 4, 4, 4], [8, 10]]
 
@@ -75,49 +67,6 @@ def test_every_drafter_is_told_and_one_that_fails_is_named(oracle: Any) -> None:
     assert engine.drafting.drafters[0].failure is not None
     assert suffix._cache is not None
     assert not suffix._cache._generations
-
-
-class DenseMachine(EngineMachine):
-    """The dense reference, which asserts what the engine owes to a backend."""
-
-
-class RaggedMachine(EngineMachine):
-    @classmethod
-    def make_model(cls) -> Any:
-        return tiny_model("mistral", vocab_size=11, max_model_len=64)
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return ragged_backend(page_size, kernels="torch")
-
-    def policies(self) -> st.SearchStrategy[BudgetPolicy]:
-        adaptive = st.builds(AdaptiveBudget, memory=st.sampled_from([1.0, 16.0]), probe_interval=st.integers(1, 4))
-        return policies() | adaptive
-
-
-class FusedMachine(RaggedMachine):
-    """Pages are of 16 tokens whatever is drawn; narrow heads are padded, so a page takes more bytes than its tokens."""
-
-    max_kv_tokens = 120  # as half of the values' room is padding of narrow heads
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return ragged_backend(kernels="fused")
-
-
-class PagedMachine(RaggedMachine):
-    max_kv_tokens = 160  # of which half is padding of narrow heads, and a page that of tokens
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return PagedBackend(
-            ReferenceKernels(capture=rerun, max_graph_tokens=12), page_size=page_size, memory_fraction=1.0
-        )
-
-
-@pytest.mark.parametrize("machine", [DenseMachine, RaggedMachine, FusedMachine, PagedMachine])
-@pytest.mark.hypothesis
-def test_any_arrivals_chunks_preemptions_and_budgets_give_the_tokens_of_greedy_decoding(
-    machine: type[EngineMachine],
-) -> None:
-    run_with_preemption(machine, share=6, num_steps=16)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 import torch
 from emssd_none import NoneDrafter
 from emssd_testing.drafters import RandomDrafter
+from emssd_testing.strategies import drafters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +21,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.errors import ConfigError, OutOfMemoryError, PromptError
 from emssd.sequences import FinishReason, Generation, Request
-from tests.support.strategies import drafters_with_eos, prompt_batches
+from tests.support.strategies import prompt_batches
 from tests.support.tiers import looped
 
 MakeBackend = Callable[[], AttentionBackend]
@@ -38,8 +39,7 @@ def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
     limits = [data.draw(st.integers(1, MAX_NEW), label="max_new_tokens") for _ in prompts]
     eos = data.draw(st.frozensets(ids, max_size=2), label="eos")
     references, with_trees = oracle.references(prompts, MAX_NEW), make_backend().takes_trees
-    any_drafter = drafters_with_eos(oracle.vocab_size, references, sorted(eos), with_trees=with_trees)
-    drafter = data.draw(any_drafter, label="drafter")
+    drafter = data.draw(drafters(oracle.vocab_size, references, with_trees=with_trees), label="drafter")
     batch_size, caching = data.draw(st.integers(1, 6), label="batch size"), data.draw(st.booleans(), label="caching")
     engine = build(oracle, make_backend, drafter, batch_size, prefix_caching=caching)
     requests = [

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -124,18 +125,14 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
 ) -> None:
     draft_backend = make_backend()
     draft_backend.allocate(oracle.target.kv_cache_spec(5))
-    plan, plan_chain, computed = draft_backend.plan, draft_backend.plan_chain, list[int]()
-
-    def counted(packed: PackedInputs) -> StepPlan:
-        computed.append(packed.num_tokens)
-        return plan(packed)
+    plan, plan_chain, computed = Mock(wraps=draft_backend.plan), draft_backend.plan_chain, list[int]()
 
     def passes(packed: PackedInputs, lengths: Seq[int]) -> list[StepPlan]:
         plans = plan_chain(packed, lengths)
         computed.append(sum(lengths) if plans else 0)
         return plans
 
-    monkeypatch.setattr(draft_backend, "plan", counted)
+    monkeypatch.setattr(draft_backend, "plan", plan)
     monkeypatch.setattr(draft_backend, "plan_chain", passes)
     drafter = DraftModelDrafter(CausalLMRunner(oracle.target, draft_backend), 11, k)
     engine = build(oracle, make_backend, drafter, batch_size=5)
@@ -145,6 +142,7 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
     assert engine.report.acceptance_histogram == {k + 1: 4 * 5}
     assert engine.report.mean_acceptance_length == k + 1
     # Nothing is computed twice: prompts and k - 1 drafts at first, then the last draft, the bonus, and k - 1 drafts.
+    computed += [call.args[0].num_tokens for call in plan.call_args_list]
     assert sum(computed) == sum(len(prompt) + k - 1 + 3 * (k + 1) for prompt in prompts)
     assert draft_backend.kv_usage.held == 0
 
@@ -179,17 +177,13 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
     for order in range(4):
         drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
         engine = build(oracle, make_backend, drafter, batch_size=5)
-        plan, finished, planned = engine.runner.backend.plan, set[str](), list[tuple[str, ...]]()
-
-        def watched(packed: PackedInputs, plan: Any = plan, planned: Any = planned) -> StepPlan:
-            planned.append(packed.request_ids)
-            return plan(packed)
-
-        monkeypatch.setattr(engine.runner.backend, "plan", watched)
+        finished, plan = set[str](), Mock(wraps=engine.runner.backend.plan)
+        monkeypatch.setattr(engine.runner.backend, "plan", plan)
         for generation in engine.run(requests):
             assert generation.token_ids == expected[generation.request_id]
             finished.add(generation.request_id)
         assert finished == set(expected)
+        planned = [call.args[0].request_ids for call in plan.call_args_list]
         for row in expected:
             steps = [i for i, names in enumerate(planned) if row in names]
             assert steps == [i for i, lengths in enumerate(drafter.proposed) if row in lengths]

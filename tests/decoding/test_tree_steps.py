@@ -21,9 +21,10 @@ from hypothesis import strategies as st
 
 from emssd.attention import AttentionBackend
 from emssd.attention.trees import path
+from emssd.decoding.engine import Engine
+from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Outcome
 from emssd.model import TargetModel
-from tests.support.preemption import decode_in_little_memory
 from tests.support.tiers import few, looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter
 
@@ -130,17 +131,25 @@ def test_a_drafter_hears_the_targets_choice_at_every_node(
     assert WatchedTrees.num_nodes > 50
 
 
-LITTLE: dict[str, tuple[Any, dict[str, None]]] = {
-    "page 16": (RaggedConfig(page_size=16, kernels=Kernels.torch), {}),
-    "pad_kv": (PaddedConfig(pad_kv=True), {"num_kv_tokens": None}),
-    "unpad_kv": (PaddedConfig(pad_kv=False), {"num_kv_tokens": None}),
-    "page 1": (RaggedConfig(page_size=1, kernels=Kernels.torch), {}),
+LITTLE: dict[str, Any] = {
+    "page 16": RaggedConfig(page_size=16, kernels=Kernels.torch),
+    "pad_kv": PaddedConfig(pad_kv=True),
+    "unpad_kv": PaddedConfig(pad_kv=False),
+    "page 1": RaggedConfig(page_size=1, kernels=Kernels.torch),
 }
 
 
 @pytest.mark.parametrize("name", few(LITTLE, ci=3))
 def test_long_rows_of_which_some_are_preempted_or_in_whole_batches(name: str) -> None:
-    references = References(TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), 120)
-    config, more = LITTLE[name]
-    engine = decode_in_little_memory(TreeDrafter(11, 12, references, right=0.6), config, **more)
+    """There is room for 256 tokens, where pages are, and three rows grow up to 360."""
+    target, paged = TargetModel(tiny_model("llama", vocab_size=11, max_model_len=144)), "page" in name
+    references = References(target, 120)
+    limit = str(256 * target.kv_cache_spec(1).bytes_per_token()) if paged else None
+    options = EngineOptions(batch_size=3, max_step_tokens=16, kv_memory=limit, on_drafter_error=OnDrafterError.fail)
+    drafter = TreeDrafter(11, 12, references, right=0.6)
+    engine = Engine.assemble(target, None, drafter=drafter, backend=LITTLE[name], budget="fixed", options=options)
+    long_prompts, new_tokens = [(1, 2, 3), (5, 6), (7, 8, 9), (1, 2, 3, 4, 1, 2)], [120, 115, 110, 30]
+    for generation, most in zip(engine.generate(long_prompts, new_tokens, ignore_eos=True), new_tokens, strict=True):
+        assert generation.token_ids == references[tuple(generation.prompt_ids)][:most]
     assert engine.report.num_accepted > 40
+    assert (engine.report.num_preempted > 0) == paged

@@ -136,7 +136,11 @@ def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.Mo
         def observe(self, outcome: Outcome, stats: StepStats) -> None:
             late[0] += 1000.0
 
-    engine = Engine.from_model(tiny_model(), drafter="none", budget=Ponders())
+    model = tiny_model()
+    engine = Engine.from_model(model, drafter="none", budget=Ponders())
+    engine.generate([[3, 4, 5]], 6, ignore_eos=True)
+    assert late == [0.0], "nobody is asked where no drafter drafts, so nobody is notified"
+    engine = Engine.from_model(model, drafter="suffix", budget=Ponders())
     engine.generate([[3, 4, 5]], 6, ignore_eos=True)
     seconds, num_steps = engine.report.seconds, engine.report.num_steps
     assert 1000.0 * num_steps <= seconds["schedule"] <= sum(seconds.values()) < 1000.0 * (num_steps + 1)

@@ -18,13 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emssd import Engine
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Draft
 from emssd.drafting.budget import FixedBudget
 from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import DraftError, PluginError
 from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped
+from tests.support.told_drafter import Told
 
 BATCH = Batch((Row(Request("first", (1,), 9)), Row(Request("second", (2, 3), 9))))
 
@@ -170,23 +171,13 @@ def own_of(draft: Draft) -> Draft:
     return draft.check(rows, [9] * draft.num_rows, VOCAB, trees=True)
 
 
-class Given(Drafter):
-    drafts_trees, num_speculative_tokens = True, 9
-
-    def __init__(self, draft: Draft) -> None:
-        self._draft = draft
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return self._draft.cut([min(limit, length) for limit, length in zip(budget, self._draft.lengths, strict=True)])
-
-
 @given(marked(), marked())
 def test_joined_rows_have_that_of_who_drafted_them(one: Draft, other: Draft) -> None:
     other = replace(
         other, extra=tuple(extra and Drawn(tuple(q + 1000 for q in extra.q)) for extra in other.extra or ())
     )
     rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(3)))
-    drafters = [CheckedDrafter(Given(part), None, VOCAB, on_error="fail") for part in (one, other)]
+    drafters = [CheckedDrafter(Told(part), None, VOCAB, on_error="fail") for part in (one, other)]
     joined = DraftStages(drafters, FixedBudget()).propose(rows, (9, 9, 9), 0)
     for row in range(3):
         source = next((part for part in (one, other) if part.lengths[row]), None)

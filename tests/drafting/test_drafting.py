@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,9 +47,14 @@ def late_tree(drafter: Drafter, budget: Seq[int]) -> Draft:
     return Draft.from_trees([(1, -1), (2, -1)][:limit] for limit in budget)
 
 
-def own_parents(drafter: Drafter, budget: Seq[int]) -> Draft:
-    chains = Draft.from_chains([1, 2][:limit] for limit in budget)
-    return Draft(chains.token_ids, chains.indptr, parents=(0,) * chains.indptr[-1])
+def parents_of(parent: Any) -> Callable[[Drafter, Seq[int]], Draft]:
+    """Chains whose nodes all have this parent."""
+
+    def draft(drafter: Drafter, budget: Seq[int]) -> Draft:
+        chains = Draft.from_chains([1, 2][:limit] for limit in budget)
+        return Draft(chains.token_ids, chains.indptr, parents=(parent,) * chains.indptr[-1])
+
+    return draft
 
 
 def wants(name: str, number: Any) -> Callable[[Drafter, Seq[int]], Draft]:
@@ -88,9 +94,12 @@ FAULTS: dict[str, tuple[Callable[..., Any] | None, str]] = {
         lambda drafter, budget: Draft.from_chains([[11][:limit] for limit in budget]),
         "it drafted token id 11, outside the target's vocabulary of 11",
     ),
+    "sparse": (drafted(ONES.to_sparse(), 1, 2), "failed in propose: RuntimeError: "),
     "rows": (drafted(ONES[:0], 0, 0, 0), "its draft has 3 rows .* but the batch has 2 rows"),
     "indptr": (drafted(ONES[:1], 2, 1), "broke its interface"),
-    "tree": (own_parents, "node 0 of its tree for request .* has parent 0; a parent is an earlier node"),
+    "half a parent": (parents_of(-0.5), "failed in propose: TypeError: .float. object"),
+    "no parent": (parents_of(None), "failed in propose: TypeError: .NoneType. object"),
+    "tree": (parents_of(0), "node 0 of its tree for request .* has parent 0; a parent is an earlier node"),
 }  # fmt: skip
 
 
@@ -242,10 +251,7 @@ def test_a_draft_that_is_rewritten_after_packing_is_verified_as_it_was(
 
 
 def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(self: Any, batch: Batch, budget: Seq[int]) -> Draft:
-        raise ZeroDivisionError("of its own")
-
-    monkeypatch.setattr(LLMADrafter, "propose", failing)
+    monkeypatch.setattr(LLMADrafter, "propose", Mock(side_effect=ZeroDivisionError))
     engine = Engine.from_model(tiny_model(), drafter="llma")
     with pytest.warns(PluginWarning, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose: ZeroDivisionError"):
         engine.generate([[3, 4]], 5)

@@ -192,7 +192,7 @@ def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> Non
     # The window is part of the mask, so that no further kernel is compiled for it.
     layer = LayerSpec(8, 2, 128, 128, 128**-0.5, sliding_window=window)
     spec = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64)
-    outs = [tree_attention(kernels, spec, 16) for kernels in (FlashInferKernels(384, "fa2"), ReferenceKernels())]
+    outs = [tree_attention(kernels, spec, 16) for kernels in (FlashInferKernels("fa2"), ReferenceKernels())]
     torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 

@@ -88,9 +88,9 @@ def test_log_probabilities_of_a_trainer_are_those_of_the_rollout(architecture: s
 
 
 def test_adapters_are_trained_with_the_bits_of_the_rollout() -> None:
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="peft is not installed: nox -s trl")
     adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_dropout=0.0, init_lora_weights=False)
-    model = peft.get_peft_model(make_model("llama", torch.bfloat16), adapters)
+    model = peft.get_peft_model(make_model("llama", torch.bfloat16), adapters).eval()
     done = rollouts(model.get_base_model())
     with batch_invariant(model):
         batch = padded(done, True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -89,18 +90,13 @@ def test_a_program_that_is_compiled_late_gives_the_hidden_states_that_were_asked
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
-    requested: list[tuple[int, ...]] = []
-
-    def compile_program(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
-        requested.append(hidden)
-        raise CompileError("this is enough")
-
+    compile_program = Mock(side_effect=CompileError("this is enough"))
     monkeypatch.setattr(tracing, "compile_program", compile_program)
     target = TargetModel(opt(), ModelOptions(compile="auto"))
     target.compile()
     target.prepare_hidden([0])
     target.compile_if_it_pays(10**9)
-    assert requested == [(0,)]
+    assert [call.args[2] for call in compile_program.call_args_list] == [(0,)]
 
 
 def test_auto_says_why_a_model_runs_as_it_is_without_a_warning(recwarn: pytest.WarningsRecorder) -> None:

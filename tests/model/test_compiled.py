@@ -7,50 +7,33 @@ ten seconds a model, so there are few, and test processes share what they compil
 from __future__ import annotations
 
 import json
-import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from emssd_draft_model import DraftModelConfig
-from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
-from filelock import FileLock
-from transformers import LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaForCausalLM
 
-from emssd.attention import LayerSpec, additive_mask, masked_attention
-from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
-from emssd.decoding.options import EngineOptions, OnDrafterError
-from emssd.draft_models import ModelDrafter
-from emssd.draft_models.shapes import DynamicShape
+from emssd.decoding.options import EngineOptions
 from emssd.errors import ConfigError
-from emssd.hooks.registry import Registry
-from emssd.model import BorrowedTarget, ModelOptions, TargetModel, load_model
+from emssd.model import ModelOptions, TargetModel, load_model
 from emssd.model.compile import tracing
 from emssd.model.compile.int8 import scales_of
 from emssd.model.compile.program import declare_operators
-from emssd.native import cache_dir
 from tests.model.test_checkpoint import save_checkpoint
 from tests.support.backends import CONFIGS
 from tests.support.draft_models import same_weights_drafter
-from tests.support.hidden import Listener, right_states
 
-from .conftest import LLMA, PROMPTS, VOCAB_SIZE
+from .conftest import LLMA, MODELS, PROMPTS, VOCAB_SIZE, assert_close, attend_apart, gemma2, opt
 
-MODELS: dict[str, dict[str, Any]] = {
-    # Biases, and embeddings that are tied.
-    "opt-float32": {"architecture": "opt", "dtype": torch.float32, "num_hidden_layers": 1},
-    # Grouped heads, a window in one layer, a soft-cap; and no kernel for linear layers of that type.
-    "gemma2-float64": {"architecture": "gemma2", "dtype": torch.float64},
-}
-# Rounding of other orders of the same sums. Gemma takes norms in float32, whatever the model.
-CLOSE = {torch.float32: 1e-4, torch.float64: 1e-5}
 BACKENDS = {name: CONFIGS[name] for name in ("fused", "torch", "padded", "unpad_inputs")}
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -58,34 +41,6 @@ EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 @pytest.fixture(autouse=True)
 def _kernels(kernels: None) -> None:
     """All of these tests need them."""
-
-
-def make(name: str, seed: int = 0) -> PreTrainedModel:
-    return tiny_model(**MODELS[name], vocab_size=VOCAB_SIZE, max_model_len=64, seed=seed)
-
-
-@pytest.fixture(scope="module")
-def targets(kernels: None) -> dict[str, TargetModel]:
-    """Each is compiled by one of the test processes, of which every other begins with the last."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    made = {}
-    for name in sorted(MODELS, reverse=int(worker) % 2 == 1):
-        with FileLock(cache_dir() / f"{name}.lock"):
-            made[name] = TargetModel(make(name), ModelOptions(compile=True), frozen=True)
-            assert made[name].compiled is not None
-    return made
-
-
-def attend_apart(num_rows: int) -> Any:
-    """Causal attention within each of the rows that are fed one after another."""
-
-    def attend(layer: int, spec: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
-        query, key, value = (tensor.view(num_rows, -1, *tensor.shape[1:]) for tensor in qkv)
-        bias = additive_mask(torch.ones(1, query.shape[1], query.shape[1], dtype=torch.bool).tril(), query.dtype)
-        out = masked_attention(query, key, value, bias, spec).flatten(0, 1)
-        return out.transpose(0, 1).contiguous().transpose(0, 1)  # what a backend returns may lie in any order
-
-    return attend
 
 
 @torch.inference_mode()
@@ -96,12 +51,6 @@ def both(target: TargetModel, num_rows: int, num_tokens: int, keep: list[int]) -
     arguments = ids, positions, attend_apart(num_rows), torch.tensor(keep)
     assert target.compiled is not None
     return target.compiled(*arguments), target.run(*arguments)
-
-
-def assert_close(got: torch.Tensor, right: torch.Tensor) -> None:
-    assert got.shape == right.shape
-    assert got.dtype is right.dtype
-    torch.testing.assert_close(got, right, atol=CLOSE[right.dtype], rtol=CLOSE[right.dtype])
 
 
 @EVERY_MODEL
@@ -124,65 +73,10 @@ def test_logits_are_those_of_the_model_for_any_number_of_tokens_rows_and_logits(
         assert float(right.std()) > 0.3  # else closeness would say little
 
 
-@pytest.fixture(scope="module")
-def with_hidden(targets: dict[str, TargetModel]) -> TargetModel:
-    """A model whose program gives hidden states, too."""
-    target = TargetModel(make("opt-float32"), ModelOptions(compile=True), frozen=True)
-    with FileLock(cache_dir() / "hidden.lock"):
-        target.prepare_hidden([1, -1, 0])
-        target.compile()
-    return target
-
-
-@torch.inference_mode()
-def test_hidden_states_are_those_of_the_model_for_any_number_of_tokens(with_hidden: TargetModel) -> None:
-    target = with_hidden
-    for num_rows, num_tokens in [(1, 1), (1, 9), (1, 24), (1, 50), (3, 7), (4, 1), (2, 33)]:
-        ids = torch.randint(0, VOCAB_SIZE, (num_rows, num_tokens), generator=torch.Generator().manual_seed(num_tokens))
-        arguments = ids, torch.arange(num_tokens).expand(num_rows, -1).contiguous(), attend_apart(num_rows)
-        got, right = (dict.fromkeys((-1, 0, 1), ids) for _ in range(2))
-        assert target.compiled is not None
-        logits = target.compiled(*arguments, torch.tensor([0]), hidden=got)
-        assert_close(logits, target.run(*arguments, torch.tensor([0]), hidden=right))
-        for index, states in right.items():
-            assert_close(got[index], states)
-            assert states.shape == (num_rows, num_tokens, 32)
-        assert not torch.allclose(right[0], right[1], atol=0.1)
-        assert not torch.allclose(right[1], right[-1], atol=0.1)
-
-
-def test_the_program_gives_hidden_states_in_a_run(with_hidden: TargetModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(with_hidden, "run", lambda *arguments, **options: pytest.fail("the model itself runs"))
-    listener = Listener(RandomDrafter(VOCAB_SIZE, 4), (-1, 0))
-    options = EngineOptions(batch_size=2, max_step_tokens=8, on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(with_hidden, None, drafter=listener, backend="ragged", options=options, eos=())
-    engine.generate(PROMPTS, 12)
-    assert len(listener.finished) == len(PROMPTS)
-    for tokens, got in listener.finished.values():
-        for mine, right in zip(got, right_states(make("opt-float32"), tokens[:-1], (-1, 0)), strict=True):
-            assert_close(mine, right)
-
-
 def engine_of(target: TargetModel, drafter: str, backend: Any) -> Engine:
     chosen: Any = {"llma": LLMA, "none": "none"}.get(drafter) or same_weights_drafter(target, backend)
     options = EngineOptions(batch_size=len(PROMPTS))
     return Engine.assemble(target, None, drafter=chosen, backend=backend, budget="fixed", options=options, eos=())
-
-
-def test_first_layers_run_as_they_are_beside_the_program(targets: dict[str, TargetModel]) -> None:
-    """All of them, so that every draft is right."""
-    target = targets["gemma2-float64"]
-    program = target.compiled
-    cache = make_backend(target.kv_cache_spec(len(PROMPTS)), "ragged", Registry())
-    runner = BorrowedTarget(target).first_layers(len(target.layers), cache)
-    runner.take_hidden((1,))
-    drafter = ModelDrafter(runner, VOCAB_SIZE, DynamicShape(4, 4, 1))
-    options = EngineOptions(batch_size=len(PROMPTS), on_drafter_error=OnDrafterError.fail)
-    engine = Engine.assemble(target, None, drafter=drafter, backend="ragged", budget="fixed", options=options, eos=())
-    for generation, prompt in zip(engine.generate(PROMPTS, 12), PROMPTS, strict=True):
-        assert list(generation.token_ids) == greedy_reference(target.model, prompt, 12)
-    assert engine.report.num_accepted == engine.report.num_drafted > 0
-    assert target.compiled is program
 
 
 @pytest.mark.parametrize("drafter", ["none", "llma", "draft_model"])
@@ -199,7 +93,7 @@ def test_tokens_are_those_of_greedy_decoding(
         for generation, prompt in zip(done, PROMPTS, strict=True):
             assert list(generation.token_ids) == greedy_reference(targets[name].model, prompt, 24)
         return
-    plain = TargetModel(make(name))
+    plain = TargetModel(MODELS[name]())
     greedy = engine_of(plain, "none", BACKENDS["torch"])
     report = compare(done, greedy.generate(PROMPTS, 24), greedy.runner)
     assert report.true_differences == []
@@ -207,7 +101,7 @@ def test_tokens_are_those_of_greedy_decoding(
 
 @EVERY_MODEL
 def test_the_model_is_left_as_it_was(name: str, targets: dict[str, TargetModel]) -> None:
-    model, untouched = targets[name].model, make(name)
+    model, untouched = targets[name].model, MODELS[name]()
     assert model.config._attn_implementation == untouched.config._attn_implementation != "emssd"
     assert model.config.to_dict() == untouched.config.to_dict()
     assert [key for key, _ in model.named_modules()] == [key for key, _ in untouched.named_modules()]
@@ -235,7 +129,7 @@ def no_compiling(targets: dict[str, TargetModel], monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("no_compiling")
 def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
     """As of a draft model with the shapes of its target."""
-    first, second = (TargetModel(make("opt-float32", seed), ModelOptions(compile=True)) for seed in (0, 1))
+    first, second = (TargetModel(opt(seed), ModelOptions(compile=True)) for seed in (0, 1))
     results = [both(target, 1, 9, [3, 8]) for target in (first, second, first)]
     for got, right in results:
         assert_close(got, right)
@@ -246,7 +140,7 @@ def test_a_program_on_disk_serves_any_weights_each_with_its_own() -> None:
 @pytest.mark.usefixtures("no_compiling")
 def test_buffers_are_the_models_own_too() -> None:
     """As rotary frequencies that were scaled by hand: they are in no checkpoint, and so small that they become code."""
-    model = make("gemma2-float64")
+    model = gemma2()
     before = both(TargetModel(model, ModelOptions(compile=True)), 1, 40, [39])[0]
     for name, buffer in model.named_buffers():
         if name.endswith("inv_freq"):
@@ -258,11 +152,8 @@ def test_buffers_are_the_models_own_too() -> None:
 
 @pytest.mark.usefixtures("no_compiling")
 def test_an_error_within_attention_passes_through_and_the_next_step_is_right() -> None:
-    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
-
-    def broken(*arguments: Any) -> torch.Tensor:
-        raise MemoryError("out of memory")
-
+    target = TargetModel(opt(), ModelOptions(compile=True))
+    broken = Mock(side_effect=MemoryError("out of memory"))
     assert target.compiled is not None
     ids = torch.arange(5).unsqueeze(0)
     with pytest.raises(MemoryError, match=r"^out of memory$"):
@@ -324,7 +215,7 @@ def test_a_model_that_cannot_be_traced_runs_as_it_is_and_nothing_is_kept(
 def test_a_drafters_model_is_compiled_and_rounded_if_the_target_is_compiled(
     targets: dict[str, TargetModel], tmp_path: Path
 ) -> None:
-    plain = make("opt-float32")
+    plain = opt()
     save_checkpoint(tmp_path, "opt", num_hidden_layers=1, max_model_len=64)
     options = ModelOptions(str(tmp_path), dtype="float32", compile=False)
     for target, is_compiled in ((targets["opt-float32"], True), (TargetModel(plain), False)):
@@ -339,6 +230,6 @@ def test_a_target_is_not_compiled_for_a_drafter_that_is_refused(
 ) -> None:
     monkeypatch.setenv("EMSSD_CACHE", str(tmp_path))
     monkeypatch.setattr(tracing, "compile_program", lambda *arguments: pytest.fail("it compiles"))
-    target = TargetModel(make("opt-float32"), ModelOptions(compile=True))
+    target = TargetModel(opt(), ModelOptions(compile=True))
     with pytest.raises(ConfigError, match="there is no such folder"):
         Engine.assemble(target, None, drafter=DraftModelConfig(str(tmp_path / "none")), backend="ragged")

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -47,8 +48,7 @@ def entry_copy(kept_program: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return copy
 
 
-def asked_to_compile(target: TargetModel, folder: Path, hidden: tuple[int, ...]) -> None:
-    raise CompileError("it is asked to compile")
+asked_to_compile = Mock(side_effect=CompileError("it is asked to compile"))
 
 
 def tokens(target: TargetModel) -> list[int]:

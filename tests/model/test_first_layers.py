@@ -9,6 +9,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -154,12 +155,8 @@ def test_a_step_that_fails_leaves_the_target_as_it_was(monkeypatch: pytest.Monke
     whole = target("llama")
     runner = CausalLMRunner(whole, cache_of(whole, 1), 1)
     packed = pack([Row("a", TEXTS["a"])], Draft.empty(1))
-
-    def fails(*arguments: Any) -> torch.Tensor:
-        raise torch.OutOfMemoryError("planted")
-
     with monkeypatch.context() as patch:
-        patch.setattr(runner.backend, "forward", fails)
+        patch.setattr(runner.backend, "forward", Mock(side_effect=torch.OutOfMemoryError))
         with pytest.raises(torch.OutOfMemoryError):
             runner.run(packed)
     right = shorter("llama", 1)(torch.tensor([TEXTS["a"]]), use_cache=False).logits[0, -1:]
@@ -169,20 +166,14 @@ def test_a_step_that_fails_leaves_the_target_as_it_was(monkeypatch: pytest.Monke
 
 def test_a_forward_that_was_set_on_a_layer_is_there_afterwards() -> None:
     model: Any = tiny_model("llama", num_hidden_layers=2)
-    layer, calls = model.model.layers[1], list[int]()
-    forward = layer.forward
-
-    def counted(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return forward(*arguments, **keywords)
-
-    layer.forward = counted
+    layer = model.model.layers[1]
+    counted = layer.forward = Mock(wraps=layer.forward)
     whole = TargetModel(model)
     runner = CausalLMRunner(whole, cache_of(whole, 1), 1)
-    calls.clear()
+    counted.reset_mock()
     with torch.inference_mode():
         runner.run(pack([Row("a", TEXTS["a"])], Draft.empty(1)))
-    assert not calls
+    counted.assert_not_called()
     assert layer.forward is counted
 
 

@@ -219,6 +219,14 @@ def test_sinks_that_change_between_two_runs_are_read_again(kernels: None, backen
     assert runs[0] != runs[1]
 
 
+def test_a_token_that_becomes_nan_matters_to_its_readers_alone() -> None:
+    model, prompts = gpt_oss(), [[1, 2], [4]]
+    engine = Engine.from_model(model, backend="ragged")
+    model.get_input_embeddings().weight.data[3] = torch.nan  # one that the probe reads
+    reference = [greedy_reference(model, prompt, 6) for prompt in prompts]
+    assert [[*row.token_ids] for row in engine.generate(prompts, 6, ignore_eos=True)] == reference
+
+
 def test_a_backend_that_takes_no_other_sinks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt_oss()
     engine = Engine.from_model(model, backend="padded")

@@ -6,8 +6,8 @@ Oracle: `greedy_reference`, the model's own eager forward in float64, after the 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
+from random import Random
 from threading import Event, Thread
 from typing import Any
 
@@ -20,16 +20,15 @@ from transformers import PreTrainedModel
 
 from emssd import Engine
 from emssd.attention import LayerSpec
-from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model import TargetModel
 from emssd.model.hf.probe import ProbeRows
 from emssd.model.hf.tripwire import Structure, changed
-from emssd.sampling import SamplingParams
-from emssd.sequences import Batch
+from tests.attack.changes import CHANGES as RANDOM
 
 PROMPT = tuple(3 + i * i % 10 for i in range(40))  # more than two pages, which the next run adopts
 NEW_TOKENS = 8
+SEED = 7  # with which each random change changes tokens
 
 
 def llama(seed: int = 0) -> PreTrainedModel:
@@ -38,18 +37,6 @@ def llama(seed: int = 0) -> PreTrainedModel:
 
 def mlp(model: Any) -> Any:
     return model.model.layers[0].mlp
-
-
-def weight(model: Any) -> torch.Tensor:
-    tensor: torch.Tensor = mlp(model).down_proj.weight
-    return tensor
-
-
-def step_of_an_optimizer(model: Any) -> None:
-    ids = torch.tensor([PROMPT])
-    model(input_ids=ids, labels=ids).loss.backward()
-    torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
-    model.zero_grad()
 
 
 class Twice(nn.Module):
@@ -63,16 +50,12 @@ class Twice(nn.Module):
 
 
 CHANGES: dict[str, Callable[[Any], object]] = {
-    "an optimizer that is fused": step_of_an_optimizer,
-    "a write to data": lambda model: weight(model).data.mul_(-1),
-    "a write by NumPy": lambda model: weight(model).detach().numpy().__imul__(-1),
-    "copy_": lambda model: weight(model).detach().copy_(torch.randn(weight(model).shape)),
-    "load_state_dict": lambda model: model.load_state_dict(llama(seed=1).state_dict()),
-    "another tensor": lambda model: setattr(mlp(model).down_proj, "weight", nn.Parameter(-weight(model).data)),
+    **{name: lambda model, change=change: change(model, Random(SEED)) for name, change in RANDOM.items()},
+    "another tensor": lambda model: setattr(
+        mlp(model).down_proj, "weight", nn.Parameter(-mlp(model).down_proj.weight.data)
+    ),
     "a clamp of large values": lambda model: mlp(model).register_forward_hook(lambda *args: args[-1].clamp(-0.1, 0.1)),
-    "a hook": lambda model: mlp(model).register_forward_hook(lambda *args: -3 * args[-1]),
     "an activation": lambda model: setattr(mlp(model), "act_fn", nn.Tanh()),
-    "a module": lambda model: setattr(model.model.layers[0], "mlp", Twice(mlp(model)).eval()),
     "a forward of its own": lambda model: setattr(mlp(model), "forward", Twice(copy.copy(mlp(model))).forward),
     "a number": lambda model: (
         setattr(model.model.layers[1].self_attn, "attention_dropout", 0.0)
@@ -101,7 +84,7 @@ def test_a_run_after_a_change_is_that_of_the_model_as_it_is(what: str) -> None:
     assert tokens(engine) == right(model)
 
 
-UNSEEN = {"an optimizer that is fused", "a write to data", "a write by NumPy", "a number"}
+UNSEEN = {"fused optimizer", ".data written", "numpy", "a number"}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -291,27 +274,6 @@ def test_an_exception_in_a_pass_leaves_the_model_as_it_was() -> None:
     assert [dict(vars(module)) for module in model.modules()] == before
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert model.config._attn_implementation == "sdpa"
-
-
-class Meddler(Drafter):
-    num_speculative_tokens = 2
-
-    def propose(self, batch: Batch, budget: Any) -> Draft:
-        for row in batch:
-            row.request.sampling.logit_bias[5] = 100.0  # type: ignore[index, union-attr]
-        return Draft.empty(len(batch))
-
-
-def test_no_drafter_writes_to_what_a_request_asks_for() -> None:
-    sampling = SamplingParams(temperature=1.0, logit_bias={3: 1.0}, seed=1)
-    model = llama()
-    expected = Engine.from_model(model, drafter="none").generate([PROMPT], NEW_TOKENS, sampling=sampling)
-    with pytest.warns(match="TypeError"):
-        done = Engine.from_model(model, drafter=Meddler()).generate([PROMPT], NEW_TOKENS, sampling=sampling)
-    assert [row.token_ids for row in done] == [row.token_ids for row in expected]
-    assert dict(sampling.logit_bias) == {3: 1.0}
-    for again in (pickle.loads(pickle.dumps(sampling)), copy.deepcopy(sampling), copy.copy(sampling)):
-        assert again == sampling
 
 
 def test_a_path_in_the_place_of_a_loaded_model() -> None:

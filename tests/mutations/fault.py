@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FAULTS", "ROOT", "Fault", "as_markdown", "function_of"]
-
 ROOT = Path(__file__).parents[2]
 
 

@@ -18,8 +18,6 @@ from hypothesis import Phase, settings
 
 from .fault import ROOT, Fault
 
-__all__ = ["Copy", "Result", "Run"]
-
 _LONGEST = 300.0  # seconds of one run with a fault
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "site", "dist", "build", "outputs", "multirun", "results")
 

@@ -20,10 +20,11 @@ from emssd_testing.drafters import RandomDrafter
 
 from emssd.decoding.caches import make_backend
 from emssd.decoding.engine import Engine
-from emssd.draft_models import level_drafter
+from emssd.draft_models import level_drafter, slot_drafter
 from emssd.draft_models.top_tokens import on_host
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.compile.linears import lay_together
 from emssd.sampling import SamplingParams
 from emssd.sequences import Row
 from tests.pretended.conftest import pytestmark as pytestmark
@@ -128,6 +129,8 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     if name != "draft_model":
         drafter = config_of(name, tmp_path)
     model = case.model().to("cuda")
+    if backend == "compiled":
+        lay_together(model)
     if name == "draft_model":
         twin = TargetModel(tiny_model("llama", seed=1).to("cuda"))
         runner = CausalLMRunner(twin, make_backend(twin.kv_cache_spec(3), BACKENDS[backend], Registry()))
@@ -137,7 +140,8 @@ def test_tokens_are_those_of_the_cpu_and_the_host_waits_once_a_step_and_once_a_l
     )
     waited, most_waited = list[int](), list[int]()  # for the likeliest tokens after the nodes of a level, or of a chain
     step = engine.step
-    monkeypatch.setattr(level_drafter, "on_host", lambda *args: (waited.append(1), on_host(*args))[1])
+    for module in (level_drafter, slot_drafter):
+        monkeypatch.setattr(module, "on_host", lambda *args: (waited.append(1), on_host(*args))[1])
 
     def counted_step() -> list[Row]:
         device.waits.clear()

@@ -9,11 +9,8 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd_testing.models import tiny_model
-from emssd_testing.strategies import drafters, policies
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from emssd.decoding.engine import Engine
@@ -23,10 +20,8 @@ from emssd.errors import ConfigError
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Request
-from tests.support import sampling as reference
 from tests.support.backends import engine_of
-from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter
-from tests.support.sampling import params_of_any_kind
+from tests.support.sampling import kept_text, params_of_any_kind
 from tests.support.tiers import looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
@@ -39,29 +34,6 @@ def target() -> TargetModel:
     return TargetModel(tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15))
 
 
-@cache
-def other_model() -> TargetModel:
-    """A draft model that is right at times."""
-    model = tiny_model("llama", vocab_size=VOCAB, max_model_len=64, std=0.15)
-    with torch.no_grad():
-        model.lm_head.weight.add_(tiny_model("llama", seed=1, vocab_size=VOCAB, std=0.05).lm_head.weight)
-    return TargetModel(model)
-
-
-@cache
-def logits_behind(tokens: tuple[int, ...]) -> list[float]:
-    return reference.logits_behind(target().model, tokens)
-
-
-@cache
-def _text(prompt: tuple[int, ...], params: SamplingParams | None, request_id: str, num_new: int) -> tuple[int, ...]:
-    tokens, greedy = prompt, SamplingParams(temperature=0.0)
-    while len(tokens) < len(prompt) + num_new:
-        logits = logits_behind(tokens)
-        tokens = (*tokens, reference.choice(logits, params or greedy, tokens, len(prompt), request_id))
-    return tokens[len(prompt) :]
-
-
 class Expected(Mapping[Any, tuple[int, ...]]):
     """The tokens that each request must get, past any EOS, by request id."""
 
@@ -70,7 +42,7 @@ class Expected(Mapping[Any, tuple[int, ...]]):
 
     def __getitem__(self, request_id: Any) -> tuple[int, ...]:
         request = self._requests[request_id]
-        return _text(request.prompt_ids, request.sampling, request_id, request.max_new_tokens)
+        return kept_text(target().model, request.prompt_ids, request.max_new_tokens, request.sampling, request_id)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._requests)
@@ -112,41 +84,6 @@ def make_engine(
 
 def decode(engine: Engine, wanted: Seq[Request]) -> dict[str, tuple[int, ...]]:
     return {done.request_id: done.token_ids for done in engine.run(wanted)}
-
-
-@settings(max_examples=settings.default.max_examples * 2)
-@given(
-    asked=requests(),
-    data=st.data(),
-    backend=st.sampled_from(["ragged-page-3", "ragged-page-1", "paged-page-4", "dense"]),
-    batch_size=st.sampled_from([3, 1, 2, 5]),
-    max_step_tokens=st.sampled_from([64, 8, 3, 1]),
-    max_tokens=st.sampled_from([None, 160, 128]),
-    budget=policies(),
-)
-def test_tokens_are_those_of_sampling_one_row_at_a_time_without_a_draft_or_a_cache(
-    asked: list[Request],
-    data: st.DataObject,
-    backend: str,
-    batch_size: int,
-    max_step_tokens: int,
-    max_tokens: int | None,
-    budget: BudgetPolicy,
-) -> None:
-    expected = Expected(asked)
-    kinds, models = sorted(DRAFT_MODEL_OPTIONS), [target(), other_model()]
-    of_model = st.builds(draft_model_drafter, st.sampled_from(models), st.sampled_from(kinds), st.just(VOCAB))
-    one = drafters(VOCAB, expected, with_trees=True) | of_model
-    drafter = data.draw(one | st.lists(one, min_size=2, max_size=2), label="drafter")
-    engine = make_engine(
-        drafter,
-        TREE_BACKENDS[backend],
-        batch_size=batch_size,
-        max_step_tokens=max_step_tokens,
-        max_tokens=max_tokens,
-        budget=budget,
-    )
-    assert decode(engine, asked) == {request.request_id: expected.of(request) for request in asked}
 
 
 def of_one_prompt(number: int, params: SamplingParams | None = HOT) -> list[Request]:

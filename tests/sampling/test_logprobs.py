@@ -6,6 +6,7 @@ import dataclasses
 import math
 from functools import cache
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Generation, Request, Row
 from tests.support import sampling as reference
 from tests.support.backends import engine_of
+from tests.support.spies import failing
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter
 
 VOCAB, TOLERANCE = 11, 1e-9
@@ -133,15 +135,7 @@ def test_preempted_rows_keep_theirs() -> None:
 
 def test_a_step_that_is_done_again_gives_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(RandomDrafter(VOCAB, 4))
-    commit, calls = engine.runner.commit, list[int]()
-
-    def fails_once(kept: Any) -> None:
-        calls.append(1)
-        if len(calls) == 3:
-            raise RuntimeError("the third time")
-        commit(kept)
-
-    monkeypatch.setattr(engine.runner, "commit", fails_once)
+    monkeypatch.setattr(engine.runner, "commit", commit := failing(engine.runner.commit, RuntimeError(), 2))
     engine.add(dataclasses.replace(requests()[0], max_new_tokens=12))
     ended: list[Row] = []
     while engine.has_work:
@@ -149,7 +143,7 @@ def test_a_step_that_is_done_again_gives_them_once(monkeypatch: pytest.MonkeyPat
             ended += engine.step()
         except RuntimeError:
             continue
-    assert len(calls) > 3
+    assert commit.call_count > 3
     check(Generation.of(ended[0], None), KINDS[0])
 
 
@@ -164,12 +158,10 @@ def test_tokens_behind_an_end_have_none() -> None:
 
 
 def test_nothing_is_computed_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    def found(*_: Any) -> None:
-        raise AssertionError("log-probabilities that nobody wants")
-
-    monkeypatch.setattr(module, "_numbers", found)
+    monkeypatch.setattr(module, "_numbers", numbers := Mock())
     for done in make_engine(RandomDrafter(VOCAB, 4)).run(requests()[4:6]):
         assert done.logprobs is None
+    numbers.assert_not_called()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+import pickle
 from functools import cache
 from typing import Any
 
@@ -92,6 +94,10 @@ def test_params_are_values_that_nobody_changes_from_outside() -> None:
     assert params != SamplingParams(logit_bias={3: 2.0})
     assert params.processing == SamplingParams(logit_bias={3: 1.0}, seed=5, n=2, logprobs=1).processing
     assert params.processing != SamplingParams(logit_bias={3: 2.0}).processing
+    with pytest.raises(TypeError):
+        params.logit_bias[5] = 100.0  # type: ignore[index]  # as a drafter might
+    for again in (pickle.loads(pickle.dumps(params)), copy.deepcopy(params), copy.copy(params)):
+        assert again == params
 
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from emssd_testing.strategies import drafters
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -17,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
 from emssd.sequences import FinishReason, Request, Row, StopStrings
-from tests.support.strategies import drafters_with_eos, prompt_batches
+from tests.support.strategies import prompt_batches
 from tests.support.tiers import looped
 
 LOST = "\N{REPLACEMENT CHARACTER}"
@@ -229,7 +230,7 @@ def test_the_engine_stops_where_greedy_decoding_would_for_any_drafter(
     references = oracle.references(prompts, 14)
     words = ["".join(map(chr, (ord("a") + token for token in tokens))) for tokens in references.values()]
     strings = data.draw(stop_strings(data.draw(st.sampled_from(words))), label="stop")
-    drafter = data.draw(drafters_with_eos(oracle.vocab_size, references, sorted(eos)), label="drafter")
+    drafter = data.draw(drafters(oracle.vocab_size, references), label="drafter")
     engine = build(oracle, make_ragged, drafter, 3, tokenizer=tokenizer, eos_token_ids=eos)
     for i, generation in enumerate(engine.generate(prompts, limits, stop=strings)):
         tokens = oracle.reference(prompts[i], limits[i], eos)

@@ -1,1 +1,1 @@
-"""Helpers of several test files: the engine's state machine, its runs in little memory, strategies."""
+"""Helpers of several test files: targets, drafters, backends, references, strategies."""

@@ -23,8 +23,6 @@ from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, CausalLMRunner, TargetModel
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
-__all__ = ["BACKENDS", "CONFIGS", "PADDED_CONFIGS", "MakeBackend", "chosen", "context_of", "engine_of", "runner_of"]
-
 MakeBackend = Callable[[], AttentionBackend]
 
 BACKENDS: dict[str, MakeBackend] = {

@@ -14,19 +14,6 @@ from emssd.model import TargetModel
 from tests.support.backends import context_of
 from tests.support.heads import Weights, layer_weights, random_weights, write_head
 
-__all__ = [
-    "CONFIG",
-    "KINDS",
-    "MARKOV",
-    "SIZE",
-    "VOCAB",
-    "contained",
-    "load",
-    "shapes_of",
-    "target",
-    "written",
-]
-
 VOCAB, SIZE = 17, 32
 CONFIG: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import Self
+
+import numpy as np
+import torch
 
 from emssd.decoding.warmup import HeldBudget
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, DraftedNode, Outcome
 from emssd.metrics.stats import PHASES, StageStats, StepStats
 from emssd.sequences import Batch, Request, Row
-
-__all__ = ["Curve", "EndsByTurns", "World"]
 
 Curve = Callable[[int], float]
 
@@ -86,6 +88,50 @@ class World:
     def run(self, num_steps: int, limit: int) -> list[list[int]]:
         """Steps of one limit. Returns what was verified in each."""
         return [self.step([limit] * len(self.rows))[1] for _ in range(num_steps)]
+
+
+class TreeWorld(World):
+    """Its drafter draws trees of one shape (parents). By rank, a child is right with one of `chances`, and
+    has a `confidence`.
+    """
+
+    def __init__(
+        self, policy: BudgetPolicy, shape: Seq[int], seconds: Curve, chances: Seq[float],
+        confidence: Callable[[int], float] | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(policy, 4, seconds, lambda row, drafted: drafted)
+        self.shape, self.chances = tuple(shape), chances
+        self.confidence, self._random = confidence, np.random.default_rng(0)
+        self.ranks = [self.shape[:node].count(parent) for node, parent in enumerate(shape)]
+
+    def gain(self, num_steps: int) -> float:
+        """Tokens per second of so many steps, ÷ those without drafting."""
+        self.tokens = self.time = 0.0
+        self.run(num_steps, len(self.shape))
+        return self.tokens / self.time / (len(self.rows) / self.seconds(len(self.rows)))
+
+    def run(self, num_steps: int, limit: int) -> list[list[int]]:
+        return super().run(num_steps, min(limit, len(self.shape)))
+
+    def draft(self, budget: Seq[int]) -> Draft:
+        parents = tuple(parent for limit in budget for parent in self.shape[:limit])
+        confidence = (
+            tuple(self.confidence(rank) for limit in budget for rank in self.ranks[:limit]) if self.confidence else None
+        )
+        return Draft(torch.ones(sum(budget), dtype=torch.int64), (0, *accumulate(budget)), parents, confidence)
+
+    def accepted(self, draft: Draft) -> Seq[Seq[int]]:
+        return [self._path(draft.tree(row)) for row in range(draft.num_rows)]
+
+    def _path(self, tree: Seq[int]) -> list[int]:
+        """Down the tree as chance goes; what the target says does not depend on what is verified."""
+        path: list[int] = []
+        while True:
+            rank = int(np.searchsorted(np.cumsum(self.chances), self._random.random(), side="right"))
+            children = [node for node, parent in enumerate(tree) if parent == (path[-1] if path else -1)]
+            if rank >= min(len(children), len(self.chances)):
+                return path
+            path.append(children[rank])
 
 
 class EndsByTurns(BudgetPolicy):

@@ -17,8 +17,6 @@ from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from tests.support.backends import BACKENDS, runner_of
 
-__all__ = ["DRAFT_MODEL_OPTIONS", "draft_model_drafter", "same_weights_drafter", "watch"]
-
 DRAFT_MODEL_OPTIONS: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
     "static": {"expansion": [2, 3, 1]},

@@ -18,8 +18,6 @@ from emssd.sequences import Batch, Request, Row
 from tests.support.draft_models import draft_model_drafter
 from tests.support.trees import paths_of
 
-__all__ = ["Node", "children", "draft_model", "make_drafter", "nodes", "probabilities", "propose", "same", "sequence"]
-
 VOCAB_SIZE = 11
 
 

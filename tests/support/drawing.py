@@ -15,8 +15,6 @@ from emssd.decoding.choosing import drawn_nodes
 from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Row
 
-__all__ = ["DrawingDrafter", "SampledTree", "even", "joined", "rsd_c", "rsd_s", "way"]
-
 Behind = Callable[[Seq[int]], torch.Tensor]
 """The distribution ``q [vocab]`` that follows a text."""
 

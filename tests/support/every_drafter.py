@@ -49,8 +49,6 @@ from emssd.model import BorrowedTarget, ModelOptions, TargetModel
 from tests.support import random_drafters as written
 from tests.support.backends import CONFIGS
 
-__all__ = ["COINS", "DRAFTERS", "EveryDrafter"]
-
 Texts = Mapping[str, tuple[int, ...]]
 _COPY: dict[str, Any] = {"match_length": 1, "copy_length": 3, "search": Search.prompt_and_output}
 _SHAPE: dict[str, Any] = {"num_nodes": 9, "depth": 4, "top_k": 3}

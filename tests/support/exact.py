@@ -21,21 +21,6 @@ from emssd_residual.rules import Verdict
 
 from tests.support.drawing import SampledTree, way
 
-__all__ = [
-    "Law",
-    "Model",
-    "Rule",
-    "TensorUniform",
-    "Uniform",
-    "add_up",
-    "behind",
-    "continued",
-    "emitted",
-    "law_of",
-    "probabilities",
-    "target_law",
-]
-
 Law = dict[Any, Fraction]
 Rule = Callable[..., Verdict]
 _T = TypeVar("_T", bound=Hashable)

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 
 import pytest
 
-__all__ = ["room"]
-
 
 @contextmanager
 def room(size: int) -> Iterator[None]:

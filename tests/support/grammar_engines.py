@@ -27,20 +27,6 @@ from tests.support.every_drafter import COINS, EveryDrafter
 from tests.support.every_drafter import DRAFTERS as EVERY
 from tests.support.grammars import EOS, is_valid, random_grammar, tokenizer
 
-__all__ = [
-    "DRAFTERS",
-    "VOCAB",
-    "Tally",
-    "begun",
-    "check",
-    "decode",
-    "drafter_of",
-    "make_engine",
-    "plainly",
-    "requests",
-    "target",
-]
-
 VOCAB = len(tokenizer()) + 5  # a model's vocabulary is often larger
 _LIMIT = 24
 Texts = Mapping[str, tuple[int, ...]]

@@ -13,8 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from emssd.sampling.grammar import Grammar
 
-__all__ = ["EOS", "fits", "is_valid", "random_grammar", "tokenizer"]
-
 EOS = 1
 _MERGES = ['" :', '": "', '" ,', '", "', "t r", "u e", "tr ue", "f a", "l s", "ls e", "fa lse", "a b", "ab a", "1 0"]
 _MERGES += ["b c", "} }", '" }', "[ ]", "n a", "m e", "na me", '{ "', '{" name', "a 1", ', "', "0 ,"]

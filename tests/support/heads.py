@@ -23,27 +23,6 @@ from emssd.errors import ConfigError
 from emssd.hooks.registry import Registry
 from tests.support.trees import ways
 
-__all__ = [
-    "CPU",
-    "SMALL",
-    "Weights",
-    "assert_ragged",
-    "assert_same",
-    "blank_weights",
-    "causal",
-    "changed",
-    "dense_layer",
-    "dense_rms",
-    "drawn_rows",
-    "eagle3_shapes",
-    "layer_weights",
-    "numbers",
-    "random_weights",
-    "refusal",
-    "run_ragged",
-    "write_head",
-]
-
 CPU = torch.device("cpu")
 Weights = dict[str, torch.Tensor]
 SMALL: dict[str, Any] = {

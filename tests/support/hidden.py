@@ -11,8 +11,6 @@ import torch
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.sequences import Batch, Row
 
-__all__ = ["Listener", "right_states"]
-
 CLOSE = 1e-9  # of numbers around one, in float64 throughout
 
 

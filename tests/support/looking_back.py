@@ -16,8 +16,6 @@ from tests.support.heads import blank_weights, layer_weights, write_head
 from tests.support.perfect_head import DIM, EPS, MOVED, THETA, _block, _heads, _put, blank_llama
 from tests.support.perfect_head import VOCAB as WORDS  # tokens that are ever said
 
-__all__ = ["BLOCK", "DISTANCE", "MASK", "SIZE", "VOCAB", "looking_back_model", "write_looking_back_block"]
-
 VOCAB, MASK = WORDS + 2, WORDS + 1  # two ids beyond them have embeddings
 DISTANCE = 3  # the nearest token that counts is so far before the newest one
 BLOCK = DISTANCE + 2  # the longest block: its newest token and masks, each of which can be foreseen

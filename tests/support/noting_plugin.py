@@ -12,8 +12,6 @@ from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
-__all__ = ["CYCLE", "NOTED", "POINT", "NotingConfig", "NotingDrafter", "emssd_drafters"]
-
 CYCLE = 7  # it drafts the numbers below this in turn
 NOTED: list[tuple[str, Any]] = []
 POINT = EntryPoint("noting", "tests.support.noting_plugin", "emssd")

@@ -20,18 +20,6 @@ from emssd.integrations.vllm import Proposer
 from emssd.model import TargetModel
 from tests.support.backends import context_of
 
-__all__ = [
-    "PROMPTS",
-    "Served",
-    "all_double",
-    "choose_tokens",
-    "decode",
-    "randomize",
-    "serve",
-    "speculated",
-    "vllm_config",
-]
-
 PROMPTS = [(1, 3, 4, 6, 0, 7, 8, 3, 9, 11), (5,), (7, 8, 7, 8, 7, 8, 2)]
 
 

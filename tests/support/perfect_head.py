@@ -16,15 +16,6 @@ from emssd_testing.models import tiny_model
 
 from tests.support.heads import Weights, blank_weights, eagle3_shapes, layer_weights, write_head
 
-__all__ = [
-    "SIZE",
-    "VOCAB",
-    "perfect_target",
-    "write_perfect_eagle",
-    "write_perfect_eagle3",
-    "write_perfect_mtp",
-]
-
 VOCAB = 9
 UNDRAFTED = (2, 5)  # which the target never says, and the head cannot draft
 DIM, SIZE = 10, 3 * VOCAB + 3  # of an attention head; of the stream: three tokens, and a one at the end

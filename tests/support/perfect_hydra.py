@@ -10,8 +10,6 @@ import torch
 from tests.support.heads import Weights, blank_weights, layer_weights, write_head
 from tests.support.perfect_head import DIM, LAYER, MOVED, ONE, SIZE, VOCAB, _block, _heads, _put, _tables
 
-__all__ = ["NUM_HEADS", "write_perfect_hydra"]
-
 NUM_HEADS = 4
 PREFIX = "prefix_embeding_layer."
 

@@ -15,8 +15,6 @@ import torch
 from tests.support.heads import Weights, write_head
 from tests.support.perfect_head import DIM, UNDRAFTED, VOCAB, _block, _heads, _put, blank_llama
 
-__all__ = ["NUM_HEADS", "lagging_target", "write_perfect_medusa"]
-
 NUM_HEADS = 4
 LAG, NUM_LAGS = NUM_HEADS + 1, 3  # the next token depends on the one so far back, and on the two before it
 BLOCKS = LAG + NUM_LAGS - 1  # tokens in a hidden state, the latest first

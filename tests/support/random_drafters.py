@@ -16,17 +16,6 @@ from emssd.model import BorrowedTarget
 from tests.support.heads import Weights, eagle3_shapes, layer_weights, random_weights, write_head
 from tests.support.right_drafters import target
 
-__all__ = [
-    "random_adapter",
-    "random_block_head",
-    "random_eagle",
-    "random_head",
-    "random_hydra",
-    "random_layer",
-    "random_medusa",
-    "random_store",
-]
-
 _WRITTEN: dict[str, str] = {}
 _HEADS: dict[str, Any] = {"intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 

@@ -16,8 +16,6 @@ from emssd.drafting import Draft
 from emssd.model.compile.inductor import CompiledPasses
 from emssd.sequences import Request, Row
 
-__all__ = ["ReferenceAttention", "ReferenceKernels", "rerun", "seen_of", "tree_attention"]
-
 
 class ReferenceKernels(PlannedKernels):
     """Paged attention for any device and dtype, row by row and in float64; slow and easy to check.

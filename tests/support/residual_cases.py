@@ -15,19 +15,6 @@ from emssd_residual.rules import Verdict
 from tests.support.drawing import SampledTree, rsd_c
 from tests.support.exact import Law, Model, Rule, add_up, behind, emitted, law_of, probabilities
 
-__all__ = [
-    "DRAFTS",
-    "PAPER",
-    "TARGETS",
-    "Tree",
-    "beam_of",
-    "beam_trees",
-    "mixed",
-    "rebuilt",
-    "token_by_token",
-    "trees_of",
-]
-
 Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents
 
 _even = probabilities(1, 1, 1)

@@ -45,20 +45,6 @@ from tests.support.perfect_medusa import NUM_HEADS as NUM_MEDUSA
 from tests.support.perfect_medusa import lagging_target, write_perfect_medusa
 from tests.support.right_drafts import PROMPTS, Load, Trial
 
-__all__ = [
-    "DEPTH",
-    "EXIT",
-    "LONG_PROMPTS",
-    "RIGHT",
-    "decode",
-    "loading",
-    "noting",
-    "perfect_adapter",
-    "perfect_path",
-    "target",
-    "trial",
-]
-
 MODEL_LEN, DEPTH, EXIT = 144, 4, 2
 WIDE, MASK = SAID + 4, SAID + 2  # ids of a draft model that fills in masks
 LONG_PROMPTS = [

@@ -8,23 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
-from emssd.attention import PackedInputs
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Drafter, DrafterContext
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
-from tests.support import sampling as reference
 from tests.support.backends import context_of
-
-__all__ = ["KINDS", "NUM_NEW", "PROMPTS", "Load", "Trial"]
+from tests.support.sampling import kept_text
+from tests.support.spies import failing
 
 NUM_NEW = 31
 PROMPTS = [[1, 3, 4, 6, 0, 7, 8, 3], [6], [7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 1, 3, 1, 4, 4, 0, 6, 7]]
@@ -78,10 +75,7 @@ class Trial:
 
     def text(self, name: str, prompt: Seq[int], params: SamplingParams | None, num: int = NUM_NEW) -> tuple[int, ...]:
         """The target's own text, decoded by hand without a cache."""
-        known, key = _texts(self.target), (None if params is None else name, tuple(prompt), repr(params))
-        if len(known.get(key, ())) < num:
-            known[key] = reference.sampled(self.target.model, prompt, num, params, name)
-        return known[key][:num]
+        return kept_text(self.target.model, tuple(prompt), num, params, "" if params is None else name)
 
     def decode_preempted(
         self, options: Mapping[str, Any] | None = None, backend: Any = "ragged", *, all_right: bool = True
@@ -123,15 +117,8 @@ class Trial:
 
     def failing_steps(self, patch: pytest.MonkeyPatch) -> None:
         """Decode while each third pass of the target fails; no token changes."""
-        run, calls = self.engine.runner.run, list[int]()
-
-        def fails(packed: PackedInputs) -> Any:
-            calls.append(1)
-            if len(calls) % 3 == 0:
-                raise torch.OutOfMemoryError("planted")
-            return run(packed)
-
-        patch.setattr(self.engine.runner, "run", fails)
+        run = failing(self.engine.runner.run, torch.OutOfMemoryError("planted"), *range(2, 999, 3))
+        patch.setattr(self.engine.runner, "run", run)
         for request in self.requests():
             self.engine.add(request)
         done = list[Any]()
@@ -143,9 +130,3 @@ class Trial:
         assert len(done) == 4
         for row in done:
             assert tuple(row.output_ids) == self.text(row.request_id, row.request.prompt_ids, None)
-
-
-@cache
-def _texts(target: TargetModel) -> dict[Any, tuple[int, ...]]:
-    """The longest text that was decoded by hand, of each kind."""
-    return {}

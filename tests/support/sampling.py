@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -11,8 +13,6 @@ from emssd_testing.oracle import next_logits
 from hypothesis import strategies as st
 
 from emssd.sampling import SamplingParams
-
-__all__ = ["choice", "gumbel", "hashed", "logits_behind", "params_of_any_kind", "sampled", "scores"]
 
 
 def splitmix64(value: int) -> int:
@@ -124,14 +124,27 @@ def sampled(
     request_id: str,
     eos: Seq[int] = (),
     sample: int = 0,
+    logits_of: Callable[[Any, tuple[int, ...]], list[float]] = logits_behind,
 ) -> tuple[int, ...]:
     """The tokens of one request, one by one."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + num_new and not (len(tokens) > len(prompt) and tokens[-1] in eos):
         greedy = SamplingParams(temperature=0.0)
-        logits = logits_behind(model, tokens)
+        logits = logits_of(model, tuple(tokens))
         tokens.append(choice(logits, params or greedy, tokens, len(prompt), request_id, sample=sample))
     return tuple(tokens[len(prompt) :])
+
+
+kept_logits = cache(logits_behind)
+"""The same of models that nobody changes."""
+
+
+@cache
+def kept_text(
+    model: Any, prompt: tuple[int, ...], num_new: int, params: SamplingParams | None, request_id: str, sample: int = 0
+) -> tuple[int, ...]:
+    """What is `sampled` from a model that nobody changes."""
+    return sampled(model, prompt, num_new, params, request_id, sample=sample, logits_of=kept_logits)
 
 
 @st.composite

@@ -15,8 +15,6 @@ from emssd import Engine
 from emssd.decoding.scheduler import ContinuousScheduler
 from tests.support.trees import DecoyDrafter
 
-__all__ = ["NEW_TOKENS", "PROMPTS", "VOCAB_SIZE", "Texts"]
-
 VOCAB_SIZE, NEW_TOKENS = 13, 12
 PROMPTS = ((3, 4, 5, 6, 7, 3, 4, 5, 6, 7, 3, 4, 3, 3, 9), (8,), (9, 3, 11, 4, 9, 3, 12, 5, 9), (10, 6, 6, 7, 10, 6))
 

@@ -16,21 +16,6 @@ from emssd.drafting import Draft, Drafter
 from emssd.sequences import Batch, Request, Row
 from tests.support.backends import BACKENDS
 
-__all__ = [
-    "TREE_BACKENDS",
-    "DecoyDrafter",
-    "MixedDrafter",
-    "Tree",
-    "chains_of",
-    "drawn_trees",
-    "eagle2_tree",
-    "paths",
-    "paths_of",
-    "row_of",
-    "tree_of",
-    "ways",
-]
-
 TREE_BACKENDS = {name: make for name, make in BACKENDS.items() if make().takes_trees}
 
 Tree = list[tuple[int, int]]  # for each node its token, and the index of its parent or -1

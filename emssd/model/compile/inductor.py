@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from emssd.model.compile.linears import join_products
 from emssd.model.compile.program import handle_of
 from emssd.model.compile.tracing import Traced, export
 from emssd.model.hf.hooked import HookedModel
@@ -33,7 +34,7 @@ def compiled(
     Inductor rounds wherever the module does, also between operations that it fuses.
     """
     with torch.inference_mode(False), torch.no_grad():
-        traced = export(module, inputs).module()
+        join_products(traced := export(module, inputs).module())
     options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
     return torch.compile(traced, fullgraph=True, dynamic=True, backend=backend, options=options)
 
@@ -104,9 +105,10 @@ class CompiledPasses:
 
 def _roundings(values: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference where `expected` is finite, in roundings of its largest value; infinite for NaN."""
-    is_finite, wanted = expected.isfinite(), expected.double().nan_to_num(0.0, 0.0, 0.0)
+    wide = torch.promote_types(expected.dtype, torch.float32)  # of the largest step, they take half a gigabyte
+    is_finite, wanted = expected.isfinite(), expected.to(wide).nan_to_num(0.0, 0.0, 0.0)
     largest = wanted.abs().max().clamp_min(torch.finfo(expected.dtype).tiny)
-    far = torch.where(is_finite, values.double() - wanted, 0.0).abs().nan_to_num(float("inf")).max()
+    far = torch.where(is_finite, values.to(wide) - wanted, 0.0).abs().nan_to_num(float("inf")).max()
     return float(far / largest) / torch.finfo(expected.dtype).eps
 
 

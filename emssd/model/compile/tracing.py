@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
-from itertools import accumulate
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,7 +15,8 @@ from emssd.attention import LayerSpec
 from emssd.errors import CompileError
 from emssd.errors.faults import described
 from emssd.model.compile.compile_time import Compiling
-from emssd.model.compile.program import CONSTANTS, LINEARS, PREFIX, PROGRAM
+from emssd.model.compile.linears import replace_by, with_one_input
+from emssd.model.compile.program import CONSTANTS, LINEARS, PROGRAM
 from emssd.native import private_folder, room_hint
 
 if TYPE_CHECKING:
@@ -120,63 +120,22 @@ def has_kernel(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16)
 
 
-class _Linear(NamedTuple):
-    """A linear layer of a graph: its input, the name of its weight, and of its bias if it has one."""
-
-    source: Any
-    weight: str
-    biases: tuple[str, ...]
-    is_transposed: bool  # ``[in, out]``, as GPT-2 has it
-
-
-def _linear_of(node: Any, parameters: Mapping[str, str]) -> _Linear | None:
-    """The linear layer that a `node` computes, if its tensors are all parameters; ``None`` if it computes none."""
-    if node.target is torch.ops.aten.linear.default:
-        source, weight, *biases = node.args
-    elif node.target is torch.ops.aten.addmm.default and not node.kwargs:
-        bias, source, weight = node.args
-        biases = [bias]
-    else:
-        return None
-    if any(tensor.name not in parameters for tensor in (weight, *biases)):
-        return None
-    name, *others = (parameters[tensor.name].removeprefix(PREFIX) for tensor in (weight, *biases))
-    return _Linear(source, name, tuple(others), node.target is torch.ops.aten.addmm.default)
-
-
 def _replace_linears(program: torch.export.ExportedProgram) -> list[dict[str, Any]]:
     """Put our kernel in the place of linear layers, one for those of the same input. Returns what each consists of."""
-    graph, parameters = program.graph, program.graph_signature.inputs_to_parameters
-    nodes: list[Any] = list(graph.nodes)  # their annotations do not say that their arguments are nodes here
-    handle = next(node for node in nodes if node.name == "handle")
-    together: dict[tuple[Any, bool, bool], list[tuple[Any, _Linear]]] = {}
-    for node in nodes:
-        if (linear := _linear_of(node, parameters)) is not None:
-            key = linear.source, bool(linear.biases), linear.is_transposed
-            together.setdefault(key, []).append((node, linear))
-    linears = []
-    for (source, _, is_transposed), layers in together.items():
+    graph, linears = program.graph, list[dict[str, Any]]()
+    handle = next(node for node in graph.nodes if node.name == "handle")
+    for layers in with_one_input(graph, program.graph_signature.inputs_to_parameters):
+        first = layers[0][1]
         names = {
             "weights": [linear.weight for _, linear in layers],
             "biases": [bias for _, linear in layers for bias in linear.biases],
         }
-        linears.append(names | {"transposed": is_transposed})
+        linears.append(names | {"transposed": first.is_transposed})
         nodes = [node for node, _ in layers]
-        sizes = [node.meta["val"].shape[-1] for node in nodes]
         with graph.inserting_before(nodes[0]):
+            size = sum(node.meta["val"].shape[-1] for node in nodes)
             operator = torch.ops.emssd_native.linear.default
-            joined = graph.call_function(operator, (source, handle, len(linears) - 1, sum(sizes)))
-            joined.meta["val"] = nodes[0].meta["val"].new_empty(*nodes[0].meta["val"].shape[:-1], sum(sizes))
-            for node, stop in zip(nodes, accumulate(sizes), strict=True):
-                size = node.meta["val"].shape[-1]
-                part = joined
-                if len(nodes) > 1:
-                    part = graph.call_function(torch.ops.aten.slice.Tensor, (joined, -1, stop - size, stop))
-                part.meta["val"] = node.meta["val"]
-                node.replace_all_uses_with(part)
-    for layers in together.values():
-        for node, _ in layers:
-            graph.erase_node(node)
+            replace_by(nodes, graph.call_function(operator, (first.source, handle, len(linears) - 1, size)))
     program.graph_module.recompile()
     return linears
 

@@ -26,12 +26,12 @@ PROBE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-2, torch.bfloat16: 0.5
 _LENGTHS = (5, 8)  # of the rows of the probe; their sum is no size that models have
 
 
-def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
+def probe_layers(target: HookedModel, *, prove: bool = True) -> tuple[LayerSpec, ...]:
     """Run two short sequences packed into one, and learn and prove how the model attends.
 
     The packed run records every layer's shapes and rules. Its logits must be those of the model's own eager attention
     for each sequence alone: so no layer keeps a state, positions are taken from ``position_ids``, and every feature
-    reaches the attention function. Raises UnsupportedModelError with the reason.
+    reaches the attention function. Raises UnsupportedModelError with the reason. Without `prove`, only learn.
     """
     model, name = target.model, type(target.model).__name__
     rows = ProbeRows(target)
@@ -52,6 +52,8 @@ def probe_layers(target: HookedModel) -> tuple[LayerSpec, ...]:
                 target.counts_calls = True
                 layers.clear()
                 packed = rows.run_packed(target, attend)
+        if not prove:
+            return tuple(layers[layer] for layer in sorted(layers))
         with implementation("eager", experts_in_loops=target.dtype is torch.float64):
             alone = torch.cat([rows.run_one_alone(target, row) for row in range(2)])
     expected = len(layers) if target.counts_calls else model.config.get_text_config().num_hidden_layers

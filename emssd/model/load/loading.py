@@ -13,6 +13,7 @@ from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.errors.faults import described
 from emssd.model.compile.int8 import round_drafter, round_weights
+from emssd.model.compile.linears import lay_together
 from emssd.model.hf.device_map import check_device_map
 from emssd.model.hf.sharding import check_heads
 from emssd.model.load.checkpoint import load_checkpoint
@@ -54,12 +55,14 @@ def load_model(
     else:
         packed = options.weights == "auto" and device.type == "cpu" and options.device_map is None
         model, tokenizer = load_checkpoint(options, dtype, packed=packed, accept=accept)
-        try:
-            model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
-        except torch.OutOfMemoryError as error:
-            raise OutOfMemoryError(
-                f"{device} has no room for the weights of {options.path!r}; take a smaller one"
-            ) from error
+    try:
+        model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
+        if device.type == "cuda" and options.device_map is None:
+            lay_together(model)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"{device} has no room for the weights of {options.path!r}; take a smaller one"
+        ) from error
     if options.weights == "int8":
         if model.device.type != "cpu":
             raise ConfigError(f"model.weights=int8 is for CPUs, and the model is on {model.device}; leave it out")

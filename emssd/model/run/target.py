@@ -103,12 +103,12 @@ class TargetModel(CompilableModel):
             )
         return self.num_renewals
 
-    def _learned(self) -> tuple[LayerSpec, ...]:
-        """The layers as the model runs now, with the windows that masks alone know of."""
+    def _learned(self, *, prove: bool = True) -> tuple[LayerSpec, ...]:
+        """The layers as the model runs now, with the windows that masks alone know of. Without `prove`, not checked."""
         counted, self._windows = self.counts_calls, {}
         self._windows = learn_windows(self)
-        layers = probe_layers(self)
-        return layers if self.counts_calls == counted else self._learned()  # windows by other numbers
+        layers = probe_layers(self, prove=prove)
+        return layers if self.counts_calls == counted else self._learned(prove=prove)  # windows by other numbers
 
     @torch.inference_mode(False)  # for the key of a program, which has what is traced outside of it
     def renew(self) -> None:
@@ -124,16 +124,16 @@ class TargetModel(CompilableModel):
             self._sink_values.clear()
             other_code = changed(self._structure.modules, now.modules) is not None
             if other_code or any(layer.sinks is not None for layer in self.layers):
-                self._learn_again()
+                self._learn_again(prove=other_code)  # values of sinks prove nothing else
             if self._program is not None and (other_code or not self._program.reread()):
                 self._compile_again()
             self.num_renewals += 1
             self._structure = now
 
-    def _learn_again(self) -> None:
+    def _learn_again(self, *, prove: bool) -> None:
         windows, self._windows = self._windows, {}
         try:
-            layers = self._learned()
+            layers = self._learned(prove=prove)
             if _without_sinks(layers) != _without_sinks(self.layers):
                 raise UnsupportedModelError(
                     "the model attends by other rules now than those that the KV cache of this engine was made for; "

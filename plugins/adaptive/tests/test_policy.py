@@ -6,19 +6,18 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate, product
+from itertools import product
 
 import numpy as np
 import pytest
-import torch
 from emssd_adaptive.drafter import DrafterRecord
 from emssd_adaptive.policy import AdaptiveBudget, best_lengths
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.drafting import BudgetStep, Draft
+from emssd.drafting import BudgetStep
 from emssd.sequences import Batch, Request, Row
-from tests.support.budget_world import Curve, World
+from tests.support.budget_world import Curve, TreeWorld, World
 from tests.support.tiers import looped
 
 # In tenths: equal worths are the rule, not the exception.
@@ -181,50 +180,6 @@ def test_the_other_choice_is_tried_for_half_a_percent_of_the_time(accepts: int, 
             lost += seconds(8) - seconds(48) / 6 if pays else seconds(8 + sum(lengths)) - seconds(8)
     assert num_tries > 2
     assert lost < 0.006 * world.time
-
-
-class TreeWorld(World):
-    """Its drafter draws trees of one shape (parents). By rank, a child is right with one of `chances`, and
-    has a `confidence`.
-    """
-
-    def __init__(
-        self, policy: AdaptiveBudget, shape: Seq[int], seconds: Curve, chances: Seq[float],
-        confidence: Callable[[int], float] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(policy, 4, seconds, lambda row, drafted: pytest.fail("chances decide"))
-        self.shape, self.chances = tuple(shape), chances
-        self.confidence, self._random = confidence, np.random.default_rng(0)
-        self.ranks = [self.shape[:node].count(parent) for node, parent in enumerate(shape)]
-
-    def gain(self, num_steps: int) -> float:
-        """Tokens per second of so many steps, ÷ those without drafting."""
-        self.tokens = self.time = 0.0
-        self.run(num_steps, len(self.shape))
-        return self.tokens / self.time / (len(self.rows) / self.seconds(len(self.rows)))
-
-    def run(self, num_steps: int, limit: int) -> list[list[int]]:
-        return super().run(num_steps, min(limit, len(self.shape)))
-
-    def draft(self, budget: Seq[int]) -> Draft:
-        parents = tuple(parent for limit in budget for parent in self.shape[:limit])
-        confidence = (
-            tuple(self.confidence(rank) for limit in budget for rank in self.ranks[:limit]) if self.confidence else None
-        )
-        return Draft(torch.ones(sum(budget), dtype=torch.int64), (0, *accumulate(budget)), parents, confidence)
-
-    def accepted(self, draft: Draft) -> Seq[Seq[int]]:
-        return [self._path(draft.tree(row)) for row in range(draft.num_rows)]
-
-    def _path(self, tree: Seq[int]) -> list[int]:
-        """Down the tree as chance goes; what the target says does not depend on what is verified."""
-        path: list[int] = []
-        while True:
-            rank = int(np.searchsorted(np.cumsum(self.chances), self._random.random(), side="right"))
-            children = [node for node, parent in enumerate(tree) if parent == (path[-1] if path else -1)]
-            if rank >= min(len(children), len(self.chances)):
-                return path
-            path.append(children[rank])
 
 
 SHAPE = (-1, 0, 1, -1, 2, 0, 3, 1, -1, 5)  # the first three are a chain

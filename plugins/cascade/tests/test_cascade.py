@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from emssd_cascade import CascadeConfig, emssd_drafters
@@ -16,31 +16,15 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.drafting.stages import DraftStages
 from emssd.errors import PluginWarning
 from emssd.sequences import Batch, Request, Row
+from tests.support.told_drafter import Told
 from tests.support.trees import chains_of
 
 IDS = ([0] * 5,) * 3  # what a target chose, of no interest here
 
 
-class Told(Drafter):
-    """Drafts its own token as long as it is told for each request, and remembers what it hears."""
-
-    def __init__(self, token: int, lengths: Mapping[str, int], most: int = 4) -> None:
-        self.token, self.lengths, self.num_speculative_tokens = token, lengths, most
-        self.budgets: list[list[int]] = []
-        self.outcomes: list[Outcome] = []
-        self.released: list[str] = []
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        self.budgets.append(list(budget))
-        assert max(budget) <= self.num_speculative_tokens
-        wanted = [min(self.lengths.get(name, 0), limit) for name, limit in zip(batch.request_ids, budget, strict=True)]
-        return Draft.from_chains([[self.token] * length for length in wanted])
-
-    def observe(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.released += request_ids
+def told(token: int, *lengths: int, most: int = 4) -> Told:
+    """A drafter of chains of its own token, of such lengths row by row."""
+    return Told(Draft.from_chains([token] * length for length in lengths), most)
 
 
 def rows(*names: str) -> Batch:
@@ -53,8 +37,8 @@ def stages(*drafters: Drafter, policy: BudgetPolicy | None = None) -> DraftStage
 
 
 def test_each_row_is_served_by_the_first_drafter_that_has_something() -> None:
-    first, second = Told(1, {"a": 2, "d": 9}), Told(2, {"a": 4, "b": 3}, most=6)
-    third = Told(3, dict.fromkeys("abcd", 1))
+    first, second = told(1, 2, 0, 0, 9, 0), told(2, 4, 3, 0, 0, 0, most=6)
+    third = told(3, 1, 1, 1, 1, 0)
     cascade = stages(first, second, third)
     assert cascade.num_speculative_tokens == 6
     draft = cascade.propose(rows("a", "b", "c", "d", "e"), [6, 6, 6, 6, 0], 0)
@@ -65,7 +49,7 @@ def test_each_row_is_served_by_the_first_drafter_that_has_something() -> None:
 
 
 def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_others() -> None:
-    first, second = Told(1, {"a": 3}), Told(2, {"b": 4})
+    first, second = told(1, 3, 0, 0), told(2, 0, 4, 0)
     cascade = stages(first, second, policy=ScriptedBudget([(4, 2), (4, 3), (4, 0)]))
     batch = rows("a", "b", "c")
     draft = cascade.propose(batch, [4, 4, 4], 0)
@@ -80,7 +64,7 @@ def test_each_drafter_hears_of_its_own_rows_and_that_nothing_was_drafted_for_oth
 
 
 def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> None:
-    first, second = Told(1, {"a": 3, "b": 3}), Told(2, {"a": 3, "b": 3})
+    first, second = told(1, 3, 3), told(2, 3, 3)
     cascade = stages(first, second, policy=ScriptedBudget([(4, 0), (4, 3), (4, 2), (4, 2)]))
     batch = rows("a", "b")
     draft = cascade.propose(batch, [4, 4], 0)
@@ -91,11 +75,11 @@ def test_a_row_whose_draft_is_trimmed_away_is_offered_to_the_next_drafter() -> N
 
 
 def test_who_served_a_row_is_forgotten_with_the_step() -> None:
-    first, second = Told(1, {"a": 2}), Told(2, {"a": 3})
+    first, second = told(1, 2), told(2, 3)
     cascade = stages(first, second)
     batch = rows("a")
     cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(1),), IDS[:1]))
-    first.lengths = {}
+    first.draft = Draft.empty(1)
     cascade.observe(Outcome(batch, cascade.propose(batch, [4], 0), (range(3),), IDS[:1]))
     cascade.observe(Outcome(batch, cascade.propose(batch, [0], 0), (range(0),), IDS[:1]))
     assert [outcome.draft.lengths for outcome in first.outcomes] == [[2], [0], [0]]
@@ -120,7 +104,7 @@ class Counting(FixedBudget):
 
 def test_the_policy_decides_before_and_behind_each_stage_and_knows_what_earlier_ones_drafted() -> None:
     policy = Counting()
-    cascade = stages(Told(1, {"a": 2}), Told(2, {"b": 3}, most=6), policy=policy)
+    cascade = stages(told(1, 2, 0), told(2, 0, 3, most=6), policy=policy)
     cascade.propose(rows("a", "b"), [6, 5], 7)
     assert policy.calls == [
         ("allot", 0, 7, [4, 4]),
@@ -143,8 +127,8 @@ class Raising(Told):
 
 
 def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
-    good = Told(2, {"a": 3})
-    bad = Raising(1, {})
+    good = told(2, 3)
+    bad = Raising(Draft.empty(1))
     cascade = DraftStages([CheckedDrafter(bad, None, 11), CheckedDrafter(good, None, 11)], FixedBudget())
     batch = rows("a")
     with pytest.warns(PluginWarning, match="drafter Raising failed in propose"):
@@ -156,14 +140,9 @@ def test_a_drafter_that_fails_takes_no_other_with_it() -> None:
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options() -> None:
-    made: list[tuple[str, Mapping[str, Any]]] = []
-
-    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
-        made.append((name, options))
-        return Told(1, {})
-
+    make_drafter = Mock(side_effect=lambda *_: told(1))
     context = DrafterContext(11, None, lambda path: pytest.fail("a cascade loads no model itself"), make_drafter)
     (spec,) = emssd_drafters()
     drafters = spec.build(CascadeConfig(["x", "y"], {"y": {"length": 3}}), context)
     assert [type(drafter) for drafter in drafters] == [Told, Told]
-    assert made == [("x", {}), ("y", {"length": 3})]
+    assert make_drafter.call_args_list == [call("x", {}), call("y", {"length": 3})]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 from emssd_adaptive.policy import AdaptiveBudget
@@ -20,9 +21,9 @@ from emssd.drafting import BudgetPolicy, Drafter
 from emssd.model import TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Generation, Request
-from tests.support import sampling as reference
 from tests.support.backends import BACKENDS, engine_of
 from tests.support.draft_models import DRAFT_MODEL_OPTIONS, draft_model_drafter, watch
+from tests.support.sampling import kept_text
 from tests.support.tiers import looped
 
 VOCAB, MOST_NEW = 11, 31
@@ -66,30 +67,13 @@ def requests_of(kinds: Seq[SamplingParams | None], num_new: int) -> list[Request
     return [Request(str(row), prompt, num_new, sampling=kind) for row, (prompt, kind) in pairs]
 
 
-@cache
-def text(name: str, prompt: tuple[int, ...], params: SamplingParams | None) -> tuple[int, ...]:
-    return reference.sampled(target().model, prompt, MOST_NEW, params, name)
-
-
 def decode(engine: Engine, requests: Seq[Request]) -> list[Generation]:
-    """Decode in order. Compare the tokens with `text`."""
+    """Decode in order. Compare the tokens with those sampled by hand."""
     done = {generation.request_id: generation for generation in engine.run(requests)}
     for request in requests:
-        expected = text(request.request_id, request.prompt_ids, request.sampling)
+        expected = kept_text(target().model, request.prompt_ids, MOST_NEW, request.sampling, request.request_id)
         assert done[request.request_id].token_ids == expected[: request.max_new_tokens]
     return [done[request.request_id] for request in requests]
-
-
-def watched(shape: Shape) -> list[int | None]:
-    """Record the rank of each later choice of the target; ``None`` if it was not foreseen."""
-    learn, heard = shape.learn, list[int | None]()
-
-    def listen(ranks: Seq[int | None]) -> None:
-        heard.extend(ranks)
-        learn(ranks)
-
-    shape.learn = listen  # type: ignore[method-assign]
-    return heard
 
 
 BATCHES: dict[str, list[SamplingParams | None]] = {name: [kind] * 3 for name, kind in KINDS.items()}
@@ -109,11 +93,12 @@ def test_all_of_its_chains_are_accepted(batch: str) -> None:
 @looped("batch", BATCHES)
 def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str, kind: str) -> None:
     shape, kinds = sure_shapes()[kind], BATCHES[batch]
-    ranks, drafter = watched(shape), draft_model_drafter(target(), shape, VOCAB)
+    learn = shape.learn = Mock(wraps=shape.learn)  # type: ignore[method-assign]  # a spy
+    drafter = draft_model_drafter(target(), shape, VOCAB)
     engine, computed = make_engine(drafter, len(kinds)), watch(drafter)
     decode(engine, requests_of(kinds, 4 * (shape.depth + 1)))
     assert engine.report.acceptance_histogram == {shape.depth + 1: 4 * len(kinds)}
-    assert set(ranks) == {0}
+    assert {rank for heard in learn.call_args_list for rank in heard.args[0]} == {0}
     assert len(computed) == 4 * shape.depth
     # A step begins with what the draft model never saw: the accepted leaf and the target's own token.
     assert [packed.lengths for packed in computed[:: shape.depth]][1:] == [[2] * len(kinds)] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from emssd.decoding.engine import Engine
 from emssd.draft_models import StaticShape
 from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.errors import ConfigError
-from emssd.model import ModelRunner
 from emssd.sequences import Batch, Row
 from tests.support.draft_models import watch
 from tests.support.draft_trees import (
@@ -31,6 +31,7 @@ from tests.support.draft_trees import (
     same,
     sequence,
 )
+from tests.support.spies import failing
 from tests.support.tiers import looped
 
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
@@ -88,15 +89,7 @@ def test_a_pass_that_fails_leaves_no_tree_of_an_earlier_draft_behind() -> None:
     drafter, row = make_drafter(StaticShape([2, 2, 2])), sequence([3, 4, 5])
     propose(drafter, [row], [14])
     runner: Any = drafter._runner
-    run, calls = runner.run, list[PackedInputs]()
-
-    def failing(packed: PackedInputs) -> Any:
-        calls.append(packed)
-        if len(calls) == 3:
-            raise RuntimeError("the third pass fails")
-        return run(packed)
-
-    runner.run = failing
+    runner.run = failing(runner.run, RuntimeError("the third pass fails"), 2)
     with pytest.raises(RuntimeError, match="the third pass fails"):
         propose(drafter, [row], [5])
     assert drafter._trees == {}  # whose KV has been written over
@@ -206,17 +199,12 @@ def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: 
 
 
 def test_the_cache_that_a_tree_is_loaded_with_takes_trees() -> None:
-    loads = list[tuple[str, bool]]()
-
-    def load_runner(path: str, *, trees: bool = False, **_: Any) -> tuple[ModelRunner, None]:
-        loads.append((path, trees))
-        return make_drafter("chain")._runner, None
-
+    load_runner = Mock(side_effect=lambda path, **_: (make_drafter("chain")._runner, None))
     context = DrafterContext(VOCAB_SIZE, None, load_runner, lambda name, options: pytest.fail("asks for no other"))
     from emssd_draft_model import _build
 
     trees = _build(DraftModelConfig("small", tree="dynamic", num_nodes=7), context)  # type: ignore[arg-type]
     chain = _build(DraftModelConfig("small"), context)
-    assert loads == [("small", True), ("small", False)]
+    assert [call.kwargs["trees"] for call in load_runner.call_args_list] == [True, False]
     assert (trees.drafts_trees, trees.num_speculative_tokens) == (True, 7)
     assert (chain.drafts_trees, chain.num_speculative_tokens) == (False, 4)

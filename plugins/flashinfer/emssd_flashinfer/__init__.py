@@ -27,8 +27,6 @@ class FlashInferConfig:
 
     Attributes:
         page_size: tokens per KV page. Memory is held in whole pages.
-        workspace_mib: the most MiB of GPU memory for the kernels' partial results, which all layers share; null for as
-            much as they take. They take more for larger recorded steps, ``batch_size`` and models.
         prefill_kernel: for steps with a prompt of 256 tokens or more. ``fa3`` needs a Hopper GPU and compiles for
             minutes when it is first used. Verification always uses ``fa2``.
         cuda_graphs: replay the forward passes of small steps as CUDA graphs, one for each of a ladder of token counts.
@@ -36,20 +34,15 @@ class FlashInferConfig:
         fused_kernels: Inductor compiles the forward pass of recorded steps, all but attention, which takes about a
             minute. It takes Triton, which comes with PyTorch. A model that cannot be compiled, or that differs by more
             than roundings, is recorded as it is, with a warning.
-        query_tile: queries that a block of a recorded step's kernel takes, times the heads of a group: 16, 64 or 128. A
-            graph is for any lengths of its rows, so FlashInfer would take 128 wherever one row could be that long,
-            though the rows to verify have a few tokens each.
         memory_fraction: the KV pool is allocated at once, for a full batch of the longest sequences. It takes at most
             this fraction of the free GPU memory, and at most ``kv_memory``. If the batch does not fit, rows wait.
     """
 
     page_size: AtLeastOne = 16
-    workspace_mib: AtLeastOne | None = None
     prefill_kernel: PrefillKernel = PrefillKernel.fa2
     cuda_graphs: bool = True
     max_graph_tokens: AtLeastOne = 512
     fused_kernels: bool = True
-    query_tile: int = 64
     memory_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.8
 
 
@@ -65,17 +58,13 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     if why_not := unavailable():
         raise PluginError(f"backend 'flashinfer' is not available: {why_not}.")
     from emssd.model import CompiledPasses
-    from emssd_flashinfer.availability import point_to_toolkit
     from emssd_flashinfer.kernels import FlashInferKernels
     from emssd_flashinfer.recorded import CudaGraphCapture
 
-    point_to_toolkit()
     kernels = FlashInferKernels(
-        config.workspace_mib,
         PrefillKernel(config.prefill_kernel).value,
         capture=CudaGraphCapture() if config.cuda_graphs else None,
         max_graph_tokens=config.max_graph_tokens,
-        query_tile=config.query_tile,
         passes=CompiledPasses() if config.cuda_graphs and config.fused_kernels else None,
     )
     return PagedBackend(kernels, page_size=config.page_size, memory_fraction=config.memory_fraction)

@@ -9,9 +9,9 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["point_to_toolkit", "reason"]
+__all__ = ["reason"]
 
-KNOWN_VERSIONS = ((0, 6, 18), (0, 8, 0))
+KNOWN_VERSIONS = ((0, 6, 18), (0, 7, 0))
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
 
 _INSTALL = "pip install 'emssd[flashinfer]' brings it"
@@ -58,56 +58,25 @@ def _package() -> str | None:
 
 def _compiler() -> str | None:
     """The tool that is missing to compile kernels when they are first used. FlashInfer searches the same places."""
-    if find_spec("flashinfer_jit_cache") is not None:
-        return None  # the kernels are compiled already
+    cache = find_spec("flashinfer_jit_cache")
+    for folder in [] if cache is None else cache.submodule_search_locations or []:
+        if any(Path(folder).glob("**/batch_prefill*.so")):
+            return None  # compiled kernels are there; later versions of this package bring none
     if shutil.which("ninja") is None:
         return "FlashInfer compiles its kernels when they are first used, and ninja is not on PATH (pip install ninja)"
     cxx = os.environ.get("CXX", "c++")
     if shutil.which(cxx) is None:
         return f"FlashInfer compiles its kernels when they are first used, and there is no C++ compiler {cxx!r} on PATH"
-    home = _given_home()
-    nvcc = os.environ.get("FLASHINFER_NVCC") or str((_toolkit() or _DEFAULT) / "bin" / "nvcc")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    toolkit = Path(home or (Path(on_path).parent.parent if on_path else "/usr/local/cuda"))
+    nvcc = os.environ.get("FLASHINFER_NVCC") or str(toolkit / "bin" / "nvcc")
     if not Path(nvcc).is_file():
         return (
             f"FlashInfer compiles its kernels when they are first used, and there is no nvcc at {nvcc} "
             f"(set CUDA_HOME, now {home or 'not set'}, to the folder of a CUDA toolkit)"
         )
     return None
-
-
-def point_to_toolkit() -> None:
-    """Set CUDA_HOME for FlashInfer, unless it is set, to the CUDA toolkit that was found.
-
-    FlashInfer looks beside the ``nvcc`` on PATH only. That may be a link or a script far from the toolkit.
-    """
-    if _given_home() is None and (folder := _toolkit()) is not None:
-        os.environ["CUDA_HOME"] = str(folder)
-
-
-_DEFAULT = Path("/usr/local/cuda")
-
-
-def _given_home() -> str | None:
-    return os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-
-
-def _toolkit() -> Path | None:
-    """The folder of a CUDA toolkit: the user's own if there is one, else the first that is found, best with headers."""
-    if (home := _given_home()) is not None:
-        return Path(home)
-    folders = [_DEFAULT, *sorted(_DEFAULT.parent.glob("cuda-*"), reverse=True), *_wheel_folders()]
-    if (on_path := shutil.which("nvcc")) is not None:
-        folders = [Path(on_path).parent.parent, Path(on_path).resolve().parent.parent, *folders]
-    toolkits = [folder for folder in folders if (folder / "bin" / "nvcc").is_file()]
-    with_headers = (folder for folder in toolkits if (folder / "include" / "cuda_runtime.h").is_file())
-    return next(with_headers, (*toolkits, None)[0])
-
-
-def _wheel_folders() -> list[Path]:
-    """The folders in which NVIDIA's wheels, which PyTorch depends on, put a toolkit."""
-    spec = find_spec("nvidia")
-    packages = [] if spec is None else spec.submodule_search_locations or []
-    return [folder for package in packages for folder in sorted(Path(package).glob("cu[0-9]*"), reverse=True)]
 
 
 def _dotted(numbers: tuple[int, ...]) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from emssd.attention import KVCacheSpec, KVPool, LayerSpec, on_device
-from emssd.errors import ConfigError, OutOfMemoryError, PluginError
+from emssd.errors import OutOfMemoryError, PluginError
 from emssd.model import CompiledPasses
 from emssd_flashinfer.planned import PlannedKernels
 from emssd_flashinfer.recorded import Capture, Staging, StaticInputs
@@ -37,19 +37,13 @@ class FlashInferKernels(PlannedKernels):
 
     def __init__(
         self,
-        workspace_mib: int | None,
         prefill_kernel: str,
         capture: Capture | None = None,
         max_graph_tokens: int = 512,
-        query_tile: int = 64,
         passes: CompiledPasses | None = None,
     ) -> None:
-        if query_tile not in (16, 64, 128):
-            raise ConfigError(f"backend.query_tile is {query_tile}; choose 16, 64 or 128")
         super().__init__(HEAD_DIMS, capture, max_graph_tokens, passes)
-        self._workspace_mib = workspace_mib
         self._prefill_kernel = prefill_kernel
-        self._query_tile = query_tile
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reasons = []
@@ -73,8 +67,8 @@ class FlashInferKernels(PlannedKernels):
             self._reserve(eager_workspace(*sizes), "a step that is not recorded")
 
     def num_rows(self, size: int) -> int:
-        group = max(layer.num_qo_heads // layer.num_kv_heads for layer in self._rules)
-        return recorded_rows(size, self._spec.max_batch_size, group, self._query_tile)
+        groups = [(layer.num_qo_heads // layer.num_kv_heads, layer.key_dim) for layer in self._rules]
+        return max(recorded_rows(size, self._spec.max_batch_size, *group) for group in groups)
 
     def attention(
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
@@ -119,13 +113,7 @@ class FlashInferKernels(PlannedKernels):
         have = self._workspace.numel()
         if num_bytes <= have:
             return False
-        limit = None if self._workspace_mib is None else self._workspace_mib * _MIB
-        if limit is not None and num_bytes > limit:
-            raise ConfigError(
-                f"backend.workspace_mib is {self._workspace_mib}, and {what} takes {-(-num_bytes // _MIB)} MiB. Raise "
-                f"it, leave it out, or lower backend.max_graph_tokens"
-            )
-        num_bytes = max(num_bytes, 2 * have if limit is None else min(2 * have, limit))
+        num_bytes = max(num_bytes, 2 * have)
         try:
             self._workspace = torch.empty(num_bytes, dtype=torch.uint8, device=self._spec.device)
         except torch.OutOfMemoryError as error:
@@ -139,7 +127,7 @@ class FlashInferKernels(PlannedKernels):
     def _mask_of(self, layer: LayerSpec) -> Staging:
         """The mask of a step for these rules, which recordings of all sizes read: where rows begin, and then bits."""
         if layer not in self._masks:
-            largest = self._static_of(self._ladder[-1]).shape
+            largest = self._static_of(self.recorded_sizes[-1]).shape
             num_bits = largest.num_tokens * largest.max_kv_len
             num_bytes = _begin_of_bits(self.num_rows(largest.num_tokens)) + num_bits // 8 + largest.num_rows
             self._masks[layer] = Staging(num_bytes, self._spec.device)

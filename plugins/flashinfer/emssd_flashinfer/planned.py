@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -100,10 +101,11 @@ class PlannedKernels(PagedKernels):
     ) -> None:
         self._head_dims = head_dims
         self._capture, self._compiled = capture, passes
-        self._ladder = ladder(max_graph_tokens) if capture is not None else ()
+        self.recorded_sizes = ladder(max_graph_tokens) if capture is not None else ()
         self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
         self._recordings: dict[Hashable, tuple[Compute, Compute]] = {}  # and passes, which hold what these read
+        self._num_failed = Counter[Hashable]()  # attempts to record
         self._landings: dict[int, torch.Tensor] = {}  # by size, where greedy tokens arrive
         self._passes: list[Staging] = []  # of the passes that are planned together, each
 
@@ -148,8 +150,8 @@ class PlannedKernels(PagedKernels):
         self._spec, self._pool = spec, pool
         self._layers = tuple(padded_layer(layer, self._head_dims) for layer in spec.layers)
         self._rules = tuple(dict.fromkeys(self._layers))
-        if self._ladder:
-            most = self._ladder[-1]
+        if self.recorded_sizes:
+            most = self.recorded_sizes[-1]
             self._outputs = {
                 layer: torch.zeros(most, layer.num_qo_heads, layer.value_dim, dtype=spec.dtype, device=spec.device)
                 for layer in self._rules
@@ -158,12 +160,12 @@ class PlannedKernels(PagedKernels):
 
     def prepare(self) -> None:
         assert self._capture is None or self._pool.num_pages, "recorded steps need a pool of a fixed size"
-        if self._ladder:
-            num_bytes = max(StaticInputs.num_bytes(self._shape(size)) for size in self._ladder)
+        if self.recorded_sizes:
+            num_bytes = max(StaticInputs.num_bytes(self._shape(size)) for size in self.recorded_sizes)
             self._staging = Staging(num_bytes, self._spec.device)
             # The last page belongs to no sequence: there goes the KV of padding.
             scrap = (self._pool.num_pages - 1) * self._pool.page_size
-            self._scrap_slots = scrap + np.arange(self._ladder[-1]) % self._pool.page_size
+            self._scrap_slots = scrap + np.arange(self.recorded_sizes[-1]) % self._pool.page_size
         self._attention_of(None)  # so that kernels which cannot be made are known before the first step
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
@@ -176,7 +178,7 @@ class PlannedKernels(PagedKernels):
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
     def plan_chain(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
-        size, num_passes = rung(self._ladder, packed.num_tokens), max(lengths)
+        size, num_passes = rung(self.recorded_sizes, packed.num_tokens), max(lengths)
         if size is None:
             return []
         while len(self._passes) < num_passes:
@@ -208,7 +210,7 @@ class PlannedKernels(PagedKernels):
 
     def _size_of(self, packed: PackedInputs) -> int | None:
         """The size of the recording that serves a step; ``None`` if the step runs as it is."""
-        size = rung(self._ladder, packed.num_tokens)
+        size = rung(self.recorded_sizes, packed.num_tokens)
         if size is None or packed.trees is None:
             return size
         fits = self._spec.trees and max(packed.kv_lens) <= self._static_of(size).shape.max_kv_len
@@ -233,7 +235,7 @@ class PlannedKernels(PagedKernels):
     def _shape(self, size: int) -> FixedShape:
         num_rows, page_size = self.num_rows(size), self._pool.page_size
         largest = num_rows + (size - num_rows) // page_size  # pages of `largest_metadata`
-        max_kv_len = self._spec.max_model_len + self._ladder[-1]
+        max_kv_len = self._spec.max_model_len + self.recorded_sizes[-1]
         if self._spec.prefix_caching:  # a page is listed once for each row that shares it
             largest = max(largest, num_rows * -(-max_kv_len // page_size))
         return FixedShape(num_rows, size, max(self._pool.num_pages - 1, largest), max_kv_len)
@@ -280,9 +282,14 @@ class PlannedKernels(PagedKernels):
             try:
                 self._recordings[key] = self._capture(compute), compute
             except PluginError as error:
-                warnings.warn(f"{error}. From here on, steps run without a graph", RuntimeWarning, stacklevel=2)
-                self._ladder = ()
-                return compute()
+                what = key if self._recordings else None  # any, as long as none was recorded
+                self._num_failed[what] += 1
+                if self._num_failed[what] == 1:  # maybe another thread was the cause; a later step tries again
+                    return compute()
+                size = f"of {key[0]} tokens " if self._recordings else ""
+                warnings.warn(f"{error}. From here on, steps {size}run without a graph", RuntimeWarning, stacklevel=2)
+                self.recorded_sizes = self.recorded_sizes if self._recordings else ()
+                self._recordings[key] = compute, compute
         return self._recordings[key][0]()
 
 

@@ -181,7 +181,8 @@ def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int
 class CudaGraphCapture:
     """A `Capture`. Its graphs share one memory pool and must not run at the same time.
 
-    All are recorded on one stream, as cuBLAS keeps a workspace for each stream that it has seen.
+    All are recorded on one stream, as cuBLAS keeps a workspace for each stream that it has seen. Other threads may
+    allocate on the device meanwhile.
     """
 
     _WARM_UPS = 2  # passes that compile, tune and allocate what must not be allocated while recording
@@ -201,8 +202,9 @@ class CudaGraphCapture:
                 compute()
         main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
+        recording = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
         try:
-            with _no_garbage_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            with _no_garbage_collection(), recording:
                 result = compute()
         except torch.OutOfMemoryError:
             raise

@@ -19,14 +19,17 @@ def query_tile(packed_q_len: int, head_dim: int) -> int:
     return 64 if packed_q_len > 16 else 16
 
 
-def recorded_rows(size: int, max_batch_size: int, group: int, tile: int) -> int:
-    """Rows of a recording: enough for every step, and so many that its kernels take tiles of at most `tile` queries.
+def recorded_rows(size: int, max_batch_size: int, group: int, head_dim: int) -> int:
+    """Rows of a recording of `size` tokens: enough for every step, and so many that its kernels take the tile which
+    FlashInfer takes for an eager step of as many tokens in a full batch.
 
     A recorded plan is for any lengths of its rows, so FlashInfer takes the tile of the longest: all tokens but one for
-    each other row. Rows that are always empty make that one shorter. The tile is right for the real steps; a row that
-    is longer after all takes several. A recording has `size` tokens, and a `group` of query heads for each key head.
+    each other row. Rows that are always empty make that one shorter. A real row that is longer takes several tiles.
+    There is a `group` of query heads for each key head.
     """
-    return min(size, max(max_batch_size, size - tile // group + 1 if tile < 128 else 0))
+    fewest = min(size, max_batch_size)
+    tile = query_tile(-(-size // fewest) * group, head_dim)
+    return fewest if query_tile((size - fewest + 1) * group, head_dim) <= tile else size - tile // group + 1
 
 
 def eager_workspace(num_qo_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:

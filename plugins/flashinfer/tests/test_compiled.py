@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -16,45 +18,58 @@ from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import Kept, KVCacheSpec, PagedBackend
+from emssd.cli.turns import Turns
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
 from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.compile.inductor import Compile, CompiledPasses, compiled
+from emssd.model.compile.linears import join_products, lay_together
 from emssd.model.compile.tracing import export
 from emssd.model.run.target import Computed
+from emssd.sampling import SamplingParams
+from emssd.sequences import Request
 from tests.support.backends import runner_of as reference_runner
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
+ARCHITECTURES = ["llama", "qwen3", "gemma2", "opt", "gpt2"]
+PRODUCTS = (torch.ops.aten.linear.default, torch.ops.aten.addmm.default)
 PROMPTS = [[1, 5, 6], [9], [8, 2, 8], [4, 4]]
 
 
 def traced(module: Any, inputs: Any) -> Any:
     """A `Compile` without a compiler: the traced operations, one after another."""
-    return export(module, inputs).module()
+    join_products(program := export(module, inputs).module())
+    return program
 
 
-def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16) -> Any:
+def model_of(architecture: str = "llama", dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:
     """Heads of 16 elements, which are not padded."""
-    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64} if architecture == "opt" else {"head_dim": 16}
-    return tiny_model(architecture, dtype=dtype, **sizes)
+    width = {"opt": {"hidden_size": 64, "word_embed_proj_dim": 64}, "gpt2": {"n_embd": 64}}
+    return tiny_model(architecture, dtype=dtype, **width.get(architecture, {"head_dim": 16}), **options)
 
 
 def runner_of(
-    model: Any, compile: Compile | None, capture: Any = rerun, head_dims: tuple[int, ...] = (16, 64)
+    model: Any,
+    compile: Compile | None,
+    capture: Any = rerun,
+    head_dims: Any = (16, 64),
+    *,
+    frozen: bool = False,
+    most: int = 16,
 ) -> CausalLMRunner:
     passes = None if compile is None else CompiledPasses(compile)
-    kernels = ReferenceKernels(head_dims, capture=capture, max_graph_tokens=16, passes=passes)
+    kernels = ReferenceKernels(head_dims, capture=capture, max_graph_tokens=most, passes=passes)
     backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
-    return reference_runner(TargetModel(model), backend, trees=True)
+    return reference_runner(TargetModel(model, frozen=frozen), backend, trees=True)
 
 
-def passes_of(runner: CausalLMRunner) -> Any:
-    backend: Any = runner.backend
-    return backend._kernels._compiled
+def outcomes(runner: Any) -> list[bool]:
+    """Whether each program of the runner has failed."""
+    return [forward.has_failed for forward in runner.backend._kernels._compiled._forwards.values()]
 
 
-def history(runner: CausalLMRunner, num_tokens: int = 2) -> list[torch.Tensor]:
+def history(runner: Any, num_tokens: int = 2) -> list[torch.Tensor]:
     """The logits of all steps of a run with drafts, which are accepted and rejected."""
     compute, logits = runner._compute, list[torch.Tensor]()
 
@@ -81,19 +96,106 @@ def test_one_trace_serves_steps_of_all_sizes_with_the_bits_of_the_model(head_dim
     runner = runner_of(model, noted, head_dims=head_dims)
     assert all(map(torch.equal, expected, history(runner, 6)))
     assert {1, 2, 3, 12} <= {*sizes}
-    assert len(passes_of(runner)._forwards) == 1
+    assert outcomes(runner) == [False]
+
+
+def rungs_of(runner: CausalLMRunner) -> None:
+    """Run a step of each recorded size."""
+    runner.begin()
+    backend: Any = runner.backend
+    for size in backend.recorded_sizes:
+        lengths = [len(range(row, size, 3)) for row in range(min(size, 3))]
+        with torch.inference_mode():
+            runner.run(pack_nodes("abc"[: len(lengths)], torch.arange(size) % 9, lengths, lengths))
+        runner.release("abc")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "num_layers", "most"),
+    [("llama", 1, 8), *(pytest.param(name, 48, 128, marks=pytest.mark.nightly) for name in ARCHITECTURES)],
+)
+def test_there_is_a_graph_for_one_token_and_one_for_all_other_sizes(
+    architecture: str, num_layers: int, most: int
+) -> None:
+    graphs = list[Any]()
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    lay_together(model := model_of(architecture, num_hidden_layers=num_layers))
+    runner = runner_of(model, partial(compiled, backend=kept), most=most)
+    rungs_of(runner)
+    assert outcomes(runner) == [False]
+    assert len(graphs) == 2, "one for one token, and one for all other numbers"
+    assert [[node.target for node in graph.graph.nodes].count(torch.ops.emssd.attend.default) for graph in graphs] == [
+        num_layers
+    ] * 2
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("architecture", ["llama", "opt", "gemma2", "qwen3"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_torch_compile_takes_the_trace_whole(backend: str, architecture: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_inductor_takes_the_trace_whole(architecture: str, dtype: torch.dtype) -> None:
     model = model_of(architecture, dtype)
-    runner = runner_of(model, partial(compiled, backend=backend))
-    for expected, logits in zip(history(runner_of(model, None), 6), history(runner, 6), strict=True):
+    wanted = history(runner_of(model, None), 6)
+    lay_together(model)
+    runner = runner_of(model, compiled)
+    for expected, logits in zip(wanted, history(runner, 6), strict=True):
         torch.testing.assert_close(logits, expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
-    assert [forward.has_failed for forward in passes_of(runner)._forwards.values()] == [False]
+    assert outcomes(runner) == [False]
+
+
+@pytest.mark.parametrize(("architecture", "num_products"), [("llama", 4), ("qwen3", 4), ("opt", 4), ("gpt2", 4)])
+def test_weights_side_by_side_are_one_product_and_one_memory(architecture: str, num_products: int) -> None:
+    programs = list[Any]()
+
+    def noted(module: Any, inputs: Any) -> Any:
+        programs.append(traced(module, inputs))
+        return programs[-1]
+
+    def memory(model: Any) -> int:
+        return sum({p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}.values())
+
+    model = model_of(architecture, torch.float64)
+    expected, num_bytes = history(runner_of(model, None)), memory(model)
+    lay_together(model)
+    assert memory(model) == num_bytes, "no second copy"
+    torch.testing.assert_close(history(runner_of(model, noted)), expected, rtol=0, atol=1e-12)
+    products = [node for node in programs[0].graph.nodes if node.target in PRODUCTS]
+    assert len(products) == num_products * model.config.num_hidden_layers + 1, "and the vocabulary"
+
+
+class Counted(BaseException):
+    """Inductor has fused, and what it would compile need not be compiled."""
+
+
+def num_kernels(architecture: str, num_layers: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The fused kernels of a pass, as Inductor's scheduler leaves them; concatenations are fused as on a GPU."""
+    from torch._inductor import config, ir, lowering, scheduler
+
+    found = list[int]()
+    apart = scheduler.ExternKernelSchedulerNode, scheduler.NopKernelSchedulerNode
+
+    def count(nodes: list[Any]) -> list[Any]:
+        found.append(sum(not isinstance(node, apart) for node in nodes))
+        raise Counted
+
+    monkeypatch.setattr(ir.ConcatKernel, "create", lambda inputs, dim: lowering.pointwise_cat(inputs, dim))
+    lay_together(model := model_of(architecture, num_hidden_layers=num_layers))
+    with config.patch(_post_fusion_custom_pass=count), pytest.raises(Counted):
+        rungs_of(runner_of(model, compiled, most=2))
+    return found[0]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("architecture", "most"), [("llama", 5), ("qwen3", 5), ("opt", 5)])
+def test_a_layer_is_few_kernels_beside_products_attention_and_store(
+    architecture: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    three, two = (num_kernels(architecture, number, monkeypatch) for number in (3, 2))
+    assert three - two <= most
 
 
 def test_hidden_states_are_those_of_the_model() -> None:
@@ -169,17 +271,19 @@ def test_a_program_goes_with_the_tensors_that_it_reads_and_follows_their_values(
         compiled_times.append(1)
         return traced(module, inputs)
 
-    runner, weight = runner_of(model, noted), model.lm_head.weight
-    history(runner)
+    lay_together(model)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    history(runner := runner_of(model, noted))
     with torch.no_grad():
         if change == "values":
             weight.mul_(2.0)
         elif change == "tensor":
-            model.lm_head.weight = torch.nn.Parameter(weight * 2.0)
+            model.model.layers[0].self_attn.k_proj.weight = torch.nn.Parameter(weight * 2.0)
         else:
             model.lm_head.register_forward_hook(lambda module, args, out: out * 2.0)
     assert all(map(torch.equal, history(runner_of(model, None)), history(runner)))
     assert len(compiled_times) == (1 if change == "values" else 2)
+    assert outcomes(runner) == [False]
 
 
 def test_a_pass_stays_as_long_as_its_recording() -> None:
@@ -198,22 +302,45 @@ def test_a_pass_stays_as_long_as_its_recording() -> None:
     assert all(held() is None for held in passes)
 
 
-def test_a_model_that_cannot_be_recorded_runs_without_a_graph() -> None:
-    calls = []
+@pytest.mark.parametrize(
+    ("which", "warning"),
+    [("all", "here on, steps run without"), ("one size", "here on, steps of 4 tokens run without"), ("once", "")],
+)
+def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(which: str, warning: str) -> None:
+    """The others are recorded, if any has been."""
+    attempts = Counter[int]()
 
-    def refuse(compute: Any) -> Any:
-        calls.append(compute)
-        raise PluginError("backend 'flashinfer' cannot record this")
+    def capture(compute: Any) -> Any:
+        attempts[size := len(compute().logits)] += 1
+        if which == "all" or (size == 4 and (which == "one size" or attempts[size] == 1)):
+            raise PluginError("backend 'flashinfer' cannot record this")
+        return compute
 
     model = model_of()
-    runner = runner_of(model, None, refuse)
+    runner: Any = runner_of(model, None, capture)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        logits = history(runner, 6)
+    assert all(map(torch.equal, history(runner_of(model, None), 6), logits))
+    assert [warning in str(one.message) for one in caught] == [True] * bool(warning)
+    assert attempts.total() == 2 if which == "all" else attempts[4] == 2
+    assert bool(runner.backend._kernels.recorded_sizes) == (len(attempts) > 3) == (which != "all")
+
+
+@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
+def test_an_untimed_start_records_chains_of_all_sizes_the_largest_first(sampling: SamplingParams | None) -> None:
+    sizes = list[int]()
+
+    def capture(compute: Any) -> Any:
+        sizes.append(len(compute().logits))
+        return compute
+
+    runner = runner_of(model_of(), None, capture, frozen=True)
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    with pytest.warns(RuntimeWarning, match="steps run without a graph"):
-        done = engine.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
-    plain = Engine(runner_of(model, None), RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    wanted = plain.generate([[1, 5, 6], [9]], 6, ignore_eos=True)
-    assert [row.token_ids for row in done] == [row.token_ids for row in wanted]
-    assert len(calls) == 1
+    requests = [Request(str(row), (1 + row, 2), 9, sampling=sampling) for row in range(3)]
+    list(Turns([engine], requests).run())
+    assert sizes[:10] == [12, 10, *range(8, 0, -1)]
+    assert min(sizes[10:], default=16) > 12, "only with prompts there are larger steps"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])

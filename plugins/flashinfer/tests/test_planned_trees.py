@@ -78,11 +78,10 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, tests/gpu runs the real kernels")
-@looped("tile", [16, 128])
 def test_flashinfers_masked_wrappers_of_recorded_steps_do_too(
-    tile: int, case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
+    case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
 ) -> None:
-    kernels = CpuKernels(None, "fa2", capture=rerun, max_graph_tokens=20, query_tile=tile)
+    kernels = CpuKernels("fa2", capture=rerun, max_graph_tokens=20)
     backend = Watching(kernels, page_size=4, memory_fraction=1.0)
     generate(backend, *case)
     assert backend.moved > 0

@@ -231,7 +231,8 @@ class FakeCuda:
         yield
 
     @contextmanager
-    def _graph(self, graph: object, pool: object, stream: object) -> Iterator[None]:
+    def _graph(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "what other threads allocate ends the recording"
         assert stream is self.sides[-1], "a stream that has not been warmed up"
         assert not gc.isenabled(), "what is freed meanwhile can break the recording"
         self.log.append(f"recording into {pool}")

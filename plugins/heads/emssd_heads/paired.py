@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention import Kept, PackedInputs
 from emssd.attention.packed import on_device
-from emssd.draft_models.level_drafter import GrowingRow, Level, nodes_of, pack_chain, pack_level
+from emssd.draft_models.growing_tree import GrowingRow, Level, nodes_of, pack_chain, pack_level
 from emssd.draft_models.shapes import Shape
 from emssd_heads.head import Head, Vocabulary
 from emssd_heads.loading import TargetWeights

@@ -11,9 +11,9 @@ import torch
 
 from emssd.attention import PackedInputs
 from emssd.decoding.packing import pack_nodes
+from emssd.draft_models import GrowingRow, LevelDrafter
 from emssd.draft_models.draft_cache import DraftCache
 from emssd.draft_models.growing_tree import GrowingTree
-from emssd.draft_models.level_drafter import GrowingRow, LevelDrafter
 from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft, Outcome
 from emssd.model import BorrowedTarget

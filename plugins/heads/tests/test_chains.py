@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from emssd_testing.drafters import ScriptedBudget
 from emssd_testing.models import tiny_model
 
-from emssd.attention import PackedInputs
 from emssd.draft_models import DynamicShape, LevelDrafter
-from emssd.drafting import BudgetPolicy, BudgetStep, Draft
+from emssd.drafting import Draft
 from emssd.model import TargetModel
 from tests.support.draft_models import draft_model_drafter
 from tests.support.random_drafters import random_head
@@ -24,41 +25,30 @@ Drafts = list[tuple[tuple[int, ...], list[int], tuple[float, ...] | None]]
 SHAPES: dict[str, Any] = {"draft_model": "chain", "unsure": DynamicShape(6, 6, 1, 2.0, 0.12)}
 
 
-class Uneven(BudgetPolicy):
-    """Other lengths in each step and row, 0 among them."""
-
-    num_steps = 0
-
-    def allot(self, step: BudgetStep) -> list[int]:
-        self.num_steps += 1
-        return [min(limit, (self.num_steps * 3 + row * 5) % 7) for row, limit in enumerate(step.limits)]
+UNEVEN = [(length, 6) for length in (1, 6, 0, 4, 2, 5, 3)]  # other lengths in each step and row
 
 
 def decoded(name: str, kinds: str) -> tuple[Drafts, list[int]]:
     """The drafts of an engine, and how many tokens each pass of its drafter computed."""
-    case, drafts, computed = trial("eagle3"), Drafts(), list[int]()
+    case, drafts = trial("eagle3"), Drafts()
     if name != "eagle3":
         model = TargetModel(tiny_model("llama", seed=1, vocab_size=case.target.vocab_size))
         case.load = lambda *_: draft_model_drafter(model, SHAPES[name], case.target.vocab_size)
     case.make_engine({"tree": "chain", "depth": 6, "path": random_head("eagle3")}, batch_size=3)
-    case.engine.drafting.policy, drafter = Uneven(), case.engine.drafting.drafters[0].drafter
+    case.engine.drafting.policy, drafter = ScriptedBudget(UNEVEN), case.engine.drafting.drafters[0].drafter
     backend = drafter._runner.backend if name != "eagle3" else drafter._runner._backend
     if name == "eagle3":
         drafter.shape.temperature, drafter.shape.least = 1.5, math.log(0.3)
-    propose, plan = drafter.propose, backend.plan
+    propose, backend.plan = drafter.propose, Mock(wraps=backend.plan)
 
     def proposed(*arguments: Any) -> Draft:
         draft: Draft = propose(*arguments)
         drafts.append((draft.indptr, draft.token_ids.tolist(), draft.confidence))
         return draft
 
-    def planned(packed: PackedInputs) -> Any:
-        computed.append(packed.num_tokens)
-        return plan(packed)
-
-    drafter.propose, backend.plan = proposed, planned
+    drafter.propose = proposed
     case.decode(KINDS[kinds])
-    return drafts, computed
+    return drafts, [call.args[0].num_tokens for call in backend.plan.call_args_list]
 
 
 @pytest.mark.parametrize("kinds", ["greedy", "sampled"])

@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -76,12 +77,9 @@ def test_the_cache_of_a_head_is_no_longer_than_it_can_be_used() -> None:
 
 
 def test_no_room_for_the_weights_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError
-
     checkpoint = Checkpoint("x", None, {}, {"weight": torch.ones(2, 2), "bias": torch.ones(2)})  # type: ignore[arg-type]
     files = HeadFiles(checkpoint, TargetSizes(2, 2, 1), {"weight": "weight", "bias": "bias"})
-    monkeypatch.setattr(torch.nn.Linear, "to", full)
+    monkeypatch.setattr(torch.nn.Linear, "to", Mock(side_effect=torch.OutOfMemoryError))
     with pytest.raises(OutOfMemoryError, match="cpu has no room for the trained head 'x'"):
         files.filled(lambda: torch.nn.Linear(2, 2))
 

@@ -10,15 +10,16 @@ import gc
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import Mock
 
 import emssd_heads.states
 import pytest
 import torch
 from emssd_heads.options import TreeKind, TreeOptions, shape_of
 from emssd_heads.weights import keep_bytes
+from emssd_testing.drafters import ScriptedBudget
 from torch import nn
 
-from emssd.drafting import BudgetPolicy, BudgetStep
 from emssd.model.compile.int8 import round_weights
 from emssd.native import NativeError, load_kernels
 from tests.support.heads import refusal
@@ -37,24 +38,13 @@ def test_later_rows_of_the_same_names_have_nothing_of_earlier_ones() -> None:
             assert generation.num_accepted == generation.num_drafted > NUM_NEW // 2
 
 
-class Seldom(BudgetPolicy):
-    """Drafts in every eleventh step, and then for every other row."""
-
-    num_steps = 0
-
-    def allot(self, step: BudgetStep) -> list[int]:
-        self.num_steps += 1
-        drafts = self.num_steps % 11 == 0
-        return [limit if drafts and (row + self.num_steps) % 2 else 0 for row, limit in enumerate(step.limits)]
-
-
 @pytest.mark.parametrize("num_waiting", [256, 4])
 def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Target states wait for the next draft. Rows with too many make features of them earlier."""
+    """Two rows draft in each eleventh step. States wait until then; rows with too many make features of them."""
     monkeypatch.setattr(emssd_heads.states, "_MOST_WAITING", num_waiting)
     case = trial("eagle3")
     engine = case.make_engine({"tree": "chain"})
-    engine.drafting.policy = Seldom()
+    engine.drafting.policy = ScriptedBudget([(0, 0)] * 40 + [(9, 9), (0, 0)] * 2)
     done = case.decode()
     assert all(generation.num_accepted == generation.num_drafted for generation in done)
     assert sum(generation.num_drafted for generation in done) > 2 * DEPTH
@@ -155,11 +145,7 @@ def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.Mo
     module = some().double()
     assert keep_bytes(module) is module
     assert [type(part) for part in module] == [nn.Linear] * 3
-
-    def none() -> None:
-        raise NativeError("no C++ compiler", "no compiler")
-
-    monkeypatch.setattr("emssd_heads.weights.load_kernels", none)
+    monkeypatch.setattr("emssd_heads.weights.load_kernels", Mock(side_effect=NativeError("no C++ compiler", "-")))
     layer = nn.Linear(4, 3)
     before = layer.weight.detach().clone()
     assert keep_bytes(layer) is layer

@@ -103,7 +103,7 @@ class PaddedBackend(AttentionBackend):
         starts = [self._table.write_start(request_id) for request_id in packed.request_ids]
         self._reserve(max(starts) + longest)
         for request_id, start, length in zip(packed.request_ids, starts, lengths, strict=True):
-            self._table.append(request_id, range(start, start + length))
+            self._table.slots(request_id).extend(range(start, start + length))
         self._peak_held = max(self._peak_held, self.kv_usage.held)
         inputs = packed.on(self._spec.device)
         rectangle = packed.rectangle(range(len(rows)))
@@ -197,9 +197,7 @@ class PaddedBackend(AttentionBackend):
 
     def _move(self, kept: Kept) -> None:
         """Move the KV of accepted tree nodes to the slots where it would be if they had been a chain."""
-        rows: list[int] = []
-        sources: list[int] = []
-        targets: list[int] = []
+        rows, sources, targets = list[int](), list[int](), list[int]()
         for request_id, before, after in kept.moves():
             slots = self._table.slots(request_id)
             rows.extend(self._table.rows([request_id]) * len(before))
@@ -211,8 +209,7 @@ class PaddedBackend(AttentionBackend):
                 slab[row, target] = slab[row, source]
 
     def _drop(self, request_ids: Sequence[str], kv_lens: Sequence[int]) -> None:
-        rows: list[int] = []
-        slots: list[int] = []
+        rows, slots = list[int](), list[int]()
         for row, request_id, kv_len in zip(self._table.rows(request_ids), request_ids, kv_lens, strict=True):
             dropped = self._table.truncate(request_id, kv_len)
             rows.extend([row] * len(dropped))
@@ -284,9 +281,6 @@ class SlabTable:
             return self.num_slots
         slots = self._slots[request_id]
         return slots[-1] + 1 if slots else 0
-
-    def append(self, request_id: str, slots: range) -> None:
-        self._slots[request_id].extend(slots)
 
     def truncate(self, request_id: str, num_tokens: int) -> list[int]:
         """Keep the first `num_tokens` tokens. Returns the slots that were given up."""

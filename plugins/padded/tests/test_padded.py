@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
-
 import pytest
 import torch
 from emssd_padded import backend as backend_module
@@ -16,6 +13,7 @@ from emssd.attention import Kept, KVCacheSpec, LayerSpec
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
+from tests.support.spies import failing
 from tests.support.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=1, value_dim=1, scale=1.0)
@@ -102,13 +100,7 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_slab(
     """Keys are enlarged, then values, then positions."""
     backend, rows = allocated(pad_kv, pad_inputs), sequences(60, 5)
     step(backend, rows[:1], [0], [0])
-    enlarge, calls = backend_module._enlarged, itertools.count()
-
-    def full(*arguments: Any) -> torch.Tensor:
-        if next(calls) == at:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return enlarge(*arguments)
-
+    full = failing(backend_module._enlarged, torch.OutOfMemoryError(), at)
     with monkeypatch.context() as patch:
         patch.setattr(backend_module, "_enlarged", full)
         with pytest.raises(torch.OutOfMemoryError):
@@ -145,8 +137,8 @@ def test_aligned_rows_write_behind_the_longest_and_others_behind_their_own() -> 
     for pad_kv, start in [(True, 5), (False, 2)]:
         table = SlabTable(pad_kv)
         table.rows(["long", "short"])
-        table.append("long", range(5))
-        table.append("short", range(2))
+        table.slots("long").extend(range(5))
+        table.slots("short").extend(range(2))
         assert table.write_start("short") == start
         assert table.num_holes == 3
         assert table.truncate("long", 1) == [1, 2, 3, 4]

@@ -6,46 +6,33 @@ take the kernel from it.
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
 
 import pytest
 import torch
 from emssd_ragged.backend import ragged_backend
-from emssd_ragged.fused import PAGE_SIZE, FusedKernels, why_not_fused
+from emssd_ragged.fused import why_not_fused
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emssd.attention import KVCacheSpec, LayerSpec, PackedInputs
-from emssd.attention.pages import PageTable
-from emssd.attention.pool import KVPool
+from emssd.attention import KVCacheSpec, LayerSpec
+from plugins.ragged.tests.fused_cache import (
+    BLOCK,
+    GARBAGE,
+    QKV,
+    ROUNDING,
+    Cache,
+    dtypes,
+    layers,
+    num_threads,
+    random_qkv,
+)
 from tests.support.tiers import looped
 
-BLOCK = 512  # tokens between two corrections of the kernel's running maximum
-ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}  # of one result, relative
-GARBAGE = [float("nan"), float("inf"), float("-inf"), 1e30]
 Ranges = list[tuple[int, int]]
-
-dtypes = st.sampled_from(list(ROUNDING))
-
-
-@st.composite
-def layers(draw: st.DrawFn) -> LayerSpec:
-    """Up to nine query heads share one KV head, a few more than the kernel computes at once; so do value dimensions."""
-    num_kv_heads = draw(st.integers(1, 2))
-    return LayerSpec(
-        num_qo_heads=num_kv_heads * draw(st.integers(1, 9)),
-        num_kv_heads=num_kv_heads,
-        key_dim=draw(st.integers(1, 40)),
-        value_dim=draw(st.integers(1, 9) | st.integers(10, 100)),
-        scale=draw(st.sampled_from([1.0, 0.125, 0.37])),
-        sliding_window=draw(st.none() | st.integers(1, 40) | st.integers(BLOCK - 20, BLOCK + 40)),
-        softcap=draw(st.sampled_from([None, None, 1.5, 30.0])),
-    )
-
 
 # The steps of each row, of drafts or of prompts; the first row may begin with what fills a block of the kernel or two.
 steps_of_rows = st.lists(
@@ -55,69 +42,10 @@ beginnings = st.just([]) | st.lists(st.integers(BLOCK - 20, BLOCK + 20), min_siz
 histories = st.builds(lambda beginning, rows: [beginning + rows[0], *rows[1:]], beginnings, steps_of_rows)
 
 
-@dataclass
-class Rows:
-    """Random queries, keys and values of some rows, and a kernel whose pages are shuffled and full of `garbage`."""
-
-    layer: LayerSpec
-    dtype: torch.dtype
-    kv_lens: list[int]
-    seed: int
-    garbage: float = float("nan")
-
-    def __post_init__(self) -> None:
-        generator = torch.Generator().manual_seed(self.seed)
-        heads = (self.layer.num_qo_heads, self.layer.key_dim), (self.layer.num_kv_heads, self.layer.key_dim)
-        self.qkv = [
-            [torch.randn(kv_len, *shape, generator=generator, dtype=torch.float64).to(self.dtype) for shape in
-             (*heads, (self.layer.num_kv_heads, self.layer.value_dim))]
-            for kv_len in self.kv_lens
-        ]  # fmt: skip
-        self._order = torch.Generator().manual_seed(self.seed)
-        self.forget()
-
-    def forget(self) -> None:
-        """Begin again with an empty cache and other pages."""
-        spec = KVCacheSpec((self.layer,), self.dtype, torch.device("cpu"), len(self.kv_lens), max(self.kv_lens))
-        num_pages = [-(-kv_len // PAGE_SIZE) for kv_len in self.kv_lens]
-        self._kernel = FusedKernels()
-        pool = KVPool([self._kernel.page_shapes(self.layer, self.dtype, PAGE_SIZE)], PAGE_SIZE, self.dtype, spec.device)
-        self._kernel.allocate(spec, pool)
-        pool.enlarge(sum(num_pages) + 3)
-        for pages in (*pool.keys, *pool.values):
-            pages.fill_(self.garbage)
-        shuffled = torch.randperm(sum(num_pages) + 3, generator=self._order).tolist()
-        self._table = PageTable(PAGE_SIZE)
-        self._table._pages = {
-            str(row): array("i", [shuffled.pop() for _ in range(count)]) for row, count in enumerate(num_pages)
-        }
-
-    def step(self, ranges: dict[int, tuple[int, int]], *, strided: bool = False) -> dict[int, torch.Tensor]:
-        """Feed tokens ``start:stop`` of some rows in one call. Returns each row's ``[stop - start, heads, dim]``."""
-        lengths = [stop - start for start, stop in ranges.values()]
-        packed = PackedInputs(
-            request_ids=tuple(map(str, ranges)),
-            input_ids=torch.empty(0),
-            position_ids=torch.empty(0),
-            qo_indptr=(0, *accumulate(lengths)),
-            kv_lens=tuple(stop for _, stop in ranges.values()),
-            logit_rows=torch.empty(0),
-        )
-        rows = [[tensor[start:stop] for tensor in self.qkv[row]] for row, (start, stop) in ranges.items()]
-        together = [torch.cat(tensors) for tensors in zip(*rows, strict=True)]
-        if strided:
-            together = [_spread(tensor) for tensor in together]
-        out = self._kernel.forward(self._kernel.plan(packed, self._table), 0, *together)
-        return dict(zip(ranges, out.split(lengths), strict=True))
-
-
-def _spread(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers as a part of a larger tensor, heads first, with rubbish between."""
-    tokens, heads, dim = tensor.shape
-    larger = torch.full((heads + 1, tokens + 2, dim + 3), 1e30, dtype=tensor.dtype)
-    view = larger[1:, 1:-1, 2 : 2 + dim].transpose(0, 1)
-    view.copy_(tensor)
-    return view
+def feed(cache: Cache, rows: Seq[QKV], ranges: dict[int, tuple[int, int]], **options: Any) -> dict[int, torch.Tensor]:
+    """Feed tokens ``start:stop`` of some rows in one call. Returns each row's ``[stop - start, heads, dim]``."""
+    new = {str(row): [tensor[start:stop] for tensor in rows[row]] for row, (start, stop) in ranges.items()}
+    return dict(zip(ranges, cache.step(new, [stop for _, stop in ranges.values()], **options), strict=True))
 
 
 def dense(
@@ -144,19 +72,19 @@ def dense(
     return (weights @ value).transpose(0, 1), (weights @ value.abs()).transpose(0, 1), off.transpose(0, 1)
 
 
-def expected(rows: Rows, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+def expected(layer: LayerSpec, dtype: torch.dtype, qkv: QKV) -> tuple[torch.Tensor, torch.Tensor]:
     """The right output, ``[tokens, heads, value_dim]``, and how far rounding can take the kernel's from it.
 
     Errors of scores (of a weight and of the sum that it is divided by) and of the exponential turn into relative errors
     of weights, and a sum of n terms is off by n roundings of the sum of magnitudes. In bfloat16 all this is computed in
     float32; then weights are rounded once, and so are outputs.
     """
-    out, magnitude, off = dense(rows.layer, *rows.qkv[row])
-    unit = ROUNDING[torch.float32 if rows.dtype is torch.bfloat16 else rows.dtype]
-    terms = 2 * rows.kv_lens[row] + 8 * (1 + rows.kv_lens[row] // BLOCK)
+    out, magnitude, off = dense(layer, *qkv)
+    unit = ROUNDING[torch.float32 if dtype is torch.bfloat16 else dtype]
+    terms = 2 * len(out) + 8 * (1 + len(out) // BLOCK)
     relative = torch.expm1(2 * unit * off).unsqueeze(-1) + unit * terms
-    if rows.dtype is torch.bfloat16:
-        return out, magnitude * (relative + 1.01 * ROUNDING[rows.dtype]) + 1.01 * ROUNDING[rows.dtype] * out.abs()
+    if dtype is torch.bfloat16:
+        return out, magnitude * (relative + 1.01 * ROUNDING[dtype]) + 1.01 * ROUNDING[dtype] * out.abs()
     return out, magnitude * relative + unit * out.abs()
 
 
@@ -171,12 +99,13 @@ def _kernels(kernels: None) -> None:
 def test_every_step_of_any_rows_equals_dense_attention(
     layer: LayerSpec, dtype: torch.dtype, steps: list[list[int]], strided: bool, seed: int, garbage: float
 ) -> None:
-    rows = Rows(layer, dtype, [sum(row) for row in steps], seed, garbage)
+    cache = Cache(layer, dtype, garbage=garbage)
+    rows = [random_qkv(layer, dtype, sum(row), seed + number) for number, row in enumerate(steps)]
     cuts = [list(pairwise([0, *accumulate(row)])) for row in steps]
-    oracle = [expected(rows, row) for row in range(len(steps))]
+    oracle = [expected(layer, dtype, qkv) for qkv in rows]
     for number in range(max(map(len, cuts))):
         now = {row: ranges[number] for row, ranges in enumerate(cuts) if number < len(ranges)}
-        for row, out in rows.step(now, strided=strided).items():
+        for row, out in feed(cache, rows, now, strided=strided).items():
             part = slice(*now[row])
             right, allowed = (tensor[part] for tensor in oracle[row])
             assert out.dtype is dtype
@@ -190,25 +119,14 @@ def test_every_step_of_any_rows_equals_dense_attention(
 def test_a_window_ends_at_its_token_in_contexts_of_several_blocks(window: int) -> None:
     """Values are 1 for one token and 0 for all others, so that one token more or less is no rounding."""
     layer = LayerSpec(num_qo_heads=1, num_kv_heads=1, key_dim=2, value_dim=1, scale=1.0, sliding_window=window)
-    rows = Rows(layer, torch.float32, [1100], seed=0)
-    rows.qkv[0][1].zero_()
-    rows.qkv[0][2].zero_()
-    marked = 300
-    rows.qkv[0][2][marked] = 1
-    out = torch.cat([rows.step({0: (0, 900)})[0], rows.step({0: (900, 1100)})[0]]).flatten()
+    cache, row, marked = Cache(layer, torch.float32), random_qkv(layer, torch.float32, 1100, 0), 300
+    row[1].zero_()
+    row[2].zero_()
+    row[2][marked] = 1
+    out = torch.cat([feed(cache, [row], {0: part})[0] for part in ((0, 900), (900, 1100))]).flatten()
     positions = torch.arange(1100)
     sees = (positions >= marked) & (positions < marked + window)
     torch.testing.assert_close(out, sees / (positions + 1).clamp(max=window))
-
-
-@contextmanager
-def num_threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def in_pieces(data: st.DataObject, kv_len: int) -> Ranges:
@@ -221,64 +139,23 @@ def in_pieces(data: st.DataObject, kv_len: int) -> Ranges:
 def test_a_query_has_the_same_bits_alone_token_by_token_chunked_and_in_a_batch_with_one_or_two_threads(
     data: st.DataObject, layer: LayerSpec, dtype: torch.dtype, seed: int, kv_lens: list[int]
 ) -> None:
-    rows = Rows(layer, dtype, kv_lens, seed)
+    cache, names = Cache(layer, dtype), [str(row) for row in range(len(kv_lens))]
+    rows = [random_qkv(layer, dtype, kv_len, seed + number) for number, kv_len in enumerate(kv_lens)]
     with num_threads(1):
-        whole = rows.step({row: (0, kv_len) for row, kv_len in enumerate(kv_lens)})
+        whole = feed(cache, rows, {row: (0, kv_len) for row, kv_len in enumerate(kv_lens)})
     alone = data.draw(st.integers(0, len(kv_lens) - 1), label="alone")
-    rows.forget()
-    single = [rows.step({alone: (token, token + 1)})[alone] for token in range(kv_lens[alone])]
+    cache.forget(*names)
+    single = [feed(cache, rows, {alone: (token, token + 1)})[alone] for token in range(kv_lens[alone])]
     assert torch.equal(torch.cat(single), whole[alone])
-    rows.forget()
+    cache.forget(*names)
     pieces = {row: in_pieces(data, kv_len) for row, kv_len in enumerate(kv_lens)}
     parts: dict[int, list[torch.Tensor]] = {row: [] for row in pieces}
     with num_threads(2):
         while now := {row: ranges.pop(0) for row, ranges in pieces.items() if ranges}:
-            for row, out in rows.step(now, strided=data.draw(st.booleans(), label="strided")).items():
+            for row, out in feed(cache, rows, now, strided=data.draw(st.booleans(), label="strided")).items():
                 parts[row].append(out)
     for row, out in whole.items():
         assert torch.equal(torch.cat(parts[row]), out), f"row {row}"
-
-
-@looped("dtype", [torch.bfloat16, torch.float32])
-@looped("num_rows", [40, 2])
-def test_a_query_has_the_same_bits_in_a_batch_of_many_rows_on_two_threads(num_rows: int, dtype: torch.dtype) -> None:
-    """Seven drafted tokens a row, and beside them rows that are still at their prompts."""
-    layer = LayerSpec(num_qo_heads=6, num_kv_heads=2, key_dim=64, value_dim=64, scale=0.125)
-    rows = Rows(layer, dtype, [100 + 7 * row for row in range(num_rows)], seed=1)
-    now = {row: (kv_len - (90 if row % 9 == 8 else 8), kv_len) for row, kv_len in enumerate(rows.kv_lens)}
-    alone = {}
-    with num_threads(1):
-        for row, (start, stop) in now.items():
-            rows.step({row: (0, start)})
-            alone[row] = torch.cat([rows.step({row: (token, token + 1)})[row] for token in range(start, stop)])
-    with num_threads(2):
-        together = rows.step(now)
-    for row, out in together.items():
-        assert torch.equal(out, alone[row]), f"row {row}"
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf"), 1e30])
-@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("heads", [1, 3])
-def test_a_query_sees_nothing_of_tokens_behind_its_own_nor_before_its_window(
-    heads: int, window: int | None, dtype: torch.dtype, bad: float
-) -> None:
-    """Bit by bit, whatever one token of the step holds: queries share passes, and tokens share cells."""
-    layer = LayerSpec(num_qo_heads=heads, num_kv_heads=1, key_dim=5, value_dim=19, scale=1.0, sliding_window=window)
-    rows = Rows(layer, dtype, [BLOCK + 12], seed=heads)
-    start = BLOCK - 9
-    clean = torch.cat([rows.step({0: (0, start)})[0], rows.step({0: (start, BLOCK + 12)})[0]])
-    for token in range(start - 3, BLOCK + 12):
-        rows.forget()
-        whole = [tensor.clone() for tensor in rows.qkv[0]]
-        for tensor in rows.qkv[0]:
-            tensor[token] = bad
-        out = torch.cat([rows.step({0: (0, start)})[0], rows.step({0: (start, BLOCK + 12)})[0]])
-        rows.qkv[0] = whole
-        unseen = [i for i in range(len(out)) if i < token or (window is not None and i >= token + window)]
-        assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
-        assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
 
 
 SPEC = KVCacheSpec((LayerSpec(2, 1, 4, 4, 1.0),), torch.float32, torch.device("cpu"), 4, 64)

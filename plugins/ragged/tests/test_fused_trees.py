@@ -6,23 +6,19 @@ Oracles: the kernel itself on chains, which `test_fused` holds to dense attentio
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import pytest
 import torch
-from emssd_ragged.backend import ragged_backend
 from emssd_ragged.fused import PAGE_SIZE, FusedKernels
 from emssd_testing.oracle import DenseBackend
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emssd.attention import AttentionBackend, Kept, KVCacheSpec, LayerSpec, PackedInputs, PagedBackend
+from emssd.attention import Kept, KVCacheSpec, LayerSpec
 from emssd.attention.pool import KVPool
 from emssd.attention.trees import ancestors
-from plugins.ragged.tests.test_fused import BLOCK, GARBAGE, dtypes, layers, num_threads
-
-QKV = list[torch.Tensor]
+from plugins.ragged.tests.fused_cache import BLOCK, GARBAGE, QKV, Cache, dtypes, layers, num_threads, random_qkv
 
 
 @pytest.fixture(autouse=True)
@@ -73,67 +69,18 @@ def forests(draw: st.DrawFn, longest: int = BLOCK + 2) -> list[Row]:
     return rows
 
 
-class Cache:
-    """A backend with one layer; in the pages of the fused kernel, NaN is left of another sequence."""
-
-    def __init__(self, layer: LayerSpec, dtype: torch.dtype, backend: AttentionBackend | None = None) -> None:
-        self.backend = ragged_backend(kernels="fused") if backend is None else backend
-        self.backend.allocate(KVCacheSpec((layer,), dtype, torch.device("cpu"), 64, 4 * BLOCK, trees=True))
-        if isinstance(self.backend, PagedBackend):
-            self.backend._pool.enlarge(128)
-            for pages in (*self.backend._pool.keys, *self.backend._pool.values):
-                pages.fill_(float("nan"))
-
-    def step(
-        self, new: dict[str, QKV], kv_lens: Seq[int], parents: Seq[tuple[int, ...]] | None = None
-    ) -> list[torch.Tensor]:
-        """Feed new tokens of some rows; of each row ``[new, heads, value_dim]``."""
-        lengths = [len(qkv[0]) for qkv in new.values()]
-        packed = PackedInputs(
-            request_ids=tuple(new),
-            input_ids=torch.zeros(sum(lengths), dtype=torch.int64),
-            position_ids=torch.zeros(0),
-            qo_indptr=(0, *accumulate(lengths)),
-            kv_lens=tuple(kv_lens),
-            logit_rows=torch.zeros(0, dtype=torch.int64),
-            trees=None if parents is None else tuple(parents),
-        )
-        rows = (packed.kv_positions(row)[-length:] for row, length in enumerate(lengths))
-        packed = replace(packed, position_ids=torch.tensor([position for row in rows for position in row]))
-        together = [torch.cat(tensors) for tensors in zip(*new.values(), strict=True)]
-        out = self.backend.forward(self.backend.plan(packed), 0, *together)
-        return list(torch.split_with_sizes(out, lengths))
-
-    def verify(self, rows: Seq[Row], all_qkv: Seq[QKV]) -> list[torch.Tensor]:
-        """The rows with their trees: first what is cached, row by row, then the rest in one step."""
-        first = []
-        for number, (row, qkv) in enumerate(zip(rows, all_qkv, strict=True)):
-            part = [tensor[: row.cached] for tensor in qkv]
-            tree = row.tree[: max(0, row.cached - row.before)]
-            first += self.step({str(number): part}, [row.cached], [tree]) if row.cached else [qkv[0][:0]]
-        new = {str(number): [tensor[row.cached :] for tensor in qkv]
-               for number, (row, qkv) in enumerate(zip(rows, all_qkv, strict=True))}  # fmt: skip
-        rest = self.step(new, [row.kv_len for row in rows], [row.tree for row in rows])
-        # Of a step with a row without any token before it, there are no outputs of the right shape to put first.
-        return [
-            torch.cat([begun, out]) if row.cached else out for row, begun, out in zip(rows, first, rest, strict=True)
-        ]
-
-    def chain(self, qkv: QKV) -> torch.Tensor:
-        """A row of its own without a tree."""
-        (out,) = self.step({"chain": qkv}, [len(qkv[0])])
-        self.backend.release(["chain"])
-        return out
-
-
-def random_qkv(layer: LayerSpec, dtype: torch.dtype, kv_len: int, seed: int) -> QKV:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (
-        (layer.num_qo_heads, layer.key_dim),
-        (layer.num_kv_heads, layer.key_dim),
-        (layer.num_kv_heads, layer.value_dim),
-    )
-    return [torch.randn(kv_len, *shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+def verify(cache: Cache, rows: Seq[Row], all_qkv: Seq[QKV]) -> list[torch.Tensor]:
+    """The rows with their trees: first what is cached, row by row, then the rest in one step."""
+    first = []
+    for number, (row, qkv) in enumerate(zip(rows, all_qkv, strict=True)):
+        part = [tensor[: row.cached] for tensor in qkv]
+        tree = row.tree[: max(0, row.cached - row.before)]
+        first += cache.step({str(number): part}, [row.cached], [tree]) if row.cached else [qkv[0][:0]]
+    new = {str(number): [tensor[row.cached :] for tensor in qkv]
+           for number, (row, qkv) in enumerate(zip(rows, all_qkv, strict=True))}  # fmt: skip
+    rest = cache.step(new, [row.kv_len for row in rows], [row.tree for row in rows])
+    # Of a step with a row without any token before it, there are no outputs of the right shape to put first.
+    return [torch.cat([begun, out]) if row.cached else out for row, begun, out in zip(rows, first, rest, strict=True)]
 
 
 @given(layer=layers(), dtype=dtypes, rows=forests(), seed=st.integers(0, 2**16), threads=st.integers(1, 2))
@@ -143,7 +90,7 @@ def test_a_node_has_the_bits_of_the_end_of_a_chain(
     all_qkv = [random_qkv(layer, dtype, row.kv_len, seed + number) for number, row in enumerate(rows)]
     cache = Cache(layer, dtype)
     with num_threads(threads):
-        outputs = cache.verify(rows, all_qkv)
+        outputs = verify(cache, rows, all_qkv)
     for number, (row, qkv, out) in enumerate(zip(rows, all_qkv, outputs, strict=True)):
         assert torch.equal(out[: row.before], cache.chain([tensor[: row.before] for tensor in qkv]))
         for token in range(row.before, row.kv_len):
@@ -154,8 +101,8 @@ def test_a_node_has_the_bits_of_the_end_of_a_chain(
 @given(layer=layers(), rows=forests(longest=50), seed=st.integers(0, 2**16))
 def test_trees_in_float64_are_those_of_the_dense_reference(layer: LayerSpec, rows: list[Row], seed: int) -> None:
     all_qkv = [random_qkv(layer, torch.float64, row.kv_len, seed + number) for number, row in enumerate(rows)]
-    right = Cache(layer, torch.float64, DenseBackend()).verify(rows, all_qkv)
-    for out, expected in zip(Cache(layer, torch.float64).verify(rows, all_qkv), right, strict=True):
+    right = verify(Cache(layer, torch.float64, DenseBackend()), rows, all_qkv)
+    for out, expected in zip(verify(Cache(layer, torch.float64), rows, all_qkv), right, strict=True):
         torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -163,21 +110,22 @@ def test_trees_in_float64_are_those_of_the_dense_reference(layer: LayerSpec, row
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 1, 4, 5])
 @pytest.mark.parametrize("heads", [1, 3])
-def test_a_node_sees_nothing_of_its_siblings_nor_of_what_is_before_its_window(
-    heads: int, window: int | None, dtype: torch.dtype, bad: float
+@pytest.mark.parametrize("tree", [(), (-1, -1, 0, 1, 2, 2, 3, 4, 7, 5, -1, 8)], ids=["chain", "tree"])
+def test_a_node_sees_nothing_of_its_siblings_of_later_tokens_and_of_what_is_before_its_window(
+    tree: tuple[int, ...], heads: int, window: int | None, dtype: torch.dtype, bad: float
 ) -> None:
     """Bit by bit, whatever one token holds. The tree begins at an odd position and ends in the next page."""
     layer = LayerSpec(num_qo_heads=heads, num_kv_heads=1, key_dim=5, value_dim=19, scale=1.0, sliding_window=window)
-    row = Row(BLOCK - 5, (-1, -1, 0, 1, 2, 2, 3, 4, 7, 5, -1, 8), cached=BLOCK - 8)
+    row = Row(BLOCK - 5 if tree else BLOCK + 12, tree, cached=BLOCK - 8)
     qkv = random_qkv(layer, dtype, row.kv_len, heads)
     cache = Cache(layer, dtype)
-    (clean,) = cache.verify([row], [qkv])
+    (clean,) = verify(cache, [row], [qkv])
     for token in range(row.cached - 2, row.kv_len):
         spoilt = [tensor.clone() for tensor in qkv]
         for tensor in spoilt:
             tensor[token] = bad
-        cache.backend.release("0")
-        (out,) = cache.verify([row], [spoilt])
+        cache.forget("0")
+        (out,) = verify(cache, [row], [spoilt])
         unseen = [node for node in range(row.kv_len) if token not in row.way(node)[-(window or row.kv_len) :]]
         assert torch.equal(out[unseen], clean[unseen]), f"token {token}"
         assert bool(out[token].isfinite().all()) == (abs(bad) == 1e30 and dtype is torch.float64)
@@ -195,7 +143,7 @@ def test_beside_prompts_and_chains_on_two_threads_a_node_has_its_bits(dtype: tor
     alone = [[cache.chain([tensor[row.way(token)] for tensor in qkv])[-1] for token in range(row.kv_len)]
              for row, qkv in zip(rows, all_qkv, strict=True)]  # fmt: skip
     with num_threads(2):
-        outputs = cache.verify(rows, all_qkv)
+        outputs = verify(cache, rows, all_qkv)
     for number, (out, right) in enumerate(zip(outputs, alone, strict=True)):
         assert torch.equal(out, torch.stack(right)), f"row {number}"
 
@@ -207,7 +155,7 @@ def test_an_accepted_way_goes_on_as_a_chain(
     """After `commit`, the next token has the bits that it has after a chain of the accepted tokens."""
     all_qkv = [random_qkv(layer, dtype, row.kv_len + 1, seed + number) for number, row in enumerate(rows)]
     cache = Cache(layer, dtype)
-    cache.verify(rows, [[tensor[:-1] for tensor in qkv] for qkv in all_qkv])
+    verify(cache, rows, [[tensor[:-1] for tensor in qkv] for qkv in all_qkv])
     ways = [row.way(data.draw(st.integers(row.before - 1, row.kv_len - 1), label="accepted")) for row in rows]
     names = tuple(map(str, range(len(rows))))
     moved = [way[row.before :] for way, row in zip(ways, rows, strict=True)]

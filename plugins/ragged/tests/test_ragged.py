@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from emssd.attention import Kept, KVCacheSpec, LayerSpec, PagedBackend
 from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.sequences import Request, Row
+from tests.support.spies import failing
 from tests.support.strategies import step_histories
 
 LAYER = LayerSpec(num_qo_heads=2, num_kv_heads=1, key_dim=3, value_dim=2, scale=1.0)
@@ -127,15 +126,8 @@ def test_where_memory_runs_out_half_way_the_next_step_finds_a_whole_pool(
     kernels: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend, (row,) = allocated(16, kernels), sequences(40)
-    zeros, calls = torch.zeros, itertools.count()
-
-    def full(*shape: int, **options: Any) -> torch.Tensor:
-        if next(calls) == at:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return zeros(*shape, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "zeros", full)
+        patch.setattr(torch, "zeros", failing(torch.zeros, torch.OutOfMemoryError(), at))
         with pytest.raises(torch.OutOfMemoryError):
             backend.plan(pack([row], Draft.empty(1)))
     backend.plan(pack([row], Draft.empty(1)))

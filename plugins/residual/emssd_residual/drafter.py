@@ -14,8 +14,7 @@ import torch
 
 from emssd.attention.packed import on_device
 from emssd.decoding.choosing import drawn_nodes
-from emssd.draft_models.growing_tree import Expansion, GrowingTree
-from emssd.draft_models.level_drafter import Level
+from emssd.draft_models.growing_tree import Expansion, GrowingTree, Level
 from emssd.draft_models.models import ModelDrafter
 from emssd.draft_models.shapes import Shape, StaticShape
 from emssd.drafting import Draft

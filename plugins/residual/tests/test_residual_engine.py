@@ -37,11 +37,12 @@ from emssd.hooks.registry import Registry
 from emssd.sampling import SamplingMethod, SamplingParams
 from emssd.sampling.choice import scores_of
 from emssd.sequences import Batch, Request, Row
-from tests.sampling.test_engine import VOCAB, Expected, decode, logits_behind, make_engine, target
+from tests.sampling.test_engine import VOCAB, Expected, decode, make_engine, target
 from tests.support.backends import runner_of
 from tests.support.drawing import DrawingDrafter, SampledTree, even, joined, rsd_c
 from tests.support.exact import Law, Model, TensorUniform, behind, continued, law_of, target_law
 from tests.support.residual_cases import DRAFTS, TARGETS
+from tests.support.sampling import kept_logits
 from tests.support.tiers import only
 
 WARM = SamplingParams(temperature=1.0, method=SamplingMethod.residual, seed=1)
@@ -111,8 +112,8 @@ class Knowing(DrawingDrafter):
     """Knows the noise of coupled sampling, and drafts, with distributions, only where that would give token 3."""
 
     def tree(self, row: Row) -> SampledTree | None:
-        node, logits = next(drawn_nodes(row, Draft.empty(1), 0)), torch.tensor([logits_behind(tuple(row.tokens))])
-        return super().tree(row) if int(scores_of(logits, [node]).argmax()) == 3 else None
+        node, logits = next(drawn_nodes(row, Draft.empty(1), 0)), kept_logits(target().model, tuple(row.tokens))
+        return super().tree(row) if int(scores_of(torch.tensor([logits]), [node]).argmax()) == 3 else None
 
 
 def test_a_drafter_that_knows_the_other_methods_noise_changes_nothing() -> None:

@@ -11,13 +11,10 @@ from typing import Any
 import pytest
 from emssd_testing.conformance.rules import RULES, BrokenRule, broken_rule, rules_of
 from emssd_testing.oracle import DenseBackend
-from hypothesis import Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
 from omegaconf import MISSING
 
 from plugins.testing.tests import test_backend_conformance, test_budget_conformance, test_planted_drafter_faults
 from plugins.testing.tests.conftest import SUITES, Config, Verdicts, broken, suite
-from tests.support.engine_machine import EngineMachine
 
 ROOT = Path(__file__).parents[3]
 
@@ -119,17 +116,3 @@ def test_a_lock_among_the_options_breaks_both_rules(
 def test_every_rule_has_a_fault(kind: str) -> None:
     planted = {rule for rule, _ in GOOD[kind][0].values()} | {f"{kind}.pickle", f"{kind}.options"}
     assert planted == {rule.name for rule in rules_of(kind)}
-
-
-class Usual(EngineMachine):
-    """The default, which is short of room."""
-
-
-@pytest.mark.parametrize("derandomize", [False, True])
-def test_the_simplest_example_of_a_crowd_preempts(derandomize: bool) -> None:
-    class Crowded(Usual):
-        crowded = True
-
-    alone = settings(max_examples=1, stateful_step_count=1, phases=[Phase.generate], derandomize=derandomize)
-    run_state_machine_as_test(Crowded, settings=alone)
-    assert Crowded.num_preempted > 0 < Crowded.num_pieces

@@ -5,10 +5,9 @@ Oracle: `verify` of its draft alone, for a target whose choice is a function of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from unittest.mock import Mock, call
 from zlib import crc32
 
 import pytest
@@ -26,36 +25,10 @@ from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.sequences import Batch
 from tests.support.tiers import looped
+from tests.support.told_drafter import Told
 from tests.support.trees import paths_of, row_of, tree_of
 
 VOCAB_SIZE = 11
-
-
-class Told(Drafter):
-    """Drafts what it is told, as far as the budget allows, and remembers what it hears."""
-
-    def __init__(self, draft: Draft, most: int = 9) -> None:
-        self.draft, self.num_speculative_tokens = draft, most
-        self.drafts_trees = draft.parents is not None
-        self.budgets: list[list[int]] = []
-        self.outcomes: list[Outcome] = []
-        self.released: list[str] = []
-        self.num_resets = 0
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        self.budgets.append(list(budget))
-        limits = [max(0, row.num_remaining - 1) for row in batch]
-        allowed = self.draft.shallow(limits)
-        return allowed.cut([min(length, limit) for length, limit in zip(allowed.lengths, budget, strict=True)])
-
-    def observe(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.released += request_ids
-
-    def reset(self) -> None:
-        self.num_resets += 1
 
 
 def union(*drafters: Drafter, on_error: str = "fail") -> UnionDrafter:
@@ -189,16 +162,11 @@ def test_drafters_in_turn_are_none_that_can_be_merged() -> None:
 
 
 def test_drafters_are_made_in_order_each_with_its_own_options_and_fail_as_the_engines_do() -> None:
-    made: list[tuple[str, Mapping[str, Any]]] = []
-
-    def make_drafter(name: str, options: Mapping[str, Any]) -> Drafter:
-        made.append((name, options))
-        return Raising("propose")
-
+    make_drafter = Mock(side_effect=lambda *_: Raising("propose"))
     context = DrafterContext(VOCAB_SIZE, None, lambda path: pytest.fail("no model"), make_drafter, "fail")
     (spec,) = emssd_drafters()
     drafter = spec.build(UnionConfig(["x", "y"], {"y": {"length": 3}}), context)
-    assert made == [("x", {}), ("y", {"length": 3})]
+    assert make_drafter.call_args_list == [call("x", {}), call("y", {"length": 3})]
     with pytest.raises(PluginError, match="drafter 'x' of union failed in propose"):
         drafter.propose(Batch((row_of([1]),)), [9])
 

@@ -6,8 +6,7 @@ Oracle: `greedy_reference`, float64.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, W
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
-from emssd.attention import AttentionBackend, Kept
+from emssd.attention import Kept
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack
 from emssd.decoding.scheduler import ContinuousScheduler
@@ -25,52 +24,11 @@ from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
 from tests.support.backends import BACKENDS, MakeBackend, engine_of, runner_of
-from tests.support.engine_machine import EngineMachine
-from tests.support.preemption import run_with_preemption
-from tests.support.tiers import looped, only
+from tests.support.spies import failing
+from tests.support.tiers import looped
 
 VOCAB = 11
 HEADER = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2, 6, 4, 3, 3, 8, 3, 2, 7, 9, 5)
-
-
-class SharingMachine(EngineMachine):
-    """Prompts of four texts, the beginnings of which are shared all the time, in little memory."""
-
-    prefix_caching = True
-    name: ClassVar[str]
-
-    def make_backend(self, page_size: int) -> AttentionBackend:
-        return BACKENDS[self.name]()
-
-
-class LongSharingMachine(SharingMachine):
-    """Fits 16-token pages."""
-
-    max_prompt_tokens, max_new_tokens, max_kv_tokens = 44, 18, 160
-
-
-class PaddedHeadsMachine(SharingMachine):
-    """Fits kernels with heads twice as long as the model's."""
-
-    max_kv_tokens = 128
-
-
-MACHINES = {
-    "ragged-page-1": SharingMachine,
-    "ragged-page-3": SharingMachine,
-    "ragged-fused": LongSharingMachine,
-    "paged-grows": PaddedHeadsMachine,
-    "paged-recorded": PaddedHeadsMachine,
-}
-
-
-@pytest.mark.costly("plays random histories")
-@pytest.mark.parametrize("name", only(MACHINES, ci=["ragged-page-1", "ragged-fused"]))
-@pytest.mark.hypothesis
-def test_rows_that_share_are_those_that_do_not(name: str) -> None:
-    machine: type[SharingMachine] = type(f"Sharing-{name}", (MACHINES[name],), {"name": name, "num_adopted": 0})
-    run_with_preemption(machine, share=1, num_steps=12)
-    assert machine.num_adopted
 
 
 @pytest.fixture(scope="module")
@@ -225,16 +183,7 @@ def test_a_step_that_fails_where_rows_are_chosen_leaves_nothing_behind(
     check(engine, target, [(*HEADER, 1)])
     engine.add(Request("a", (*HEADER, 2), 4))
     engine.add(Request("b", (*HEADER, 3), 4))
-    fits: Callable[..., bool] = engine.runner.fits
-    calls: list[int] = []
-
-    def fails_once(lengths: Any) -> bool:
-        calls.append(1)
-        if len(calls) == 1:
-            raise RuntimeError("the first time")
-        return fits(lengths)
-
-    monkeypatch.setattr(engine.runner, "fits", fails_once)
+    monkeypatch.setattr(engine.runner, "fits", failing(engine.runner.fits, RuntimeError("the first time"), 0))
     with pytest.raises(RuntimeError, match="the first time"):
         engine.step()
     assert engine.scheduler.num_waiting == 2
@@ -250,7 +199,7 @@ class Row:
     num_cached: int = 0
 
 
-@looped("name", MACHINES)
+@looped("name", ["ragged-page-1", "ragged-page-3", "ragged-fused", "paged-grows", "paged-recorded"])
 def test_who_is_cut_back_into_a_shared_page_writes_into_a_copy(target: TargetModel, name: str) -> None:
     """No row of an engine is cut back so far, and a backend is right all the same."""
 

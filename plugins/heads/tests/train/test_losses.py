@@ -1,7 +1,6 @@
 """Drafters are trained on what they read while they draft: training gives the logits of each depth that drafting gives.
 
-Oracle: the drafter, in float64, in an engine. A drafter that always agrees with its target has nothing to learn. New
-drafters begin with certain weights, layers and tokens.
+Oracle: the drafter, in float64, in an engine. A drafter that always agrees with its target has nothing to learn.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ from emssd_heads.medusa.drafter import MedusaDrafter, load_medusa
 from emssd_heads.options import TreeKind
 from emssd_heads.pard.drafter import PardDrafter
 from emssd_heads.residual import ResidualHeads
-from emssd_heads.training.eagle3 import UnrolledLoss, default_layers, head_config, new_head, save_head
+from emssd_heads.training.eagle3 import UnrolledLoss, head_config, new_head, save_head
 from emssd_heads.training.medusa import MedusaLoss, new_heads, save_heads
 from emssd_heads.training.options import Eagle3Options, MedusaOptions
 from emssd_heads.training.pard import PardLoss, with_mask
 from emssd_heads.training.shared import Teacher, choosable, divergence
-from emssd_heads.training.texts import Text, frequent_tokens
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 from torch import nn
@@ -48,7 +46,6 @@ from tests.support.perfect_head import SIZE as HEAD_SIZE
 from tests.support.perfect_head import VOCAB, perfect_target, write_perfect_eagle3
 from tests.support.perfect_medusa import SIZE, lagging_target, write_perfect_medusa
 from tests.support.right_drafters import LONG_PROMPTS
-from tests.support.tiers import looped
 
 DEPTH, LAYERS = 4, (1, 2, 3)
 PROMPTS = [[3, 9, 4, 17, 30], [8], [5, 6], [11, 12, 13, 11, 12, 13, 11]]
@@ -272,42 +269,3 @@ def test_places_whose_token_cannot_be_drafted_do_not_count(tmp_path: Path) -> No
     head, teacher = eagle3_head(model, tmp_path, drafted=[5]), Teacher(model, LAYERS)
     assert 5 not in teacher(text).logits.argmax(-1)
     assert UnrolledLoss(head, teacher, 1)(text, torch.tensor([1]), torch.tensor([7]))["losses"].tolist() == [0]
-
-
-def test_new_heads_begin_as_the_targets_own_projection() -> None:
-    model = TargetModel(tiny_model("llama"))
-    heads = new_heads(MedusaOptions("m", "d", "o", depth=2, num_layers=2), model, [4, 7])
-    hidden = torch.randn(3, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    wanted = hidden @ model.model.get_output_embeddings().weight[[4, 7]].T
-    for head in range(2):
-        torch.testing.assert_close(heads(head, hidden), wanted, rtol=0, atol=0)
-
-
-@looped("tied", [True, False])
-def test_a_mask_is_a_new_token_unless_there_is_one(tied: bool) -> None:
-    model: Any = tiny_model("llama", tie_word_embeddings=tied)
-    before = model.get_input_embeddings().weight.detach().clone()
-    draft, mask = with_mask(TargetModel(model))
-    assert (mask, draft.vocab_size, draft.model.config.pard_token) == (61, 62, 61)
-    after = draft.model.get_input_embeddings().weight
-    torch.testing.assert_close(after[:61], before, rtol=0, atol=0)
-    torch.testing.assert_close(after[61], before.mean(0))
-    assert (after is draft.model.get_output_embeddings().weight) == tied
-    again, same = with_mask(draft)
-    assert (again, same) == (draft, 61)
-
-
-@looped(
-    "num_layers, chosen",
-    [(32, (2, 16, 29)), (8, (2, 4, 5)), (6, (1, 3, 6)), (3, (1, 2, 3)), (2, (0, 1, 2)), (1, (0, 1))],
-)
-def test_hidden_layers_by_default(num_layers: int, chosen: tuple[int, ...]) -> None:
-    assert default_layers(num_layers) == chosen
-
-
-def test_the_most_frequent_new_tokens_are_drafted() -> None:
-    texts = [Text((7, 7, 7), (4, 1, 4)), Text((7,), (1, 6, 4))]
-    assert frequent_tokens(texts, 9, 3) == [1, 4, 6]
-    assert frequent_tokens(texts, 9, 5) == [0, 1, 2, 4, 6]
-    assert frequent_tokens(texts, 9, 9) is None
-    assert frequent_tokens(texts, 9, None) is None
