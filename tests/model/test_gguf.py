@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from emssd_testing.models import tiny_model
+from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 
 from emssd import Engine
 from emssd.data.model_folder import gguf_of
@@ -22,6 +23,8 @@ from emssd.model.compile import packed
 from emssd.model.load.checkpoint import files_of
 from emssd.model.load.checkpoint_files import content_digest
 from emssd.model.load.gguf_blocks import KINDS, rounded_of
+from emssd.model.load.gguf_header import Stored
+from emssd.model.load.gguf_model import _order
 
 gguf = pytest.importorskip("gguf", reason="gguf reads the blocks that are compared; pip install 'emssd[gguf]'")
 HALVES = {"Q6_K": (208,), "Q8_0": (0,), "Q4_0": (0,), "Q5_0": (0,)}  # where a block has float16; others have two
@@ -112,6 +115,25 @@ def test_a_packed_file_has_the_weights_that_transformers_reads(
     tied = target.model.lm_head.weight is target.model.get_input_embeddings().weight
     assert tied == (model_type == "gemma3_text")
     assert "quantization_config" not in dense.model.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "packed_rows"),
+    [
+        (lambda rows: rows, slice(None)),
+        (lambda rows: rows[::-1], [3, 2, 1, 0]),
+        (lambda rows: rows - 1, None),
+        (lambda rows: rows.T, None),
+    ],
+    ids=["nothing", "an order", "values", "columns"],
+)
+def test_only_an_order_of_rows_is_left_to_a_packed_matrix(change: Any, packed_rows: Any) -> None:
+    class Processor(TensorProcessor):  # type: ignore[misc]
+        def process(self, weights: Any, name: str, **_: Any) -> Any:
+            return GGUFTensor(change(weights), name, {})
+
+    order = _order(Processor(), Stored("blk.0.ffn_up.weight", (4, 256), 8, 0))
+    assert (order if order is None or isinstance(order, slice) else order.tolist()) == packed_rows
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
