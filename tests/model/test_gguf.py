@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from emssd_draft_model import DraftModelConfig
 from emssd_testing.models import tiny_model
 from transformers.modeling_gguf_pytorch_utils import GGUFTensor, TensorProcessor
 
@@ -44,7 +45,12 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 
 def write_file(
-    file: Path, model_type: str = "llama", kinds: Any = tuple(KINDS), architecture: str = "", **sizes: int
+    file: Path,
+    model_type: str = "llama",
+    kinds: Any = tuple(KINDS),
+    architecture: str = "",
+    more: str = "",
+    **sizes: int,
 ) -> Path:
     """A model whose matrices have blocks of `kinds` in turn."""
     model = tiny_model(model_type, vocab_size=len(VOCAB), dtype=torch.float32, **(SIZES | sizes))
@@ -76,6 +82,8 @@ def write_file(
         kind = kinds[number % len(kinds)]
         blocks = random_blocks(kind, len(weight), weight.shape[1], number)
         writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
+    if more:
+        writer.add_tensor(more, np.ones(32, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -136,6 +144,19 @@ def test_only_an_order_of_rows_is_left_to_a_packed_matrix(change: Any, packed_ro
     assert (order if order is None or isinstance(order, slice) else order.tolist()) == packed_rows
 
 
+def test_a_file_as_draft_model_and_its_own_text_as_the_draft(tmp_path: Path) -> None:
+    """A model that drafts for itself is right: what it drafts is what it says."""
+    file = str(write_file(tmp_path / "tiny.gguf"))
+    drafter = DraftModelConfig(file)
+    plain, drafted = (
+        Engine.from_pretrained(file, device="cpu", drafter=name).generate([[5, 6, 7]], 12, ignore_eos=True)
+        for name in ("none", drafter)
+    )
+    assert plain[0].token_ids == drafted[0].token_ids
+    with pytest.raises(ConfigError, match=r"leave model\.weights=int8 out"):
+        Engine.from_pretrained(file, weights="int8")
+
+
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_drafts_and_batches_leave_the_text_of_a_packed_file(model_type: str, tmp_path: Path) -> None:
     file = write_file(tmp_path / "tiny.gguf", model_type)
@@ -179,6 +200,7 @@ def cut(file: Path, size: int) -> None:
         (lambda file: cut(write_file(file), 200), "is damaged or not complete"),
         (lambda file: cut(write_file(file), -5000), "ends within .*; copy or download it again"),
         (lambda file: write_file(file, kinds=["Q2_K"]), "blocks of type Q2_K, and emssd packs .*; model.weights=dense"),
+        (lambda file: write_file(file, more="rope_freqs.weight"), "rope_freqs.weight have no place in the model"),
         (lambda file: write_file(file, head_dim=128), "have another shape than config.json says"),
         (
             lambda file: write_file(file, architecture="rwkv7"),
@@ -191,6 +213,7 @@ def cut(file: Path, size: int) -> None:
         "a cut header",
         "cut tensors",
         "another type",
+        "another tensor",
         "another shape",
         "another architecture",
     ],

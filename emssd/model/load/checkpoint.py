@@ -62,6 +62,8 @@ def load_checkpoint(
         if file is None:
             check_json(source)
             check_layers(path)
+        elif options.weights == "int8":
+            raise cannot_load(path, "its weights are rounded already; leave model.weights=int8 out")
         else:
             source = str(config_folder(file))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
