@@ -26,7 +26,7 @@ from rich.progress import track
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.compile.int8 import round_weights
+from emssd.model.compile.packed import round_weights
 from emssd.sequences import Request
 
 ENGINES = {

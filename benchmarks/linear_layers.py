@@ -4,8 +4,8 @@
 
 The layers are those of a Llama of 468M parameters, each with weights of its own, so that none is in a cache. The
 floor is the larger of two times: the bytes of the weights at the rate of a sum over as much memory, and the arithmetic
-at the rate of a large matrix product in bfloat16, both measured in the same turns. Weights of 4 bits count with their
-scales. Integers multiply faster than bfloat16, so the floor of 4 bits is reading alone.
+at the rate of a large matrix product in bfloat16, both measured in the same turns. Weights of 4 and 8 bits count with
+their scales. Integers multiply faster than bfloat16, so their floor is reading alone.
 
 All take turns; figures are medians.
 """
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from common import best_ms, in_large_pages, make_parser, save, show
 
-from emssd.model.compile.int8 import rounded
+from emssd.model.compile.packed import panels_of, rounded
 from emssd.native import load_kernels
 
 WIDTH, INNER, VOCABULARY = 1024, 4096, 32000
 SHAPES = [(3 * WIDTH, WIDTH), (WIDTH, WIDTH), (2 * INNER, WIDTH), (WIDTH, INNER)]
-BYTES = {"bfloat16": 2.0, "int8": 1.0, "int4": 0.5 + 2 / 32}
+BYTES = {"bfloat16": 2.0, "int8": 1 + 2 / 32, "int4": 0.5 + 2 / 32}
 BITS = {"int8": 8, "int4": 4}
 PRODUCT = 1024  # rows and columns of the large matrix product
 
@@ -39,10 +39,9 @@ def layers(kind: str, num_layers: int) -> Callable[[int], None]:
         dict[int, torch.Tensor](),
     )
     weights = {shape: torch.randn(shape, dtype=torch.bfloat16) for shape in set(outputs)}
-    copies = {shape: rounded(weight, BITS[kind]) if kind in BITS else None for shape, weight in weights.items()}
+    copies = {shape: rounded(weight, BITS[kind]) for shape, weight in weights.items()} if kind in BITS else {}
     for shape in outputs:
-        copy = copies[shape]
-        kernels.add_weight(handle, weights[shape] if copy is None else copy.values, None, copy and copy.scale)
+        kernels.add_weight(handle, panels_of(copies[shape]) if shape in copies else weights[shape], None)
 
     for num_in in {num_in for _, num_in in outputs}:
         inputs[num_in] = torch.randn(32, num_in, dtype=torch.bfloat16)
@@ -77,7 +76,7 @@ def main() -> None:
         product = middle["product"] / 10 * num_rows * num_weights / PRODUCT**3
         for kind in steps:
             read = middle["read"] * BYTES[kind] / BYTES["bfloat16"]
-            floor = read if kind == "int4" else max(read, product)
+            floor = read if kind in BITS else max(read, product)
             row = {"kind": kind, "rows": num_rows, "ms": middle[kind], "read_ms": read, "product_ms": product}
             row |= {"times_floor": middle[kind] / floor, "bandwidth_gb_s": memory.numel() * 4 / middle["read"] / 1e6}
             rows.append(row | {"all_ms": [turn[kind] for turn in turns]})

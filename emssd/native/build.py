@@ -21,9 +21,9 @@ from emssd.errors import EmssdError
 from emssd.native.cache import CacheError, entry, room_hint
 
 _SOURCES = Path(__file__).with_name("cpp")
-_PARTS = ("library", "attention", "choice", "linear", "recurrence")  # the slowest to build first
+_PARTS = ("library", "attention", "choice", "packed", "linear", "recurrence")  # the slowest to build first
 _LIBRARY = "emssd_native.so"
-_OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "plain_linear", "add_weight",
+_OPERATORS = ("argmax", "sample", "attend_layer", "move", "linear", "plain_linear", "packed_linear", "add_weight",
               "run_program")  # fmt: skip
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-march=native", "-fopenmp")
 _FLAGS_OF = dict.fromkeys(_PARTS, _FLAGS) | {"library": ("-std=c++20", "-O1", *_FLAGS[2:])}  # which computes nothing

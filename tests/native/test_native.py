@@ -169,7 +169,8 @@ def test_another_source_builds_its_own_part_and_the_library(
     assert why_unavailable() is None
     assert rebuilt("choice.cpp") == [f"{sources}/choice.cpp"]
     assert rebuilt("tree.h") == [f"{sources}/{part}.cpp" for part in ("attention", "library")]
-    assert rebuilt("vectors.h") == [f"{sources}/{part}.cpp" for part in ("attention", "choice", "linear", "recurrence")]
+    computing = ("attention", "choice", "linear", "packed", "recurrence")
+    assert rebuilt("vectors.h") == [f"{sources}/{part}.cpp" for part in computing]
 
 
 def test_a_library_that_does_not_load_is_built_again(
@@ -239,31 +240,25 @@ SIZES = [(32, 48), (33, 17), (576, 64), (5, 1), (1090, 33)]
 
 @pytest.mark.usefixtures("kernels")
 class TestLinear:
-    @looped("is_int8", [False, True])
     @looped("dtype", [torch.float32, torch.bfloat16])
     @looped(("num_in", "num_out"), SIZES)
     def test_a_token_has_the_same_bits_beside_any_number_of_others(
-        self, dtype: torch.dtype, is_int8: bool, num_in: int, num_out: int
+        self, dtype: torch.dtype, num_in: int, num_out: int
     ) -> None:
         kernels, generator = load_kernels(), torch.Generator().manual_seed(0)
         weight = torch.randn(num_out, num_in, generator=generator).to(dtype)
         bias = torch.randn(num_out, generator=generator).to(dtype)
         tokens = torch.randn(1, 300, num_in, generator=generator).to(dtype)
-        scale, values = None, weight.double()
-        if is_int8:
-            weight = torch.randint(-127, 128, weight.shape, generator=generator, dtype=torch.int8)
-            scale = torch.rand(num_out, generator=generator) + 0.01
-            values = weight.double() * scale.double().unsqueeze(1)
         handle = kernels.new_module()
-        kernels.add_weight(handle, weight, bias, scale)
-        kernels.add_weight(handle, weight, None, scale)
+        kernels.add_weight(handle, weight, bias)
+        kernels.add_weight(handle, weight, None)
         for index, added in enumerate([bias, torch.zeros(num_out)]):
             together = kernels.linear(tokens, handle, index, num_out)
-            right = tokens.double() @ values.T + added.double()
-            # n products, a scale and a bias, each rounded in float32; what comes out once more in its own type
-            magnitude = tokens.double().abs() @ values.abs().T + added.double().abs()
+            right = tokens.double() @ weight.double().T + added.double()
+            # n products and a bias, each rounded in float32; what comes out once more in its own type
+            magnitude = tokens.double().abs() @ weight.double().abs().T + added.double().abs()
             unit = 2.0**-8 if dtype is torch.bfloat16 else 2.0**-24
-            allowed = 2.0**-24 * (num_in + 3) * magnitude + unit * right.abs() * 1.01
+            allowed = 2.0**-24 * (num_in + 2) * magnitude + unit * right.abs() * 1.01
             assert bool(((together.double() - right).abs() <= allowed).all())
             for count in (1, 2, 3, 8, 17, 33, 64):
                 for start in (0, 300 - count):
@@ -274,7 +269,7 @@ class TestLinear:
         kernels = load_kernels()
         one, two = kernels.new_module(), kernels.new_module()
         for factor, handle in enumerate((one, two), start=1):
-            kernels.add_weight(handle, torch.eye(4) * factor, None, None)
+            kernels.add_weight(handle, torch.eye(4) * factor, None)
         ones = torch.ones(1, 3, 4)
         assert torch.equal(kernels.linear(ones, one, 0, 4), ones)
         assert torch.equal(kernels.linear(ones, two, 0, 4), 2 * ones)

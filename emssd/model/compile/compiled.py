@@ -7,7 +7,6 @@ that share their input joined into one; Inductor compiles the rest ahead of time
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ from emssd.model.hf.probe import PROBE_TOLERANCE
 
 if TYPE_CHECKING:
     from emssd.attention import NativeStep
-    from emssd.model.compile.int8 import Rounded
     from emssd.model.hf.hooked import HookedModel
     from emssd.model.hf.interface import Attend
     from emssd.model.hf.streams import Hidden
@@ -105,8 +103,8 @@ class CompiledForward(ProvenProgram):
                 hidden[index] = values.view(batch, num_tokens, -1)
         return logits.view(batch, -1, logits.shape[-1])
 
-    def with_weights(self, round_to: Callable[[torch.Tensor], Rounded]) -> CompiledForward:
-        """The same program with linear weights that `round_to` makes of the model's."""
+    def with_weights(self, bits: int) -> CompiledForward:
+        """The same program with the model's linear weights rounded to 4 or 8 bits."""
         other = copy.copy(self)
-        other._program = Program(self._files, self._target.model, round_to)
+        other._program = Program(self._files, self._target.model, bits)
         return other

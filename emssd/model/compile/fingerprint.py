@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from emssd.errors import CompileError
-from emssd.model.compile.int8 import SCALE
 from emssd.model.hf.probe import ProbeRows
 from emssd.native import kernels_key
 
@@ -67,9 +66,8 @@ def fingerprint(module: torch.nn.Module, parts: Iterable[str], *, lenient: bool 
 
 
 def named_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer by each of its names, but for the scales of int8 weights, which no program reads."""
-    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    return {name: tensor for name, tensor in tensors if not name.endswith(f".{SCALE}")}
+    """Every parameter and buffer by each of its names."""
+    return dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
 
 
 def short_pass(target: HookedModel, run: Callable[..., torch.Tensor], hidden: Seq[int] = ()) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ at a time, and add up integers, so what a row gets does not depend on the rows b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -14,9 +14,22 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from emssd.errors import ConfigError
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["PackedEmbedding", "PackedLinear", "Rounded", "pack", "pack_model", "rounded"]
+__all__ = [
+    "PackedEmbedding",
+    "PackedLinear",
+    "Rounded",
+    "has_packed_kernel",
+    "pack",
+    "pack_model",
+    "panels_of",
+    "round_drafter",
+    "round_weights",
+    "rounded",
+    "rounded_linear",
+]
 
 _BLOCK, _PIECE, _LARGEST = 32, 1 << 18, torch.finfo(torch.float16).max
 
@@ -42,7 +55,7 @@ class Rounded(NamedTuple):
     @property
     def group(self) -> int:
         """Inputs with one scale, 32 or 16."""
-        return _BLOCK if self.scale.shape[1] == -(-self.values.shape[1] // _BLOCK) else _BLOCK // 2
+        return _BLOCK if self.scale.dtype == torch.float16 or self.minimum is not None else _BLOCK // 2
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """``[out, in]`` the numbers, rounded to float32 once and then to `dtype`."""
@@ -60,10 +73,9 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
 
     Scales beyond float16 become its largest number. Weights that are no numbers give scales that are none.
     """
-    pieces = torch.split(weight, max(1, _PIECE // weight.shape[1]))  # each stays in the processor's cache
+    pieces = torch.split(weight, _rows_of_a_piece(weight))
     if len(pieces) > 1:
-        copies = [rounded(piece, bits) for piece in pieces]
-        return Rounded(*(torch.cat([copy[i] for copy in copies]) for i in (0, 1)), bits=bits)  # type: ignore[arg-type,misc]
+        return _joined([rounded(piece, bits) for piece in pieces], bits)
     num_out, num_in = weight.shape
     groups = F.pad(weight.to(torch.float32), (0, -num_in % _BLOCK)).view(num_out, -1, _BLOCK)
     lowest, highest = groups.amin(dim=-1), groups.amax(dim=-1)
@@ -74,6 +86,30 @@ def rounded(weight: torch.Tensor, bits: int) -> Rounded:
     by = torch.where(scale == 0, torch.ones_like(scale), scale).to(torch.float32).unsqueeze(-1)
     values = (groups / by).round_().nan_to_num_(0).clamp_(*((-8, 7) if bits == 4 else (-127, 127))).to(torch.int8)
     return Rounded(values.view(num_out, -1)[:, :num_in].contiguous(), scale, bits=bits)
+
+
+def rounded_linear(layer: nn.Linear, bits: int) -> Rounded:
+    """`rounded` of the weight of a linear layer, which may be packed."""
+    if not isinstance(layer, PackedLinear):
+        return rounded(layer.weight.detach(), bits)
+    pieces = torch.split(torch.arange(layer.out_features), _rows_of_a_piece(layer.weight))
+    look_up = _kernels().packed_embedding.default
+    return _joined([rounded(look_up(rows, layer.panels, layer.in_features), bits) for rows in pieces], bits)
+
+
+def _rows_of_a_piece(weight: torch.Tensor) -> int:
+    """Rows that stay in the processor's cache."""
+    return max(1, _PIECE // weight.shape[1])
+
+
+def _joined(parts: Sequence[Rounded], bits: int) -> Rounded:
+    return Rounded(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]), bits=bits)
+
+
+def panels_of(weight: Rounded) -> torch.Tensor:
+    """The weight in the kernel's layout, as bytes."""
+    panels: torch.Tensor = _kernels().pack(*weight)
+    return panels
 
 
 class PackedLinear(nn.Linear):
@@ -87,7 +123,7 @@ class PackedLinear(nn.Linear):
     panels: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        return _kernels().packed_linear(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
+        return _kernels().packed_linear.default(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
 
 
 class PackedEmbedding(nn.Embedding):
@@ -96,7 +132,7 @@ class PackedEmbedding(nn.Embedding):
     panels: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        rows: torch.Tensor = _kernels().packed_embedding(input, self.panels, self.embedding_dim)
+        rows: torch.Tensor = _kernels().packed_embedding.default(input, self.panels, self.embedding_dim)
         return rows.to(self.weight.dtype)
 
 
@@ -108,44 +144,71 @@ def pack(model: nn.Module, name: str, weight: Rounded) -> None:
     model gets the numbers dense, in the dtype of the parameter.
     """
     parameter = model.get_parameter(name)
-    shape, dtype, device = parameter.shape, parameter.dtype, parameter.device.type
+    shape, dtype = parameter.shape, parameter.dtype
     assert weight.values.shape == shape, f"{name} is {tuple(shape)}, and its values {tuple(weight.values.shape)}"
     places = [(part, key) for part in model.modules() for key, one in part._parameters.items() if one is parameter]
     known = all(key == "weight" and isinstance(part, (nn.Linear, nn.Embedding)) for part, key in places)
-    if not known or not _has_kernel(device, dtype):
-        dense = weight.dense(dtype).to("cpu" if device == "meta" else device)
+    if not known or not has_packed_kernel(parameter):
+        dense = weight.dense(dtype).to("cpu" if parameter.is_meta else parameter.device)
         shared = nn.Parameter(dense, requires_grad=False)
         for part, key in places:
             setattr(part, key, shared)
         return
-    panels = _kernels().pack(weight.values, weight.scale, weight.minimum, weight.bits)
+    panels = panels_of(weight)
     stand_in = nn.Parameter(torch.full((1, 1), torch.nan, dtype=dtype).expand(shape), requires_grad=False)
     for part, _ in places:
         part.weight = stand_in
         part.register_buffer("panels", panels, persistent=False)
-        part.__class__ = _packed_class(type(part))  # type: ignore[arg-type]
+        kind: Any = type(part)  # mypy takes no class for hashable
+        part.__class__ = _packed_class(kind)
 
 
 def pack_model(model: nn.Module, make: Callable[[str, torch.Tensor], Rounded | None]) -> int:
     """Pack the weights of all linear layers of a dense model, and embeddings that share theirs with one.
 
     Args:
-        make: gives the packed weight of a parameter's name and values ``[out, in]``; ``None`` to leave it as it is.
+        make: gives the packed weight of a parameter ``[out, in]`` and its name; ``None`` to leave it as it is.
 
     Returns:
         How many numbers were rounded.
     """
-    linears = {
-        id(part.weight)
-        for part in model.modules()
-        if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)
-    }
+    linears = [part for part in model.modules() if isinstance(part, nn.Linear) and not isinstance(part, PackedLinear)]
+    weights = {id(part.weight) for part in linears if part.weight.ndim == 2}
     count = 0
     for name, weight in [*model.named_parameters()]:
-        if id(weight) in linears and weight.ndim == 2 and (copy := make(name, weight.detach())) is not None:
+        if id(weight) in weights and (copy := make(name, weight)) is not None:
             count += weight.numel()
             pack(model, name, copy)
     return count
+
+
+def round_weights(model: nn.Module) -> int:
+    """Pack the linear layers of a target with 8 bits. Returns how many weights were rounded.
+
+    Raises ConfigError: they are quantized already, or not finite.
+    """
+
+    def make(name: str, weight: torch.Tensor) -> Rounded:
+        if not _is_dense(weight):
+            raise ConfigError("model.weights=int8: the model is quantized already; leave it out")
+        if not weight.isfinite().all():
+            raise ConfigError("model.weights=int8: some weights are infinite, or no numbers; leave it out")
+        return rounded(weight, 8)
+
+    return pack_model(model, make)
+
+
+def round_drafter(module: nn.Module) -> None:
+    """Pack the linear layers of a module that only drafts with 8 bits, where there are kernels for it."""
+
+    def make(name: str, weight: torch.Tensor) -> Rounded | None:
+        return rounded(weight, 8) if _is_dense(weight) and has_packed_kernel(weight) else None
+
+    pack_model(module, make)
+
+
+def _is_dense(weight: torch.Tensor) -> bool:
+    return type(weight) is nn.Parameter and weight.is_floating_point() and not weight.is_meta
 
 
 @cache
@@ -155,14 +218,10 @@ def _packed_class(kind: type[nn.Module]) -> type[nn.Module]:
     return base if kind in base.__bases__ else type(kind.__name__, (kind, base), {"__module__": __name__})
 
 
-def _has_kernel(device: str, dtype: torch.dtype) -> bool:
-    """Whether kernels compute with packed weights of a model of this dtype, on this type of device."""
-    return (
-        device in ("cpu", "meta")
-        and dtype in (torch.float32, torch.bfloat16)
-        and why_unavailable() is None
-        and hasattr(_kernels(), "pack")
-    )
+def has_packed_kernel(weight: torch.Tensor) -> bool:
+    """Whether kernels compute with a packed copy of the weight, whose device may be meta."""
+    is_known = weight.device.type in ("cpu", "meta") and weight.dtype in (torch.float32, torch.bfloat16)
+    return is_known and why_unavailable() is None
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 
 from emssd.attention import NativeStep
 from emssd.model.compile.fingerprint import named_tensors
-from emssd.model.compile.int8 import Rounded, bytes_of, is_rounded, scales_of
+from emssd.model.compile.packed import PackedLinear, panels_of, rounded, rounded_linear
 from emssd.native import Entry, free_module, load_kernels
 
 __all__ = ["CONSTANTS", "LINEARS", "PREFIX", "PROGRAM", "Attend", "Program", "attend", "declare_operators", "handle_of"]
@@ -28,16 +28,14 @@ Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class Program:
     """A compiled program of a module. It reads the module's tensors, which must stay what and where they are.
 
-    Weights of linear layers are copied, or `round_to` copies them. Raises almost any exception if the `files` are no
-    such program.
+    Weights of linear layers are copied, or with `bits` rounded; packed ones are not copied. Raises almost any exception
+    if the `files` are no such program.
 
     Attributes:
         other_products: names of PyTorch's operators in it that add up products, other than linear layers.
     """
 
-    def __init__(
-        self, files: Entry, module: torch.nn.Module, round_to: Callable[[torch.Tensor], Rounded] | None = None
-    ) -> None:
+    def __init__(self, files: Entry, module: torch.nn.Module, bits: int | None = None) -> None:
         kernels = load_kernels()
         self._attend: Attend | None = None
         self._failure: BaseException | None = None  # of attention; PyTorch's runner may raise its own instead
@@ -46,7 +44,11 @@ class Program:
         _PROGRAMS[number] = self
         self.free = weakref.finalize(self, free_module(), number)
         self.free.atexit = False
-        tensors, scales = named_tensors(module), scales_of(module)
+        tensors = named_tensors(module)
+        if bits is not None:
+            for name, part in module.named_modules(remove_duplicate=False):
+                if isinstance(part, PackedLinear):
+                    tensors[f"{name}.panels"] = panels_of(rounded_linear(part, bits))
         products = json.loads((files.folder / LINEARS).read_bytes())
         self.other_products: list[str] = products["others"]
         for linear in products["linears"]:
@@ -54,17 +56,8 @@ class Program:
             weights = [tensors[name].detach() for name in linear["weights"]]
             if linear["transposed"]:
                 weights = [weight.t().contiguous() for weight in weights]
-            scale = None
-            if round_to is not None:
-                copies = [round_to(weight) for weight in weights]
-                weights, scale = [copy.values for copy in copies], torch.cat([copy.scale for copy in copies])
-            elif all(weight.data_ptr() in scales for weight in weights):
-                scale_of = [scales[weight.data_ptr()] for weight in weights]
-                rounded = [*map(bytes_of, weights, scale_of)]
-                if all(map(is_rounded, weights, rounded, scale_of)):  # else they were written to since
-                    weights, scale = rounded, torch.cat(scale_of)
-            bias = torch.cat(biases) if biases else None
-            kernels.add_weight(self._handle, torch.cat(weights), bias, scale)
+            weight, bias = torch.cat(weights), torch.cat(biases) if biases else None
+            kernels.add_weight(self._handle, weight if bits is None else panels_of(rounded(weight, bits)), bias)
         # Without `torch._inductor.aoti_load_package`, whose imports take a second.
         names = kernels.open_program(self._handle, str(files.folder / PROGRAM))
         constants = torch.load(files.folder / CONSTANTS, weights_only=True)
@@ -142,5 +135,13 @@ def _declare_shapes() -> None:
     def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
         return source.new_empty(*source.shape[:-1], out_features)
 
+    def packed_linear(source: torch.Tensor, weight: torch.Tensor, bias: Any, outputs: int) -> torch.Tensor:
+        return source.new_empty(*source.shape[:-1], outputs)
+
+    def packed_embedding(indices: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
+        return indices.new_empty(*indices.shape, width, dtype=torch.float32)
+
     torch.library.register_fake("emssd_native::linear", linear)
+    torch.library.register_fake("emssd_native::packed_linear", packed_linear)
+    torch.library.register_fake("emssd_native::packed_embedding", packed_embedding)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

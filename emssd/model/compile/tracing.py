@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,8 +15,9 @@ from emssd.attention import LayerSpec
 from emssd.errors import CompileError
 from emssd.errors.faults import described
 from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.linears import replace_by, with_one_input
-from emssd.model.compile.program import CONSTANTS, LINEARS, PROGRAM
+from emssd.model.compile.program import CONSTANTS, LINEARS, PREFIX, PROGRAM
 from emssd.native import private_folder, room_hint
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def compile_module(
             linears = _replace_linears(program) if own_linears else []
             products = {"linears": linears, "others": _other_products(program)}
             (folder / LINEARS).write_text(json.dumps(products, indent=1))
-            torch.save(dict(program.constants), folder / CONSTANTS)
+            named = {f"{PREFIX}{name}" for name in named_tensors(cast("torch.nn.Module", module.model))}
+            torch.save({name: program.constants[name] for name in program.constants.keys() - named}, folder / CONSTANTS)
             # Small tensors would be written into the code: weights of a checkpoint, in a program for all of them.
             options = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
             # Round wherever the module rounds, also between fused operators: else a program that gives hidden states

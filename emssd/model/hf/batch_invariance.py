@@ -180,6 +180,7 @@ _BY_ROW = (
     "topk sort linalg_vector_norm cumsum cat concat stack index index_select index_add index_put index_copy gather "
     "take_along_dim scatter scatter_add repeat repeat_interleave broadcast_tensors roll flip pad constant_pad_nd tril "
     "triu type_as _to_copy copy clone contiguous detach lift_fresh fill zero empty empty_like new_empty zeros "
-    "zeros_like new_zeros ones ones_like new_ones full full_like new_full arange scalar_tensor"
+    "zeros_like new_zeros ones ones_like new_ones full full_like new_full arange scalar_tensor "
+    "packed_embedding packed_linear"
 )
 _KNOWN = frozenset(f"{_EXACT} {_BY_ROW}".split())

@@ -12,8 +12,8 @@ import torch
 from emssd.data.model_options import ModelOptions
 from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.errors.faults import described
-from emssd.model.compile.int8 import round_drafter, round_weights
 from emssd.model.compile.linears import lay_together
+from emssd.model.compile.packed import round_drafter, round_weights
 from emssd.model.hf.device_map import check_device_map
 from emssd.model.hf.sharding import check_heads
 from emssd.model.load.checkpoint import load_checkpoint
@@ -33,7 +33,7 @@ def load_model(
 
     Args:
         options: with ``tensor_parallel``, all processes that torchrun started call this, each loads a shard, and a
-            failure is one of all. With ``weights="int8"``, ``compile="auto"`` compiles, as only a program is faster.
+            failure is one of all.
         accept: called with the tokenizer before weights are read; it may raise.
         draft_of: the target of this draft model, which is compiled if that is, with its weights rounded to int8.
 
@@ -70,7 +70,6 @@ def load_model(
             raise ConfigError(
                 f"model.weights=int8 rounds torch.nn.Linear, and {type(model).__name__} has none; leave it out"
             )
-        options = replace(options, compile=bool(options.compile))
     if draft_of is not None and draft_of.compiled is not None:
         options = replace(options, compile=draft_of.may_compile)
         round_drafter(model)

@@ -13,11 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.attention import AttentionBackend, PackedInputs, StepPlan
 from emssd.errors import ConfigError
-from emssd.model.compile.int8 import Rounded, rounded
+from emssd.model.compile.packed import PackedLinear, Rounded, has_packed_kernel, panels_of, rounded_linear
 from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.runner import CausalLMRunner, ModelOutput
 from emssd.model.run.target import Computed, TargetModel
-from emssd.native import free_module, load_kernels, why_unavailable
 
 __all__ = ["RoundedRunner"]
 
@@ -31,7 +30,7 @@ class RoundedRunner(CausalLMRunner):
 
     Args:
         model: the target.
-        bits: 4, in groups of 32 inputs, or 8, by output.
+        bits: 4 or 8, in groups of 32 inputs.
         num_layers: only so many of the first layers are run, uncompiled; ``None`` for all.
 
     Raises:
@@ -95,7 +94,7 @@ class RoundedRunner(CausalLMRunner):
             self._weights = self._program = None  # memory first
             self._made_of = -1, None
             if compiled is not None:
-                self._program = compiled.with_weights(lambda weight: rounded(weight, self.bits))
+                self._program = compiled.with_weights(self.bits)
             else:
                 self._weights = RoundedWeights(self.model.model, self.bits)
             self._made_of = self.model.num_renewals, compiled
@@ -106,34 +105,30 @@ class RoundedWeights(TorchFunctionMode):
 
     def __init__(self, model: torch.nn.Module, bits: int) -> None:
         super().__init__()
-        linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-        weights = {id(linear.weight): linear.weight.detach() for linear in linears if linear.weight.ndim == 2}
-        self._copies: dict[int, Rounded] = {}  # without kernels
-        self._indices: dict[int, int] = {}  # in the module of the kernels
-        self._kernels: Any = None
-        first = next(iter(weights.values()), torch.empty(0, device="meta"))
-        if first.device.type == "cpu" and first.dtype in (torch.float32, torch.bfloat16) and why_unavailable() is None:
-            self._kernels = load_kernels()
-            self._handle = self._kernels.new_module()
-            weakref.finalize(self, free_module(), int(self._handle)).atexit = False
-        for name, weight in weights.items():
-            if weight.is_meta:
+        self._dense: dict[int, Rounded] = {}  # without kernels
+        self._panels: dict[int, torch.Tensor] = {}
+        for layer in model.modules():
+            if not isinstance(layer, torch.nn.Linear) or layer.weight.ndim != 2 or layer.weight.is_meta:
                 continue
-            copy = rounded(weight, bits)
-            if self._kernels is None:
-                self._copies[name] = copy
+            name = id(layer.panels if isinstance(layer, PackedLinear) else layer.weight)
+            if name in self._dense or name in self._panels:
+                continue
+            copy = rounded_linear(layer, bits)
+            if has_packed_kernel(layer.weight):
+                self._panels[name] = panels_of(copy)
             else:
-                self._indices[name] = len(self._indices)
-                self._kernels.add_weight(self._handle, copy.values, None, copy.scale)
+                self._dense[name] = copy
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        packed_linear: Any = torch.ops.emssd_native.packed_linear.default if self._panels else None
+        if func is packed_linear and (panels := self._panels.get(id(args[1]))) is not None:
+            return func(args[0], panels, *args[2:])
         if func is not torch.nn.functional.linear:
             return func(*args, **(kwargs or {}))
         source, weight = args[:2]
         bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-        if (index := self._indices.get(id(weight))) is not None and source.dtype == weight.dtype:
-            out = self._kernels.linear(source, self._handle, index, len(weight))
-            return out if bias is None else out + bias
-        if (copy := self._copies.get(id(weight))) is not None:
+        if (panels := self._panels.get(id(weight))) is not None and source.dtype == weight.dtype:
+            return packed_linear(source, panels, bias, len(weight))
+        if (copy := self._dense.get(id(weight))) is not None:
             return func(source, copy.dense(weight.dtype), bias)
         return func(*args, **(kwargs or {}))

@@ -8,7 +8,7 @@
 
 namespace emssd {
 
-enum class Type { bfloat16, float32, float64, int8, int4 };
+enum class Type { bfloat16, float32, float64, packed };
 
 // use(with, begin, end) for parts of [0, count) of `grain` or more, on PyTorch's threads.
 void on_threads(int64_t count, int64_t grain, void (*use)(const void*, int64_t, int64_t), const void* with);
@@ -54,20 +54,31 @@ void move(const Pages& pages, const int64_t* sources, const int64_t* targets, in
 // y = x W^T + b. Weights [outputs, in] are laid out as panels: of `panel_width()` outputs, the last ones filled with zeros.
 struct Linear {
   Type type;            // of the weights
-  const void* weights;  // [panels, in, panel width], pairs [panels, panel_inputs / 2, panel width, 2], int4 as of `to_groups`
-  const float *bias, *scale;  // [panels * panel width]; no scale but for int8
+  const void* weights;  // [panels, in, panel width], pairs [panels, panel_inputs / 2, panel width, 2]
+  const float* bias;    // [panels * panel width]
   bool pairs;
   int64_t in, outputs;
 };
 
 int64_t panel_width();
-bool takes_pairs();  // whether weights in bfloat16 or int8 of an even number of inputs are pairs
+bool takes_pairs();  // whether weights in bfloat16 of an even number of inputs are pairs
 int64_t panel_inputs(const Linear& layer);  // how many inputs a panel has place for, zeros behind the last
-int64_t group_bytes();  // of a panel's weights of 4 bits of 32 inputs, with their scales
-// weight [out, in] from -8 to 7, scales [out, groups of 32 inputs] in bfloat16: panels [panels, groups, group bytes].
-void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels);
 void to_panels(const void* weight, const Linear& layer, void* panels);
 void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out);
+
+// A weight [outputs, in] of integers: value * scale + minimum, by groups of inputs. It stands before the panels of `pack`.
+struct Packed {
+  int32_t bits, group;  // 4 or 8; 32 or 16 inputs
+  bool has_float_scale, has_minimum;  // else the scale is a half, and nothing is added
+  int64_t outputs, in;
+};
+
+int64_t packed_bytes(const Packed& packed);  // 0: there is no such kind
+// values [outputs, in]; scale and minimum [outputs, groups].
+void pack(const Packed& packed, const int8_t* values, const void* scale, const float* minimum, uint8_t* to);
+Packed packed_of(const uint8_t* bytes);
+void linear(const uint8_t* packed, const float* bias, Type type, const void* input, int64_t num_rows, void* out);
+void rows_of(const uint8_t* packed, const int64_t* outputs, int64_t count, float* to);  // [count, in]
 
 // Logits [rows, size], contiguous rows.
 struct Logits {

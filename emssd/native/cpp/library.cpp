@@ -34,11 +34,17 @@ TORCH_LIBRARY(emssd_native, library) {
       "int decay_values) -> Tensor");
   library.impl("recur", c10::DispatchKey::CPU, TORCH_FN(recur));
   library.def("new_module() -> Tensor", TORCH_FN(new_module));
-  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias, Tensor? scale) -> ()");
+  library.def("add_weight(Tensor handle, Tensor weight, Tensor? bias) -> ()");
   library.impl("add_weight", c10::DispatchKey::CPU, TORCH_FN(add_weight));
   library.def("free_module_address() -> int", [] { return reinterpret_cast<int64_t>(&free_module); });
   library.def("linear(Tensor input, Tensor handle, int index, int out_features) -> Tensor");
   library.impl("linear", c10::DispatchKey::CPU, TORCH_FN(linear));
+  library.def("pack(Tensor values, Tensor scale, Tensor? minimum, int bits) -> Tensor");
+  library.impl("pack", c10::DispatchKey::CPU, TORCH_FN(pack));
+  library.def("packed_linear(Tensor input, Tensor weight, Tensor? bias, int outputs) -> Tensor");
+  library.impl("packed_linear", c10::DispatchKey::CPU, TORCH_FN(packed_linear));
+  library.def("packed_embedding(Tensor indices, Tensor weight, int width) -> Tensor");
+  library.impl("packed_embedding", c10::DispatchKey::CPU, TORCH_FN(packed_embedding));
   library.def("plain_linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor");
   library.impl("plain_linear", c10::DispatchKey::CPU, TORCH_FN(plain_linear));
   library.class_<Step>("Step")  // methods: operators with an object as an argument take Python's slow road

@@ -7,30 +7,14 @@
 #include <utility>
 #include <vector>
 
-#include "kernels.h"
-#include "vectors.h"
-
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__)
-#define TILES
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "panels.h"
 
 namespace emssd {
 namespace {
 
-constexpr int kLanes = Floats::kOfPart;
-constexpr int kVectors = std::max(2, Floats::kParts);
 constexpr int kMaxRows = kRegister == 64 ? 14 : kRegister == 32 ? 6 : 2;  // rows that share one pass over a panel
-constexpr int64_t kPanel = kVectors * kLanes;  // outputs whose weights lie together, as [cell][output]
-constexpr int64_t kAhead = 4608, kFarAhead = 9216;  // bytes that are fetched ahead; measured, as is which rows are many
-constexpr int kManyRows = 6;                   // so many compute for longer than a nearer cache keeps what is fetched
-constexpr int64_t kTaskSize = 1 << 15;         // multiplications that are worth a task
-
-using Sums = Floats::Part;
-using SumBits = Bits::Part;
-typedef uint16_t SumHalves __attribute__((vector_size(2 * kLanes)));
-typedef int8_t SumBytes __attribute__((vector_size(kLanes)));
+constexpr int64_t kFarAhead = 9216;  // instead of kAhead, for many rows; measured, as is which rows are many
+constexpr int kManyRows = 6;         // so many compute for longer than a nearer cache keeps what is fetched
 
 // How the weights of a layer are stored, as cells of kWidth inputs, and multiplied: `of` is a vector of weights ready for any
 // number of rows. Inputs are floats, but for pairs.
@@ -59,19 +43,6 @@ struct HalfCells : FloatCells {
   }
 };
 
-struct ByteCells : FloatCells {
-  using Cell = int8_t;
-  static INLINE Sums of(const Cell* cells) {
-#if defined(__AVX512F__)
-    return (Sums)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(cells))));
-#elif defined(__AVX2__)
-    return (Sums)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(cells))));
-#else
-    return __builtin_convertvector(load<SumBytes>(cells), Sums);
-#endif
-  }
-};
-
 #ifdef __AVX512BF16__
 struct PairCells {
   using Cell = uint32_t;
@@ -84,47 +55,12 @@ struct PairCells {
   }
 };
 
-// Bytes are numbers of bfloat16, too, and its products are twice as many at a time.
-struct BytePairCells : PairCells {
-  using Cell = uint16_t;
-  static INLINE __m512bh of(const Cell* cells) {
-    const auto part = [](const Cell* from) {
-      return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-    };
-    return _mm512_cvtne2ps_pbh(part(cells + 8), part(cells));
-  }
-};
-
-// The same weights by inputs in float32, one after the other.
-struct FloatBytePairCells {
-  using Cell = uint16_t;
-  struct Input {
-    float first, second;
-  };
-  using Sum = float;
-  static constexpr int64_t kWidth = 2;
-  struct Weights {
-    Sums first, second;
-  };
-  static INLINE Weights of(const Cell* cells) {
-    const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(cells)));
-    return {(Sums)_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24)),
-            (Sums)_mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8))};
-  }
-  static INLINE Sums multiply_add(Sums sum, Weights weights, Input by) {
-    sum += weights.first * by.first;
-    return sum + weights.second * by.second;
-  }
-};
 constexpr bool kPairs = true;
 #else
 using PairCells = HalfCells;
-using BytePairCells = ByteCells;
-using FloatBytePairCells = ByteCells;
 constexpr bool kPairs = false;
 #endif
 
-constexpr int64_t kTile = 16;  // rows, cells and outputs of a tile
 #ifdef TILES
 constexpr bool kTiles = true;
 #else
@@ -235,49 +171,6 @@ struct Vectors {
 };
 
 #ifdef TILES
-// What a tile holds: lines, and bytes of each. Tiles are configured before they are used, by each thread, and released.
-struct TileShapes {
-  uint8_t palette = 1, start_line = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};
-  uint8_t lines[16] = {};
-};
-
-// Compilers do not know what loading a tile reads: nothing that is written before this may be written after it.
-INLINE void all_written() { asm volatile("" ::: "memory"); }
-
-// Whether the system lets this process use tiles: it must be asked, once.
-bool tiles_allowed() {
-  constexpr long kAskForPermission = 0x1023, kTileData = 18;
-  static const bool allowed = syscall(SYS_arch_prctl, kAskForPermission, kTileData) == 0;
-  return allowed;
-}
-
-// The tiles of a thread, for as many rows as it multiplies: 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights. 2, 3 and 5
-// have the rows from the seventeenth on.
-class TilesOfThread {
- public:
-  ~TilesOfThread() {
-    if (rows_) _tile_release();
-  }
-
-  // weight_lines: of 64 bytes, with the weights of 16 outputs; as many numbers has each input.
-  void configure(int64_t rows, int64_t weight_lines) {
-    if (rows == rows_) return;
-    TileShapes shapes;
-    for (int tile = 0; tile < 8; ++tile) {
-      const bool second = tile == 2 || tile == 3 || tile == 5, inputs = tile == 4 || tile == 5;
-      shapes.bytes[tile] = inputs ? 4 * weight_lines : 64;
-      shapes.lines[tile] = tile >= 6 ? weight_lines : std::clamp<int64_t>(second ? rows - kTile : rows, 1, kTile);
-    }
-    all_written();
-    _tile_loadconfig(&shapes);
-    rows_ = rows;
-  }
-
- private:
-  int64_t rows_ = 0;
-};
-
 // Rows by panels in tiles: up to 32 rows, 16 cells at a time.
 template <class K>
 struct Tiles {
@@ -303,7 +196,6 @@ struct Tiles {
   template <bool kTwice>
   static void run(const Input* input, int64_t count, const Cell* panel, int64_t begin, int64_t end, Ahead ahead, float* to) {
     constexpr int64_t kLine = kPanel * sizeof(float), kInputLine = kTile * sizeof(Input);
-    alignas(64) uint32_t converted[kTile * kPanel];
     if (begin == 0) {
       _tile_zero(0);
       _tile_zero(1);
@@ -321,19 +213,11 @@ struct Tiles {
       for (int64_t byte = 0; byte < kTile * ahead.step; byte += 64) {
         __builtin_prefetch(ahead.from + cell * ahead.step + byte, 0, 3);
       }
-      const void* weights = panel + cell * kPanel;
-      if constexpr (sizeof(Cell) < sizeof(Input)) {
-#pragma GCC unroll 4
-        for (int64_t i = 0; i < kTile * kPanel; i += kLanes) {
-          _mm512_store_si512(converted + i, (__m512i)Kind::of(panel + cell * kPanel + i));
-        }
-        weights = converted;
-        all_written();
-      }
+      const Cell* weights = panel + cell * kPanel;
       _tile_loadd(4, input + cell * count, kInputLine);
       _tile_loadd(6, weights, kLine);
       _tile_dpbf16ps(0, 4, 6);
-      _tile_loadd(7, static_cast<const float*>(weights) + kTile, kLine);
+      _tile_loadd(7, weights + kTile, kLine);
       _tile_dpbf16ps(1, 4, 7);
       if (kTwice) {
         _tile_loadd(5, input + cell * count + kTile * kTile, kInputLine);
@@ -358,31 +242,13 @@ struct Tiles {
 };
 #endif
 
-// A panel's sums, times `scale` if there is one, plus `bias`, to the first `outputs` of the row at `to`.
-template <class T>
-void finish(const float* sums, const float* scale, const float* bias, int64_t outputs, T* to) {
-  for (int64_t first = 0; first < std::min(outputs, kPanel); first += kPage) {
-    Floats values = load<Floats>(sums + first);
-    if (scale) values *= load<Floats>(scale + first);
-    values += load<Floats>(bias + first);
-    if (outputs - first >= kPage) {
-      Lane<T>::narrow(values, to + first);
-      continue;
-    }
-    T block[kPage];
-    Lane<T>::narrow(values, block);
-    std::copy_n(block, outputs - first, to + first);
-  }
-}
-
-void finish(const double* sums, const double*, const double* bias, int64_t outputs, double* to) {
+void finish(const double* sums, const double* bias, int64_t outputs, double* to) {
   for (int64_t i = 0; i < std::min(outputs, kPanelOf<DoubleCells>); ++i) to[i] = sums[i] + bias[i];
 }
 
 // Rows [num_rows, in] by all panels: [num_rows, outputs]. panel_at(panel) gives the cells of one, on the thread that asks.
 template <class Way, class T, class PanelAt>
-void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Way::Kind::Sum* scale,
-                 const typename Way::Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Way::Kind::Sum* bias, T* to, const PanelAt& panel_at) {
   using Kind = typename Way::Kind;
   constexpr int64_t kPanel = kPanelOf<Kind>;
   constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
@@ -414,8 +280,7 @@ void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, c
           way(inputs.data() + row * cells, count, place, cells, cell, std::min(cell + most, cells), ahead, sums);
           if (cell + most < cells) continue;
           for (int64_t i = 0; i < count; ++i) {
-            finish(sums + i * kPanel, scale ? scale + first : nullptr, bias + first, outputs - first,
-                   to + (row + i) * outputs + first);
+            finish(sums + i * kPanel, bias + first, outputs - first, to + (row + i) * outputs + first);
           }
         }
       }
@@ -424,242 +289,30 @@ void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, c
 }
 
 template <class T, class Kind, class PanelAt>
-void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* scale,
-              const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
 #ifdef TILES
   if constexpr (std::is_base_of_v<PairCells, Kind>) {
     constexpr int64_t kSome = 256;  // rows whose inputs stay in a cache
     for (int64_t row = 0; tiles_allowed() && row < num_rows; row += kSome) {
-      multiply_by<Tiles<Kind>>(rows + row * in, std::min(kSome, num_rows - row), in, outputs, scale, bias,
+      multiply_by<Tiles<Kind>>(rows + row * in, std::min(kSome, num_rows - row), in, outputs, bias,
                                to + row * outputs, panel_at);
     }
     if (tiles_allowed()) return;
   }
 #endif
-  multiply_by<Vectors<Kind>>(rows, num_rows, in, outputs, scale, bias, to, panel_at);
+  multiply_by<Vectors<Kind>>(rows, num_rows, in, outputs, bias, to, panel_at);
 }
 
 template <class T, class Kind>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
   const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
   const int64_t size = cells_of<Kind>(layer.in) * kPanelOf<Kind>;
-  multiply<T, Kind>(rows, num_rows, layer.in, layer.outputs, layer.scale, layer.bias, to,
+  multiply<T, Kind>(rows, num_rows, layer.in, layer.outputs, layer.bias, to,
                     [=](int64_t panel) { return weights + panel * size; });
-}
-
-// Weights of 4 bits in groups of kGroup inputs, each with a scale; see `Linear`. Inputs are rounded to bytes, group by group
-// of each row, so that products are sums of integers. Only what drafts computes so.
-constexpr int64_t kGroup = 32;
-constexpr int64_t kParts4 = kGroup / 8;  // registers of 4 inputs in the low and 4 in the high halves of the bytes of each output
-constexpr int64_t kGroupBytes = kPanel * (kGroup / 2 + sizeof(BFloat16));  // of a panel: the weights, then the scales
-constexpr int kMaxGroupRows = kRegister == 64 ? 8 : 4;
-
-struct GroupInput {
-  int8_t values[kGroup / 4][4];
-  float scale;
-  int32_t start;  // of the sum: weights are stored 8 too high
-};
-
-// sum, plus for each output 4 products of weights from 0 to 15 with the bytes of `by`.
-INLINE SumBits add_products(SumBits sum, SumBits weights, const int8_t (&bytes)[4]) {
-#if defined(__AVX512VNNI__)  // from memory: compilers keep the bytes of all rows in registers, and run out of them
-  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(weights), "m"(bytes));
-  return sum;
-#else
-  uint32_t by;
-  std::memcpy(&by, bytes, 4);
-#if defined(__AVX512BW__)
-  const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, _mm512_set1_epi32(by));
-  return sum + (SumBits)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, _mm256_set1_epi32(by));
-  return sum + (SumBits)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-#else
-  for (int place = 0; place < 4; ++place) {
-    sum += (weights >> 8 * place & 0xffu) * static_cast<uint32_t>(static_cast<int8_t>(by >> 8 * place));
-  }
-  return sum;
-#endif
-#endif
-}
-
-// N rows of inputs, as [groups, N], by a panel: sums [N, kPanel].
-template <int N>
-void multiply_groups(const GroupInput* input, const uint8_t* panel, int64_t groups, float* to) {
-  typedef int32_t SumInts __attribute__((vector_size(4 * kLanes)));
-  Sums sum[N][kVectors];
-#pragma GCC unroll 16
-  for (int row = 0; row < N; ++row) {
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
-  }
-#pragma GCC unroll 1
-  for (int64_t group = 0; group < groups; ++group, input += N, panel += kGroupBytes) {
-#pragma GCC unroll 16
-    for (int64_t line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) {
-      SumBits weights[2 * kParts4];
-#pragma GCC unroll 16
-      for (int part = 0; part < kParts4; ++part) {
-        const SumBits both = load<SumBits>(panel + (vector * kParts4 + part) * kRegister);
-        weights[part] = both & 0x0f0f0f0fu, weights[kParts4 + part] = both >> 4 & 0x0f0f0f0fu;
-      }
-      const auto* scales = reinterpret_cast<const uint16_t*>(panel + kPanel * kGroup / 2) + vector * kLanes;
-      const Sums scale = HalfCells::of(scales);
-#pragma GCC unroll 16
-      for (int row = 0; row < N; ++row) {
-        SumBits products = SumBits{} + static_cast<uint32_t>(input[row].start);
-#pragma GCC unroll 16
-        for (int part = 0; part < 2 * kParts4; ++part) {
-          products = add_products(products, weights[part], input[row].values[part]);
-        }
-        sum[row][vector] += __builtin_convertvector((SumInts)products, Sums) * (scale * input[row].scale);
-      }
-    }
-  }
-#pragma GCC unroll 16
-  for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
-}
-
-#ifdef TILES
-// The same for up to 16 rows, by tiles; sums of integers are exact, so no bit differs.
-void multiply_groups_by_tiles(const GroupInput* input, int count, const uint8_t* panel, int64_t groups, float* to) {
-  alignas(64) int8_t weights[kVectors][2 * kParts4][kRegister];
-  alignas(64) int32_t products[kVectors][kTile][kLanes];
-  std::fill_n(to, count * kPanel, 0.0f);
-  for (int64_t group = 0; group < groups; ++group, input += count, panel += kGroupBytes) {
-#pragma GCC unroll 16
-    for (int64_t line = 0; line < kGroupBytes; line += 64) __builtin_prefetch(panel + kAhead + line);
-#pragma GCC unroll 16
-    for (int part = 0; part < kVectors * kParts4; ++part) {
-      const SumBits both = load<SumBits>(panel + part * kRegister);
-      const auto put = [&](int place, SumBits nibbles) {
-        _mm512_store_si512(weights[part / kParts4][place], _mm512_sub_epi8((__m512i)nibbles, _mm512_set1_epi8(8)));
-      };
-      put(part % kParts4, both & 0x0f0f0f0fu), put(kParts4 + part % kParts4, both >> 4 & 0x0f0f0f0fu);
-    }
-    _tile_zero(0);
-    _tile_zero(1);
-    all_written();
-    _tile_loadd(4, input->values, sizeof(GroupInput));
-    _tile_loadd(6, weights[0], kRegister);
-    _tile_dpbssd(0, 4, 6);
-    _tile_loadd(7, weights[1], kRegister);
-    _tile_dpbssd(1, 4, 7);
-    _tile_stored(0, products[0], kRegister);
-    _tile_stored(1, products[1], kRegister);
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) {
-      const Sums scale = HalfCells::of(reinterpret_cast<const uint16_t*>(panel + kPanel * kGroup / 2) + vector * kLanes);
-      for (int row = 0; row < count; ++row) {
-        float* place = to + row * kPanel + vector * kLanes;
-        const Sums floats = (Sums)_mm512_cvtepi32_ps(_mm512_load_si512(products[vector][row]));
-        const Sums sum = load<Sums>(place) + floats * (scale * input[row].scale);
-        std::memcpy(place, &sum, sizeof(sum));
-      }
-    }
-  }
-}
-#endif
-
-template <int... kRows>
-auto group_kernels(std::integer_sequence<int, kRows...>) {
-  return std::array{&multiply_groups<kRows + 1>...};
-}
-
-// One row [in] to every `step`-th group from `to` on.
-template <class T>
-void round_inputs(const T* row, int64_t in, GroupInput* to, int64_t step) {
-  constexpr int64_t kBlocks = kGroup / kPage;
-  typedef int8_t Few __attribute__((vector_size(Ints::kOfPart)));
-  for (int64_t first = 0; first < in; first += kGroup, to += step) {
-    T rest[kGroup] = {};
-    const T* inputs = row + first;
-    if (in - first < kGroup) inputs = std::copy_n(inputs, in - first, rest) - (in - first);
-    Floats values[kBlocks];
-    Bits sizes;  // of floats without their sign, which are in order as integers, too
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      values[block] = Lane<T>::widen(inputs + block * kPage);
-      sizes = larger(sizes, as<Bits>(values[block]) & 0x7fffffffu);
-    }
-    const uint32_t most = emssd::largest(sizes);
-    float largest;
-    std::memcpy(&largest, &most, sizeof(largest));
-    const bool finite = most < 0x7f800000u;  // neither infinite nor no number
-    const float inverse = finite && most ? 127 / largest : 0;
-    int32_t sum = 0;
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      const Floats scaled = finite ? values[block] * inverse : Floats();
-      const Bits half = (as<Bits>(scaled) & 0x80000000u) | Bits(0x3f000000u);
-      const Ints whole = converted<int32_t>(scaled + as<Floats>(half));
-      sum += total(whole);
-      for (int part = 0; part < Ints::kParts; ++part) {
-        const Few few = __builtin_convertvector(whole.part[part], Few);
-        std::memcpy(to->values[0] + block * kPage + part * Ints::kOfPart, &few, sizeof(few));
-      }
-    }
-    to->scale = finite ? largest / 127 : std::numeric_limits<float>::quiet_NaN(), to->start = -8 * sum;
-  }
-}
-
-// Rows by panels of 4 bits, on one thread.
-struct Groups {
-#ifdef TILES
-  const int64_t most_rows = tiles_allowed() ? kTile : kMaxGroupRows;
-  TilesOfThread tiles;
-#else
-  const int64_t most_rows = kMaxGroupRows;
-#endif
-
-  void operator()(const GroupInput* input, int64_t count, const uint8_t* panel, int64_t groups, float* to) {
-    static const auto kernels = group_kernels(std::make_integer_sequence<int, kMaxGroupRows>{});
-#ifdef TILES
-    if (count > kMaxGroupRows) {  // fewer are faster in vectors
-      tiles.configure(count, kGroup / 4);
-      return multiply_groups_by_tiles(input, count, panel, groups, to);
-    }
-#endif
-    kernels[count - 1](input, panel, groups, to);
-  }
-};
-
-template <class T>
-void multiply_rounded(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
-  const int64_t in = layer.in, outputs = layer.outputs, groups = (in + kGroup - 1) / kGroup;
-  const int64_t most_rows = Groups().most_rows, passes = (num_rows + most_rows - 1) / most_rows;
-  const int64_t share = (num_rows + passes - 1) / passes;
-  std::vector<GroupInput> inputs(num_rows * groups);
-  parallel_for(num_rows, kTaskSize / in + 1, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t first = row / share * share;
-      round_inputs(rows + row * in, in, inputs.data() + first * groups + row - first, std::min(share, num_rows - first));
-    }
-  });
-  const auto* weights = static_cast<const uint8_t*>(layer.weights);
-  parallel_for((outputs + kPanel - 1) / kPanel, kTaskSize / (num_rows * in * kPanel) + 1, [&](int64_t begin, int64_t end) {
-    alignas(64) float sums[kTile * kPanel];
-    Groups by_panel;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const int64_t first = panel * kPanel;
-      for (int64_t row = 0; row < num_rows; row += share) {
-        const int64_t count = std::min(share, num_rows - row);
-        by_panel(inputs.data() + row * groups, count, weights + panel * groups * kGroupBytes, groups, sums);
-        for (int64_t i = 0; i < count; ++i) {
-          finish(sums + i * kPanel, nullptr, layer.bias + first, outputs - first, to + (row + i) * outputs + first);
-        }
-      }
-    }
-  });
 }
 
 template <class T>
 void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
-  if (layer.type == Type::int4) return multiply_rounded<T>(rows, num_rows, layer, to);
-  if (layer.type == Type::int8) {
-    using Pairs = std::conditional_t<std::is_same_v<T, float>, FloatBytePairCells, BytePairCells>;
-    return layer.pairs ? multiply<T, Pairs>(rows, num_rows, layer, to) : multiply<T, ByteCells>(rows, num_rows, layer, to);
-  }
   if constexpr (std::is_same_v<T, float>) {
     multiply<T, FloatCells>(rows, num_rows, layer, to);
   } else if (layer.pairs) {
@@ -738,7 +391,7 @@ void multiply_plain(const PlainLinear& layer, const void* input, int64_t num_row
                   std::min(kPanel, layer.outputs - panel * kPanel), cells, place.data());
     return static_cast<const Cell*>(place.data());
   };
-  multiply<T, Kind>(static_cast<const T*>(input), num_rows, layer.in, layer.outputs, nullptr, bias.data(),
+  multiply<T, Kind>(static_cast<const T*>(input), num_rows, layer.in, layer.outputs, bias.data(),
                     static_cast<T*>(out), panel_at);
 }
 
@@ -758,39 +411,12 @@ bool takes_pairs() { return kPairs; }
 
 int64_t panel_inputs(const Linear& layer) { return layer.pairs ? 2 * cells_of<PairCells>(layer.in) : layer.in; }
 
-int64_t group_bytes() { return kGroupBytes; }
-
-void to_groups(const int8_t* weight, const uint16_t* scales, int64_t out, int64_t in, uint8_t* panels) {
-  const int64_t groups = (in + kGroup - 1) / kGroup;
-  parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t panel = begin; panel < end; ++panel) {
-      for (int64_t group = 0; group < groups; ++group) {
-        uint8_t* place = panels + (panel * groups + group) * kGroupBytes;
-        for (int64_t i = 0; i < kPanel; ++i) {
-          const int64_t output = panel * kPanel + i, lane = i % kLanes;
-          uint8_t* bytes = place + i / kLanes * kParts4 * kRegister + 4 * lane;
-          const auto nibble = [&](int64_t input) -> uint8_t {
-            input += group * kGroup;
-            return output < out && input < in ? weight[output * in + input] + 8 : 8;
-          };
-          for (int64_t input = 0; input < kGroup / 2; ++input) {
-            bytes[input / 4 * kRegister + input % 4] = nibble(input) | nibble(kGroup / 2 + input) << 4;
-          }
-          const uint16_t scale = output < out ? scales[output * groups + group] : 0;
-          std::memcpy(place + kPanel * kGroup / 2 + 2 * i, &scale, 2);
-        }
-      }
-    }
-  });
-}
-
 void to_panels(const void* weight, const Linear& layer, void* panels) {
   const auto pack = [&](auto cell, int64_t width) {
     using Cell = decltype(cell);
     panels_of(static_cast<const Cell*>(weight), layer.outputs, layer.in / width, panel_inputs(layer) / width,
               static_cast<Cell*>(panels));
   };
-  if (layer.type == Type::int8) return layer.pairs ? pack(uint16_t{}, 2) : pack(int8_t{}, 1);
   if (layer.type == Type::float32) return pack(uint32_t{}, 1);
   layer.pairs ? pack(uint32_t{}, 2) : pack(uint16_t{}, 1);
 }

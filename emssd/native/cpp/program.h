@@ -25,7 +25,7 @@ namespace {
 // A linear layer, with the memory that it reads.
 struct Layer {
   Linear linear;
-  Tensor weight, bias, scale;
+  Tensor weight, bias;
 };
 
 // Memory for the weights of a module, in large pages where the system has any: a step reads all of it, and looking up as
@@ -38,20 +38,20 @@ class Weights {
     const auto options = at::TensorOptions(at::kByte);
     if (bytes < kLargePage / 16) return at::empty({bytes}, options);
     if (!chunk_.defined() || chunk_.numel() - used_ < bytes) {
-      const int64_t size = (std::max(bytes, total_) + kLargePage - 1) / kLargePage * kLargePage;
+      const int64_t size = (std::max(bytes, kChunk) + kLargePage - 1) / kLargePage * kLargePage;
       void* memory = std::aligned_alloc(kLargePage, size);
       TORCH_CHECK(memory, "no memory for ", size, " bytes of weights");
       madvise(memory, size, MADV_HUGEPAGE);  // what it returns does not matter
       chunk_ = at::from_blob(memory, {size}, [](void* gone) { std::free(gone); }, options), used_ = 0;
     }
-    used_ += bytes, total_ += bytes;
+    used_ += bytes;
     return chunk_.narrow(0, used_ - bytes, bytes);
   }
 
  private:
-  static constexpr int64_t kLargePage = 1 << 21;
+  static constexpr int64_t kLargePage = 1 << 21, kChunk = 16 * kLargePage;
   Tensor chunk_;
-  int64_t used_ = 0, total_ = 0;
+  int64_t used_ = 0;
 };
 
 // A module of which there is a compiled program: its linear layers, the program, and what the step that runs attends with.
@@ -62,36 +62,95 @@ struct Module {
   const Step* step = nullptr;  // none: attention is Python's
 };
 
-// `values` [n] in float32, zeros behind them up to `size`; all zeros if there are none.
+// `values` [size] in float32, zeros if there are none, and zeros behind them up to the end of a panel.
 Tensor padded(const std::optional<Tensor>& values, int64_t size) {
-  Tensor whole = at::zeros({size}, at::kFloat);
+  Tensor whole = at::zeros({(size + panel_width() - 1) / panel_width() * panel_width()}, at::kFloat);
   if (values) whole.narrow(0, 0, values->size(0)).copy_(*values);
   return whole;
 }
 
-Layer packed_layer(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias, const std::optional<Tensor>& scale) {
-  const int64_t out = weight.size(0), in = weight.size(1), width = panel_width(), panels = (out + width - 1) / width;
+Layer layer_of(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias) {
   Layer layer{};
   Linear& linear = layer.linear;
-  linear.type = type_of(weight), linear.in = in, linear.outputs = out;
-  if (scale && scale->dim() == 2) {
-    const int64_t groups = (in + 31) / 32;
-    TORCH_CHECK(scale->scalar_type() == at::kBFloat16 && scale->is_contiguous() && scale->size(0) == out && scale->size(1) == groups,
-                "weights of 4 bits have a scale in bfloat16 for each 32 inputs");
-    layer.weight = memory.take(panels * groups * group_bytes());
-    linear.type = Type::int4;
-    to_groups(weight.const_data_ptr<int8_t>(), static_cast<const uint16_t*>(scale->const_data_ptr()), out, in,
-              layer.weight.mutable_data_ptr<uint8_t>());
+  linear.type = type_of(weight);
+  if (linear.type == Type::packed) {
+    linear.outputs = packed_of(weight.const_data_ptr<uint8_t>()).outputs, layer.weight = weight;
   } else {
     TORCH_CHECK(linear.type != Type::float64, "no kernel for ", weight.scalar_type());
-    linear.pairs = takes_pairs() && linear.type != Type::float32 && in % 2 == 0;
-    layer.weight = memory.take(panels * panel_inputs(linear) * width * weight.element_size()).zero_();
+    linear.outputs = weight.size(0), linear.in = weight.size(1);
+    linear.pairs = takes_pairs() && linear.type != Type::float32 && linear.in % 2 == 0;
+    const int64_t panels = (linear.outputs + panel_width() - 1) / panel_width();
+    layer.weight = memory.take(panels * panel_inputs(linear) * panel_width() * weight.element_size()).zero_();
     to_panels(weight.const_data_ptr(), linear, layer.weight.mutable_data_ptr());
-    if (scale) layer.scale = padded(scale, panels * width), linear.scale = layer.scale.const_data_ptr<float>();
   }
-  layer.bias = padded(bias, panels * width), linear.bias = layer.bias.const_data_ptr<float>();
-  linear.weights = layer.weight.const_data_ptr();
+  layer.bias = padded(bias, linear.outputs);
+  linear.bias = layer.bias.const_data_ptr<float>(), linear.weights = layer.weight.const_data_ptr();
   return layer;
+}
+
+// values [out, in] int8 of 4 or 8 bits, scale and minimum [out, groups]: bytes for `packed_linear` and `packed_embedding`.
+Tensor pack(const Tensor& values, const Tensor& scale, const std::optional<Tensor>& minimum, int64_t bits) {
+  static std::mutex lock;
+  static Weights memory;
+  TORCH_CHECK(values.scalar_type() == at::kChar && values.dim() == 2, "packed weights are integers [out, in]");
+  const int64_t out = values.size(0), in = values.size(1);
+  const bool has_floats = scale.scalar_type() != at::kHalf;
+  const int32_t group = has_floats && !minimum ? 16 : 32;
+  const Packed packed{static_cast<int32_t>(bits), group, has_floats, minimum.has_value(), out, in};
+  const int64_t bytes = packed_bytes(packed);
+  const auto fits = [&](const Tensor& part, at::ScalarType type) {
+    return part.scalar_type() == type && part.sizes() == at::IntArrayRef({out, (in + group - 1) / group});
+  };
+  TORCH_CHECK(bytes && fits(scale, has_floats ? at::kFloat : at::kHalf) && (!minimum || fits(*minimum, at::kFloat)),
+              "no kernel for weights of ", bits, " bits ", values.sizes(), " with scales ", scale.sizes(), " in ",
+              scale.scalar_type());
+  const Tensor whole = values.contiguous(), scales = scale.contiguous();
+  const Tensor minimums = minimum ? minimum->contiguous() : Tensor();
+  Tensor result;
+  {
+    const std::lock_guard<std::mutex> guard(lock);
+    result = memory.take(bytes);
+  }
+  emssd::pack(packed, whole.const_data_ptr<int8_t>(), scales.const_data_ptr(),
+              minimum ? minimums.const_data_ptr<float>() : nullptr, result.mutable_data_ptr<uint8_t>());
+  return result;
+}
+
+// input [..., in] by a packed weight, plus a bias as `padded` makes it: [..., outputs].
+Tensor packed_product(const Tensor& input, const Tensor& weight, const Tensor& bias, int64_t outputs) {
+  const auto* bytes = weight.const_data_ptr<uint8_t>();
+  const int64_t in = packed_of(bytes).in;
+  const Type type = type_of(input);
+  TORCH_CHECK(type == Type::float32 || type == Type::bfloat16, "no kernel for ", input.scalar_type());
+  TORCH_CHECK(input.size(-1) == in && outputs == packed_of(bytes).outputs, "inputs of ", input.size(-1),
+              " numbers for a packed weight of ", in);
+  const Tensor rows = input.contiguous();
+  auto sizes = rows.sizes().vec();
+  sizes.back() = outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  const float* added = bias.const_data_ptr<float>();
+  if (rows.numel() > 0) emssd::linear(bytes, added, type, rows.const_data_ptr(), rows.numel() / in, out.mutable_data_ptr());
+  return out;
+}
+
+Tensor packed_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t outputs) {
+  return packed_product(input, weight, padded(bias, outputs), outputs);
+}
+
+// The rows [..., width] of a packed weight at the indices [...], in float32.
+Tensor packed_embedding(const Tensor& indices, const Tensor& weight, int64_t width) {
+  const Packed packed = packed_of(weight.const_data_ptr<uint8_t>());
+  const Tensor rows = indices.to(at::kLong).contiguous();
+  const auto* first = rows.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    TORCH_CHECK_INDEX(0 <= first[i] && first[i] < packed.outputs, "no row ", first[i], " of ", packed.outputs);
+  }
+  TORCH_CHECK(width == packed.in, "rows of ", width, " numbers of a packed weight of ", packed.in);
+  auto sizes = rows.sizes().vec();
+  sizes.push_back(width);
+  Tensor out = at::empty(sizes, at::kFloat);
+  rows_of(weight.const_data_ptr<uint8_t>(), first, rows.numel(), out.mutable_data_ptr<float>());
+  return out;
 }
 
 // input [..., in] by a model's own weight [out, in], of any layout: [..., out].
@@ -103,7 +162,7 @@ Tensor plain_linear(const Tensor& input, const Tensor& weight, const std::option
   const Tensor rows = input.contiguous();
   const Tensor own = weight.stride(1) == 1 || weight.stride(0) == 1 ? weight : weight.contiguous();
   const std::optional<Tensor> added = bias ? std::optional(bias->contiguous()) : std::nullopt;
-  TORCH_CHECK(type_of(own) != Type::int8, "no kernel for int8");
+  TORCH_CHECK(type_of(own) != Type::packed, "no kernel for bytes");
   const PlainLinear layer{type_of(own), own.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
                           own.stride(0), own.stride(1), own.size(1), own.size(0)};
   auto sizes = rows.sizes().vec();
@@ -133,14 +192,10 @@ Tensor new_module() {
   return at::scalar_tensor(number, at::kLong);
 }
 
-// Adds a layer: weight [out, in], bias [out] or none; int8 weights with the scale [out] of each output, or
-// [out, groups] in bfloat16 of each 32 inputs, whose weights are from -8 to 7 and take 4 bits. Layers are numbered
-// from 0.
-void add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias,
-                const std::optional<Tensor>& scale) {
-  TORCH_CHECK(scale.has_value() == (weight.scalar_type() == at::kChar), "int8 weights, and only they, have a scale");
+// Adds a layer: weight [out, in], or the bytes of `pack`; bias [out] or none. Layers are numbered from 0.
+void add_weight(const Tensor& handle, const Tensor& weight, const std::optional<Tensor>& bias) {
   Module& module = module_of(handle);
-  module.linears.push_back(packed_layer(module.weights, weight.contiguous(), bias, scale));
+  module.linears.push_back(layer_of(module.weights, weight.contiguous(), bias));
 }
 
 // Frees the module of a handle. A plain function and not an operator: Python's finalizers call it at any point, also where
@@ -156,11 +211,11 @@ void free_module(int64_t number) {
 
 // input [..., in] by layer `index` of a handle: [..., outputs].
 Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t) {
-  const Linear& layer = module_of(handle).linears.at(index).linear;
+  const auto& [layer, weight, bias] = module_of(handle).linears.at(index);
+  if (layer.type == Type::packed) return packed_product(input, weight, bias, layer.outputs);
   const Tensor rows = input.contiguous();
   const Type type = type_of(rows);
-  const bool rounded = layer.type == Type::int8 || layer.type == Type::int4;
-  TORCH_CHECK(type == layer.type || (rounded && type != Type::float64), "no kernel for ", rows.scalar_type());
+  TORCH_CHECK(type == layer.type, "no kernel for ", rows.scalar_type());
   TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
   auto sizes = rows.sizes().vec();
   sizes.back() = layer.outputs;

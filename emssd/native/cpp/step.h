@@ -23,7 +23,7 @@ Type type_of(const Tensor& tensor) {
     case at::kBFloat16: return Type::bfloat16;
     case at::kFloat: return Type::float32;
     case at::kDouble: return Type::float64;
-    case at::kChar: return Type::int8;
+    case at::kByte: return Type::packed;
     default: TORCH_CHECK(false, "no kernel for ", tensor.scalar_type());
   }
 }

@@ -14,7 +14,6 @@ from emssd_heads.options import HeadTreeOptions, TreeKind, TreeOptions, shape_of
 from emssd_heads.paired import PairedDrafter, PairedHead
 from emssd_heads.runner import HeadRunner
 from emssd_heads.states import StatesDrafter
-from emssd_heads.weights import keep_bytes
 
 __all__ = [
     "LAST_NORMED",
@@ -40,6 +39,5 @@ __all__ = [
     "TargetWeights",
     "TreeKind",
     "TreeOptions",
-    "keep_bytes",
     "shape_of",
 ]

@@ -5,23 +5,15 @@ Oracles: plain decoding by hand, without a cache, float64; the module itself, wi
 
 from __future__ import annotations
 
-import copy
-import gc
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
-from unittest.mock import Mock
 
 import emssd_heads.states
 import pytest
-import torch
 from emssd_heads.options import TreeKind, TreeOptions, shape_of
-from emssd_heads.weights import keep_bytes
 from emssd_testing.drafters import ScriptedBudget
-from torch import nn
 
-from emssd.model.compile.int8 import round_weights
-from emssd.native import NativeError, load_kernels
 from tests.support.heads import refusal
 from tests.support.perfect_head import write_perfect_eagle3
 from tests.support.right_drafters import DEPTH, trial
@@ -109,44 +101,3 @@ def test_files_that_are_no_trees_are_refused(held: str, words: str, tmp_path: Pa
 def test_the_authors_tree_comes_along() -> None:
     shape = shape_of(TreeOptions(tree=TreeKind.static), "emssd_heads", top_k=4)
     assert (shape.num_nodes, shape.depth, shape.width) == (25, 5, 4)
-
-
-def some() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(21, 40), nn.ModuleDict({"a": nn.Linear(40, 40, bias=False)})["a"], nn.Linear(40, 5))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@torch.inference_mode()
-def test_all_layers_within_are_as_if_rounded(kernels: None, dtype: torch.dtype) -> None:
-    module = some().to(dtype)
-    rounded = copy.deepcopy(module)
-    round_weights(rounded)
-    kept = keep_bytes(copy.deepcopy(module))
-    assert not [part for part in kept.modules() if isinstance(part, nn.Linear)]
-    assert not [*kept.parameters()]
-    inputs = torch.randn(3, 2, 21).to(dtype)
-    close = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 0.03, "rtol": 0.03}
-    torch.testing.assert_close(kept(inputs), rounded(inputs), **close)
-    assert not torch.equal(kept(inputs), module(inputs))
-
-
-def test_a_layer_by_itself_is_freed_with_its_bytes(kernels: None) -> None:
-    layer = keep_bytes(nn.Linear(4, 3))
-    handle = layer._handle
-    load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
-    del layer
-    gc.collect()
-    with pytest.raises((IndexError, RuntimeError)):
-        load_kernels().linear(torch.ones(1, 4), handle, 0, 3)
-
-
-def test_what_there_is_no_kernel_for_stays(kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = some().double()
-    assert keep_bytes(module) is module
-    assert [type(part) for part in module] == [nn.Linear] * 3
-    monkeypatch.setattr("emssd_heads.weights.load_kernels", Mock(side_effect=NativeError("no C++ compiler", "-")))
-    layer = nn.Linear(4, 3)
-    before = layer.weight.detach().clone()
-    assert keep_bytes(layer) is layer
-    assert torch.equal(layer.weight, before)

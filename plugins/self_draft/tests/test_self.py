@@ -1,14 +1,10 @@
 """The target's own rounded weights draft on its own KV cache: no token changes, and exact weights are accepted in full.
 
-Oracles: plain decoding and sampling by hand; products in PyTorch. float64 but where the kernels are tested.
+Oracles: plain decoding and sampling by hand, in float64.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -24,15 +20,12 @@ import emssd.model.run.rounded
 from emssd.decoding.engine import Engine
 from emssd.draft_models import SharedDrafter
 from emssd.errors import ConfigError
-from emssd.model.compile.int8 import rounded
 from emssd.model.run.rounded import RoundedRunner
-from emssd.native import load_kernels
 from tests.support.right_drafters import decode, loading, target
 from tests.support.right_drafts import KINDS, Trial
 from tests.support.tiers import looped
 
 DEPTH = 4
-NEEDS = {"x86-64-v2": ["sse4_2"], "x86-64-v3": ["avx2"], "x86-64-v4": ["avx512bw"]}
 SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "dynamic": {"tree": "dynamic", "num_nodes": 14, "top_k": 3}}
 EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 
@@ -40,15 +33,6 @@ EVERY_SHAPE = pytest.mark.parametrize("shape", SHAPES)
 def trial() -> Trial:
     load = loading(emssd_self_draft, SelfConfig, lambda: {"depth": DEPTH})
     return Trial(target(), DEPTH, load, waits=False)
-
-
-def product(weight: Any, rows: torch.Tensor, num_out: int) -> torch.Tensor:
-    """``[n, num_out]``: what the kernel makes of ``rows [n, …]`` and a rounded weight."""
-    kernels = load_kernels()
-    handle = kernels.new_module()
-    kernels.add_weight(handle, weight.values, None, weight.scale)
-    out: torch.Tensor = kernels.linear(rows, handle, 0, num_out)
-    return out
 
 
 def make_engine(backend: str = "ragged", **options: Any) -> Engine:
@@ -66,7 +50,7 @@ def exact(monkeypatch: pytest.MonkeyPatch) -> None:
         def dense(self, dtype: torch.dtype) -> torch.Tensor:
             return self.weight
 
-    monkeypatch.setattr(emssd.model.run.rounded, "rounded", lambda weight, bits: Kept(weight))
+    monkeypatch.setattr(emssd.model.run.rounded, "rounded_linear", lambda layer, bits: Kept(layer.weight.detach()))
 
 
 @pytest.mark.usefixtures("exact")
@@ -159,64 +143,6 @@ def test_beside_other_drafters_and_with_any_budget(budget: str, name: str, kinds
     engine = Engine.from_model(target().model, drafter=OTHERS[name], budget=budget, batch_size=4)
     decode(engine, KINDS[kinds])
     assert engine.report.num_drafted > 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@looped("sizes", [(1, 1), (33, 31), (70, 32), (40, 100)])
-def test_the_kernel_multiplies_what_4_bits_stand_for(sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """Beside float64, on inputs that bytes hold exactly; any number of rows gives the same bits."""
-    generator = torch.Generator().manual_seed(0)
-    num_out, num_in = sizes
-    weight = rounded(torch.randn(num_out, num_in, generator=generator), 4)
-    rows = torch.randint(-126, 127, (19, num_in), generator=generator).double()
-    rows[:, ::32] = 127  # so that the scale of each group of inputs is 1
-    rows[3] = 0
-    out = product(weight, rows.to(dtype), num_out)
-    expected = rows @ weight.dense(torch.float64).T
-    torch.testing.assert_close(out.double(), expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-3)
-    for count in (1, 2, 7, 8, 9):
-        assert torch.equal(product(weight, rows[:count].to(dtype), num_out), out[:count])
-
-
-@looped("value", ["nan", "inf", "-inf"])
-@looped("place", [7, 40, 65])
-def test_nan_stays_in_its_row(place: int, value: str) -> None:
-    rows = torch.ones(3, 70)
-    rows[1, place] = float(value)
-    out = product(rounded(torch.ones(5, 70), 4), rows, 5)
-    assert out[1].isnan().all()
-    assert out[[0, 2]].isfinite().all()
-
-
-def test_inputs_are_rounded_to_the_nearest_byte() -> None:
-    """Inputs are scaled by the largest of each 32. Of two equally near bytes, the one farther from 0 is taken."""
-    rows = torch.randn(3, 70, generator=torch.Generator().manual_seed(2))
-    rows[0, :32] = torch.arange(-16, 16) / 2.0
-    rows[0, 0] = -127
-    padded = torch.nn.functional.pad(rows, (0, 26)).view(3, 3, 32)
-    scale = padded.abs().amax(-1, keepdim=True) / 127
-    scaled = padded * (127 / padded.abs().amax(-1, keepdim=True))
-    expected = (scaled.sign() * (scaled.abs() + 0.5).floor() * scale).view(3, 96)[:, :70]
-    torch.testing.assert_close(product(rounded(torch.eye(70), 4), rows, 70), expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("processor", ["x86-64-v2", "x86-64-v3", "x86-64-v4"])
-def test_kernels_of_other_processors(processor: str, tmp_path: Path) -> None:
-    """Registers of 16, 32 and 64 bytes, without the newest instructions: built for these, the same tests pass."""
-    supported = Path("/proc/cpuinfo").read_text()
-    if any(need not in supported for need in NEEDS[processor]):
-        pytest.skip(f"this processor is no {processor}")
-    compiler = tmp_path / "compiler"
-    compiler.write_text(f'#!/bin/bash\nexec c++ "${{@/-march=native/-march={processor}}}"\n')
-    compiler.chmod(0o755)
-    models = Path(__file__).parents[3] / "tests" / "model"
-    files = [__file__, *(str(models / name) for name in ("test_batch_invariance.py", "test_int8.py"))]
-    environment = os.environ | {"CXX": str(compiler), "EMSSD_CACHE": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not nightly", *files]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert list((tmp_path / "cache").rglob("emssd_native.so"))
 
 
 @looped(

@@ -53,10 +53,7 @@ def _build(config: Eagle3Config, context: DrafterContext) -> Drafter:
     layer_ids = LayerIds(config.layer_ids)
     loaded = lent.loaded(config.path, partial(load_eagle3, layer_ids=layer_ids))
     head, is_parallel = loaded.head, loaded.head.mask_token_id is not None
-    drafter = (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
-    if lent.compile:
-        head.keep_bytes()
-    return drafter
+    return (ParallelDrafter if is_parallel else PairedDrafter)(head, loaded.layers, shape, lent)
 
 
 emssd_drafters = offering(DrafterSpec("eagle3", Eagle3Config, _build, reads=("eagle3", "peagle")))

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from emssd_heads import Attend, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes, keep_bytes
+from emssd_heads import Attend, HeadLayer, HeadNorm, PairedHead, Rotary, TargetSizes
 from emssd_heads.eagle3.variant import Variant
 
 __all__ = ["Eagle3Head"]
@@ -46,11 +46,6 @@ class Eagle3Head(PairedHead):
         first.hidden_norm = HeadNorm(size, eps)
         self.layers = nn.ModuleList([first, *(HeadLayer(config, i, names) for i in range(1, config.num_layers))])
         self.norm = HeadNorm(size, eps)
-
-    def keep_bytes(self) -> None:
-        """Let `features`, which no program computes, read a byte for each weight."""
-        if self._variant.num_features:
-            self.fc = keep_bytes(self.fc)
 
     def features(self, hidden: torch.Tensor) -> torch.Tensor:
         if not self._variant.num_features:

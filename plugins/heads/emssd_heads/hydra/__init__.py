@@ -11,7 +11,8 @@ from functools import partial
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
 from emssd.hooks import DrafterSpec, offering
-from emssd_heads import TargetWeights, TreeOptions, keep_bytes, shape_of
+from emssd.model.compile.packed import round_drafter
+from emssd_heads import TargetWeights, TreeOptions, shape_of
 
 __all__ = ["HydraConfig"]
 
@@ -38,7 +39,7 @@ def _build(config: HydraConfig, context: DrafterContext) -> Drafter:
     lent = TargetWeights.by(context, "hydra")
     loaded = lent.loaded(config.path, partial(load_hydra, target_config=lent.target.config))
     if lent.compile:
-        keep_bytes(loaded.head)
+        round_drafter(loaded.head)
     return HydraDrafter(loaded, shape_of(config, "emssd_heads.hydra", len(loaded.head), top_k=config.top_k), lent)
 
 

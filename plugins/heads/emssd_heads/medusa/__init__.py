@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.hooks import DrafterSpec, offering
-from emssd_heads import HeadTreeOptions, TargetWeights, keep_bytes, shape_of
+from emssd.model.compile.packed import round_drafter
+from emssd_heads import HeadTreeOptions, TargetWeights, shape_of
 
 __all__ = ["MedusaConfig"]
 
@@ -37,7 +38,7 @@ def _build(config: MedusaConfig, context: DrafterContext) -> Drafter:
     lent = TargetWeights.by(context, "medusa")
     heads = lent.loaded(config.path, load_medusa).head
     if lent.compile:
-        keep_bytes(heads)
+        round_drafter(heads)
     shape = shape_of(config, "emssd_heads.medusa", len(heads), top_k=config.num_nodes)
     return MedusaDrafter(heads, shape, lent.target)
 
