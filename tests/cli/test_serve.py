@@ -131,7 +131,8 @@ def test_rows_that_another_call_finishes_are_answered(
     begin = shared._begin
     monkeypatch.setattr(shared, "_begin", lambda *args: (begin(*args), shared._take_step()))
     answer = client.http.post(COMPLETIONS, json={"prompt": "abc", "stream": stream, "max_tokens": 1})
-    assert answer.status_code == 200 and '"finish_reason": "length"' in answer.text
+    assert answer.status_code == 200
+    assert '"finish_reason": "length"' in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

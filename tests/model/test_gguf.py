@@ -110,7 +110,7 @@ def test_a_packed_file_has_the_weights_that_transformers_reads(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for a rounding: without kernels the numbers are dense, and rounded once."""
-    monkeypatch.setattr(packed, "_has_kernel", lambda *_: False)
+    monkeypatch.setattr(packed, "has_packed_kernel", lambda _: False)
     file = write_file(tmp_path / "tiny.gguf", model_type)
     (target, _), (dense, _) = (
         load_model(ModelOptions(str(file), weights=weights, dtype="float32", device="cpu", compile=False))

@@ -20,18 +20,18 @@ def rounded_of(blocks: torch.Tensor, kind: str) -> Rounded:
     Products of a scale and a minimum are those that the file's format defines, in float32.
     """
     size, unpack = KINDS[kind]
-    pieces = torch.split(blocks, max(1, _PIECE // blocks.shape[1]))
-    columns = zip(*(unpack(piece.reshape(-1, size)) for piece in pieces), strict=True)
-    values, scale, minimum = (None if parts[0] is None else torch.cat(parts) for parts in columns)
+    rows, piece = len(blocks), max(1, _PIECE // blocks.shape[1])
+    values, scale, minimum = wholes = [
+        None if part is None else part.new_empty(rows, part.numel()) for part in unpack(blocks[:1].view(-1, size))
+    ]
+    for start in range(0, rows, piece):
+        parts = unpack(blocks[start : start + piece].reshape(-1, size))
+        for whole, part in zip(wholes, parts, strict=True):
+            if whole is not None and part is not None:
+                whole[start : start + piece] = part.reshape(-1, whole.shape[1])
     assert values is not None
     assert scale is not None
-    rows = len(blocks)
-    return Rounded(
-        values.view(rows, -1),
-        scale.view(rows, -1),
-        None if minimum is None else minimum.view(rows, -1),
-        bits=4 if kind.startswith("Q4") else 8,
-    )
+    return Rounded(values, scale, minimum, bits=4 if kind.startswith("Q4") else 8)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
