@@ -144,6 +144,7 @@ _FREE = (
     "HF_HUB_",
     "RAY_",
     "TORCHINDUCTOR_",
+    "_TORCHINDUCTOR_",
 )  # variables of pytest, and those that commands set for their process
 
 

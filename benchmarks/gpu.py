@@ -5,7 +5,7 @@
     python benchmarks/gpu.py --shape opt-6.7b --out results/gpu.json # all batch sizes and contexts
     python benchmarks/gpu.py --device cpu --shape tiny --quick       # proves that this program works, nothing else
 
-Models have real shapes and random weights that make their greedy text known (`gpu_models.py`), so that every
+Models have real shapes and random weights that make their greedy text known (`counting_model`), so that every
 run's tokens are checked and acceptance can be set: "replay" rows draft 7 tokens, of which as many are right as the
 wanted acceptance length says; they stand for a drafter that costs nothing. The floor of a step is what it must move at
 the rate of a copy on the same card, or compute at the rate of a large matrix product, whichever takes longer.
@@ -21,6 +21,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import platform
 import sys
 import time
@@ -33,8 +34,7 @@ from typing import Any
 import torch
 from gpu_hf import hf_decode
 from gpu_loop import loop_decode
-from gpu_measure import DRAFTED, FLASHINFER, decode, rates, verify_step
-from gpu_models import SHAPES, model_of_shape
+from gpu_measure import DRAFTED, FLASHINFER, SHAPES, decode, rates, verify_step
 from gpu_parts import DEVICE_FAILED
 from gpu_products import products_of, time_product
 from gpu_profile import host_timeline, profile_step
@@ -43,6 +43,7 @@ from rich.console import Console
 
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile.linears import lay_together
+from emssd.model.load.random_weights import counting_model
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 
@@ -131,6 +132,7 @@ def machine(device: torch.device, dtype: torch.dtype, shapes: list[str]) -> dict
 
     found = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "commit": os.environ.get("EMSSD_COMMIT"),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
@@ -154,13 +156,14 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     Raises:
         SystemExit: the device does not work any more.
     """
-    known = {name for name, row in results["pieces"].items() if not (arguments.again and "failed" in row)}
+    known = {*results["pieces"]}
     if all(name in known for name, _ in pieces(None, shape, arguments)):
         return
     start, device, target = time.perf_counter(), torch.device(arguments.device), None
     if not LIBRARIES.keys() >= {*arguments.only}:
         longest = max(contexts_of(shape, arguments.quick)) + arguments.new_tokens + DRAFTED + 1
-        lay_together(model := model_of_shape(SHAPES[shape], _dtype(device), device, longest))
+        sizes = SHAPES[shape] | {"max_position_embeddings": max(longest, 2048)}
+        lay_together(model := counting_model(sizes, _dtype(device), device))
         target = TargetModel(model, ModelOptions(max_model_len=longest, compile=False))
         print(f"{shape}: the model is made ({time.perf_counter() - start:.1f} s)", flush=True)
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
@@ -191,7 +194,6 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=20, help="of a verification step")
     parser.add_argument("--acceptance-length", type=float, default=4.0, help="mean τ of the replay")
-    parser.add_argument("--again", action="store_true", help="measure again what has failed")
     parser.add_argument("--out", type=Path, help="JSON file; what is in it already is not measured again")
     arguments = parser.parse_args()
 

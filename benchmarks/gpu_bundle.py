@@ -18,14 +18,8 @@ from pathlib import Path
 from compile_flashinfer import PINNED
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 64 * 2**20  # bytes
 COMPILED = ["msgspec>=0.20"]
 PURE = ["hydra-core==1.3.2", "omegaconf==2.3.1", "antlr4-python3-runtime==4.9.3"]  # as in constraints.txt
-
-
-def git(*command: str) -> str:
-    """The output of git in the checkout."""
-    return subprocess.run(["git", *command], cwd=ROOT, check=True, capture_output=True, text=True).stdout
 
 
 def download(folder: Path, python: str) -> None:
@@ -37,20 +31,6 @@ def download(folder: Path, python: str) -> None:
     subprocess.run([*pip, "wheel", "-q", "--no-deps", "-w", str(folder), *PURE], check=True)
 
 
-def check_size(folder: Path) -> int:
-    """Bytes of all files in `folder`, and of those in the checkout that git does not ignore.
-
-    Raises:
-        SystemExit: more than may be carried.
-    """
-    tree = git("ls-files", "--cached", "--others", "--exclude-standard").splitlines()
-    files = {*folder.rglob("*"), *(ROOT / name for name in tree)}
-    total = sum(file.stat().st_size for file in files if file.is_file())
-    if total > LIMIT:
-        raise SystemExit(f"{folder} and the tree have {total} bytes, and {LIMIT} may be carried; bring fewer kernels")
-    return total
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="made anew")
@@ -59,12 +39,14 @@ def main() -> None:
     arguments = parser.parse_args()
 
     arguments.folder.mkdir()
-    (arguments.folder / "COMMIT").write_text(git("describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"))
+    describe = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    commit = subprocess.run(describe, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (arguments.folder / "COMMIT").write_text(commit)
     if arguments.python:
         download(arguments.folder, arguments.python)
     if arguments.kernels:
         shutil.copytree(arguments.kernels, arguments.folder / "kernels")
-    print(f"{arguments.folder} and the tree: {check_size(arguments.folder)} bytes of {LIMIT}")
+    print(f"{arguments.folder}: {sum(file.stat().st_size for file in arguments.folder.rglob('*'))} bytes")
 
 
 if __name__ == "__main__":

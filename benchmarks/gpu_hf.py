@@ -15,29 +15,19 @@ __all__ = ["hf_decode"]
 _WARM_UPS = {"dynamic": 1, "static": 3}  # a compiled one compiles, then records graphs, then replays them
 
 
-def hf_decode(
-    target: TargetModel, cache: str, batch: int, context: int, new: int, *, compile_anywhere: bool = False
-) -> dict[str, Any]:
+def hf_decode(target: TargetModel, cache: str, batch: int, context: int, new: int) -> dict[str, Any]:
     """Tokens/s of ``generate`` with a ``dynamic`` or ``static`` cache; the latter Transformers compiles, on CUDA.
 
     One static cache is held for all calls, as a new one would be compiled or recorded anew. The faster of two timed
     calls counts. How long both took and what was compiled inside of them is in the result, which so says if it is fair.
-
-    Args:
-        compile_anywhere: compile without a GPU as well.
     """
-    from transformers import CompileConfig, StaticCache
+    from transformers import StaticCache
 
     torch.compiler.reset()  # else the second batch size would be compiled for any size, which is slower
     vars(target.model).pop("_compiled_call", None)
     ids = torch.tensor(prompts(batch, context, target.vocab_size), device=target.device)
     held = StaticCache(config=target.model.config, max_cache_len=context + new) if cache == "static" else None
-    options: dict[str, Any] = {}
-    if held is not None:
-        options["past_key_values"] = held
-    if compile_anywhere:
-        options["compile_config"] = config = CompileConfig()
-        config._compile_all_devices = True
+    options = {} if held is None else {"past_key_values": held}
 
     @torch.inference_mode()  # also for the reset, as the tensors of the cache are made inside
     def generate(count: int) -> tuple[float, torch.Tensor]:

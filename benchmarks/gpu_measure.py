@@ -7,16 +7,17 @@ import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from emssd_flashinfer import FlashInferConfig
 from emssd_lab.costs import Costs
 from emssd_lab.replay import ReplayConfig
 from emssd_lab.replay.drafter import ReplayDrafter
 from emssd_lab.simulate.recording import logged_steps
 from emssd_testing.drafters import RandomDrafter
-from gpu_models import continuation
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
@@ -25,12 +26,24 @@ from emssd.drafting import Draft, Drafter
 from emssd.errors import PluginError
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
+from emssd.model.load.random_weights import counted_on
 from emssd.sequences import Batch, Request
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
-__all__ = ["DRAFTED", "FLASHINFER", "decode", "engine_of", "make_backend", "median_seconds", "prompts", "rates",
-           "right_rows", "stepping", "synchronize", "verify_step"]  # fmt: skip
+__all__ = ["DRAFTED", "FLASHINFER", "SHAPES", "decode", "engine_of", "make_backend", "median_seconds", "prompts",
+           "rates", "right_rows", "stepping", "synchronize", "verify_step"]  # fmt: skip
 
+CONFIGS = Path(__file__).resolve().parents[1] / "conf" / "model"
+SHAPES = {
+    name: yaml.safe_load((CONFIGS / f"{name.replace('-', '_').replace('.', '_')}_shape.yaml").read_text())[
+        "architecture"
+    ]
+    for name in ("opt-2.7b", "opt-6.7b", "opt-13b", "llama-3-8b", "qwen3-8b")
+}
+"""Configs of Transformers."""
+
+SHAPES["tiny"] = SHAPES["opt-2.7b"] | {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 256, "vocab_size": 512,
+                                       "num_hidden_layers": 2, "num_attention_heads": 4}  # fmt: skip
 DRAFTED = 7  # tokens, as the paper's LLMA copies
 FLASHINFER: dict[str, dict[str, Any]] = {
     "flashinfer": {},
@@ -173,7 +186,7 @@ def decode(
 def right_rows(generated: list[list[int]], asked: list[list[int]], vocab_size: int) -> int:
     """The number of rows that went on with the right tokens."""
     pairs = zip(generated, asked, strict=True)
-    return sum(row == continuation(prompt, len(row), vocab_size) for row, prompt in pairs)
+    return sum(row == counted_on(prompt[-1], len(row), vocab_size) for row, prompt in pairs)
 
 
 def engine_of(target: TargetModel, backend: AttentionBackend, batch: int, acceptance_length: float | None) -> Engine:

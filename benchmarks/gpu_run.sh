@@ -63,7 +63,8 @@ export FLASHINFER_WORKSPACE_BASE=${FLASHINFER_WORKSPACE_BASE:-$work}
 export MAX_JOBS=${MAX_JOBS:-$(nproc)} TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 
 date -u +%FT%TZ
-git rev-parse HEAD 2>/dev/null || cat "$carried/COMMIT"
+export EMSSD_COMMIT=$(git rev-parse HEAD 2>/dev/null || cat "$carried/COMMIT")
+echo "commit $EMSSD_COMMIT"
 timeout 10 nvidia-smi --query-gpu=name,driver_version,memory.total,clocks.max.sm,power.limit --format=csv
 "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" --version | tail -2
 timeout 150 "$python" - <<'PY' || [ -n "${EMSSD_DRY_RUN:-}" ] || exit 1

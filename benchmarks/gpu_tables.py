@@ -10,14 +10,9 @@ from gpu_products import TOKENS
 from rich.console import Console
 from rich.table import Table
 
-__all__ = ["PAPER_LLMA", "print_tables", "table_of_decoding"]
+__all__ = ["print_tables", "table_of_decoding"]
 
-PAPER_LLMA = {2: 3.50, 4: 2.83, 8: 2.17, 16: 1.63, 24: 1.41}  # OPT-6.7b, speed-up over its greedy decoding
-CAPTION = (
-    "paper's ×: LLMA of the paper over the paper's greedy decoding, with a real drafter, real text and its own card. "
-    "The replay beside it drafts for nothing and is right as often as its τ says, which is no acceptance that the "
-    "paper prints; so the ratios say what verification allows, not that a drafter reaches it."
-)
+CAPTION = "A replay drafts for nothing, and is as often right as its τ says: verification allows that, no drafter does."
 
 
 def print_tables(results: dict[str, Any], console: Console) -> None:
@@ -86,7 +81,7 @@ def table_of_decoding(results: dict[str, Any]) -> Table:
     """Tokens/s of decoding steps, and ratios to the same backend's greedy run and to Hugging Face."""
     found = results["pieces"]
     table = Table(
-        "run", "tokens/s", "× own greedy", "paper's ×", "× HF dynamic", "× HF static", "× loop", "τ",
+        "run", "tokens/s", "× own greedy", "× HF dynamic", "× HF static", "× loop", "τ",
         "padding per token", "right rows", title="decoding, without the steps that compute prompts", caption=CAPTION,
     )  # fmt: skip
     for name, row in _measured(results, "decode", table):
@@ -97,13 +92,11 @@ def table_of_decoding(results: dict[str, Any]) -> Table:
             base = found.get(" ".join(["decode", shape, *run, *where]), {}).get("tokens_per_second")
             return f"{speed / base:.2f}" if base else ""
 
-        paper = PAPER_LLMA.get(batch) if (shape, engine, kind[:6]) == ("opt-6.7b", "flashinfer", "replay") else None
         compiled = " (compiled while timed)" if row.get("compiled_while_timed") else ""
         table.add_row(
             name + compiled,
             f"{speed:.0f}",
             over(engine, "greedy") if kind.startswith("replay") else "",
-            f"{paper:.2f}" if paper else "",
             over("hf", "dynamic"),
             over("hf", "static"),
             over("loop", "tokens=1"),

@@ -166,9 +166,6 @@ class SpeculativeManager(api.ContinuousBatchingManager):
         if generation_config.eos_token_id is None:
             self.generation_config.eos_token_id = -1  # none, as for Transformers
 
-    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        """Nothing: the engine's attention is its own."""
-
     def warmup(self) -> None:
         """Nothing: the engine is made when the manager starts."""
 
@@ -230,28 +227,22 @@ class _Batch:
         """Deliver the new tokens of all requests that stream or have finished."""
         outputs = list[GenerationOutput]()
         for name, (state, row) in list(self.active.items()):
-            has_new, generation = self._extend(state, row), None
+            generation, start = None, len(state.generated_tokens)
+            if new := row.output_ids[start:]:
+                state.status = RequestStatus.DECODING
+                state.generated_tokens += new
+                state.logprobs += [token.logprob for token in row.logprobs[start:]]
+                if state.record_timestamps:
+                    state._timestamps += [perf_counter()] * len(new)
             if row.finish_reason is not None:
                 del self.active[name]
                 generation = Generation.of(row, self.engine.tokenizer)
                 state.error = generation.error
                 state.status = RequestStatus.FINISHED if generation.error is None else RequestStatus.FAILED
-            if generation is not None or (state.streaming and has_new):
+            if generation is not None or (state.streaming and new):
                 outputs.append(_output(state, generation))
         if outputs:
             self.manager.output_router.deliver_batch(outputs)
-
-    def _extend(self, state: RequestState, row: Row) -> bool:
-        """Whether the row has tokens that `state` had not."""
-        start = len(state.generated_tokens)
-        new = row.output_ids[start:]
-        if new:
-            state.status = RequestStatus.DECODING
-            state.generated_tokens += new
-            state.logprobs += [token.logprob for token in row.logprobs[start:]]
-            if state.record_timestamps:
-                state._timestamps += [perf_counter()] * len(new)
-        return bool(new)
 
     def has_pending_requests(self) -> bool:
         return self.engine.has_work

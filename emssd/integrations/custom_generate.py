@@ -32,7 +32,7 @@ from emssd.sequences import Generation, Request, Stop
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel
 
-__all__ = ["Call", "check_inputs", "custom_generate", "prompts_of"]
+__all__ = ["Call", "custom_generate"]
 
 # Keywords that `generate` itself passes on; each is checked or without influence on the tokens.
 _CACHES = {"cache", "past_key_values", "cache_params"}  # by the version of Transformers, and of Mamba and its like
@@ -195,10 +195,10 @@ class Call:
         """Read what `generate` hands on. Raises ConfigError: something of it that cannot be honoured."""
         assert config is not None
         check_config(config, refused={"return_dict_in_generate"})
-        check_inputs(model_kwargs)
+        _check_inputs(model_kwargs)
         width = input_ids.shape[1]
         max_length, eos, others = limits(config, criteria)
-        prompts = prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        prompts = _prompts_of(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
         padding = [row[: width - len(ids)].tolist() for row, ids in zip(input_ids, prompts, strict=True)]
         check_processors(config, processors, [len(left) for left in padding], width)
         check_ngrams(config, padding, prompts)
@@ -251,7 +251,7 @@ def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tu
     return {int(row.request_id) * num_samples + row.sample: row.token_ids for row in done}
 
 
-def check_inputs(model_kwargs: dict[str, Any]) -> None:
+def _check_inputs(model_kwargs: dict[str, Any]) -> None:
     """Refuse what `generate` hands to a model and an engine would not. Raises ConfigError, which names it."""
     unknown = {name for name, value in model_kwargs.items() if value is not None} - _MODEL_KWARGS
     unknown |= {name for name in _CACHES if getattr(model_kwargs.get(name), "_is_user_defined", False)}
@@ -262,7 +262,7 @@ def check_inputs(model_kwargs: dict[str, Any]) -> None:
         )
 
 
-def prompts_of(
+def _prompts_of(
     input_ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> list[tuple[int, ...]]:
     """The rows without their padding, which must be on the left."""

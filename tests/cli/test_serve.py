@@ -106,16 +106,18 @@ def test_a_model_without_a_template_takes_completions(model: str) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_gives_its_rows_up(stream: bool, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, before = client.engine.step, client.engine.report.num_new_tokens
+    step, before, began = client.engine.step, client.engine.report.num_new_tokens, threading.Event()
     body = json.dumps({"prompt": "abc", "stream": stream} | LONG).encode()
     asking = socket.create_connection(client.address)
 
     def leaves() -> Any:
         asking.close()
+        began.set()
         return step()
 
     monkeypatch.setattr(client.engine, "step", leaves)
     asking.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body))
+    assert began.wait(60)
     for _ in range(3):
         client.ask(COMPLETIONS, prompt="x", max_tokens=1)
     assert not client.engine.has_work
@@ -131,8 +133,7 @@ def test_rows_that_another_call_finishes_are_answered(
     begin = shared._begin
     monkeypatch.setattr(shared, "_begin", lambda *args: (begin(*args), shared._take_step()))
     answer = client.http.post(COMPLETIONS, json={"prompt": "abc", "stream": stream, "max_tokens": 1})
-    assert answer.status_code == 200
-    assert '"finish_reason": "length"' in answer.text
+    assert (answer.status_code, '"finish_reason": "length"' in answer.text) == (200, True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

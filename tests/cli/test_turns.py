@@ -14,13 +14,14 @@ from emssd_testing.drafters import RandomDrafter
 from emssd.cli.turns import Turns, ratio_interval
 from emssd.decoding.engine import Engine
 from emssd.sequences import Request
+from tests.support.oracle import build
 from tests.support.tiers import looped
 
 EVEN = [(10, 1.0), (10, 2.0)]
 
 
 def test_engines_by_turns_decode_as_alone_and_side_by_side(
-    oracle: Any, build: Any, make_ragged: Callable, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, make_ragged: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafters = [RandomDrafter(oracle.vocab_size, 3), NoneDrafter()]
     engines = [build(oracle, make_ragged, drafter, 2) for drafter in drafters]

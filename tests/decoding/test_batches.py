@@ -5,7 +5,6 @@ Oracle: `greedy_reference`, eager attention without a cache, float64, of equal l
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Any
 
@@ -23,6 +22,7 @@ from emssd.errors import DraftError, PluginError, PluginWarning
 from emssd.metrics.stats import RunReport
 from emssd.sequences import Batch, Request
 from tests.support.backends import runner_of
+from tests.support.oracle import build
 
 PROMPTS = [[5, 6, 7] * 6, [9], [4, 4, 4, 4], [8, 10]]
 
@@ -95,15 +95,13 @@ def test_ids_are_forced_into_the_vocabulary_for_the_model_only(unseen: None) -> 
 
 @pytest.mark.usefixtures("unseen")
 class TestEngine:
-    def test_tokens_are_those_of_greedy_decoding(
-        self, oracle: Any, build: Callable[..., Any], make_ragged: Any, prompts: list[list[int]]
-    ) -> None:
+    def test_tokens_are_those_of_greedy_decoding(self, oracle: Any, make_ragged: Any, prompts: list[list[int]]) -> None:
         drafter = RandomDrafter(oracle.vocab_size, 4, oracle.references(prompts, 12), seed=0)
         outputs = build(oracle, make_ragged, drafter).generate(prompts, 12)
         assert [output.token_ids for output in outputs] == [oracle.reference(prompt, 12) for prompt in prompts]
 
     def test_of_several_drafters_the_one_that_drafted_it_is_named(
-        self, oracle: Any, build: Callable[..., Any], make_ragged: Any, prompts: list[list[int]]
+        self, oracle: Any, make_ragged: Any, prompts: list[list[int]]
     ) -> None:
         first = PerfectDrafter(oracle.vocab_size, 3, {"0": oracle.reference(prompts[0], 12)})
         engine = build(oracle, make_ragged, [first, OutOfVocabulary(11)], on_drafter_error="disable")
@@ -114,7 +112,7 @@ class TestEngine:
 
     @pytest.mark.parametrize("wrong", [-1, 11, 10**9])
     def test_an_id_outside_of_the_vocabulary_is_an_error_after_the_step_and_changes_no_token(
-        self, wrong: int, oracle: Any, build: Callable[..., Any], make_ragged: Any, prompts: list[list[int]]
+        self, wrong: int, oracle: Any, make_ragged: Any, prompts: list[list[int]]
     ) -> None:
         sentence = rf"it drafted token id {wrong}, outside the target's vocabulary of 11"
         with pytest.raises(DraftError, match=sentence):

@@ -21,6 +21,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.errors import ConfigError, OutOfMemoryError, PromptError
 from emssd.sequences import FinishReason, Generation, Request
+from tests.support.oracle import MODELS, Spy, build, oracle_of
 from tests.support.strategies import prompt_batches
 from tests.support.tiers import looped
 
@@ -31,9 +32,9 @@ MAX_NEW = 14
 @settings(max_examples=settings.default.max_examples // 3)
 @given(data=st.data())
 def test_any_drafter_gives_exactly_the_tokens_of_greedy_decoding(
-    data: st.DataObject, oracles: Any, model_names: list[str], make_backend: MakeBackend, build: Any
+    data: st.DataObject, make_backend: MakeBackend
 ) -> None:
-    oracle = oracles(data.draw(st.sampled_from(model_names), label="model"))
+    oracle = oracle_of(data.draw(st.sampled_from(list(MODELS)), label="model"))
     ids = st.integers(0, oracle.vocab_size - 1)
     prompts = data.draw(prompt_batches(oracle.vocab_size, 5, 20), label="prompts")
     limits = [data.draw(st.integers(1, MAX_NEW), label="max_new_tokens") for _ in prompts]
@@ -81,7 +82,7 @@ def _check_accounting(engine: Engine, done: list[Generation]) -> None:
 
 
 def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
-    oracle: Any, make_ragged: MakeBackend, build: Any
+    oracle: Any, make_ragged: MakeBackend
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
     requests = [Request(name, (1, 2), limit) for name, limit in [("a", 3), ("b", 1), ("c", 2), ("d", 2), ("e", 1)]]
@@ -102,9 +103,9 @@ def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
 
 
 def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
-    oracle: Any, make_backend: MakeBackend, build: Any, spy: Any, prompts: list[list[int]]
+    oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
-    drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 8)))
+    drafter = Spy(RandomDrafter(11, 4, oracle.references(prompts, 8)))
     engine = build(oracle, make_backend, drafter, batch_size=2)
     stream = engine.stream(prompts, [2, 8, 8, 8, 8])
     next(stream)
@@ -119,7 +120,7 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
 
 
 def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, make_ragged: MakeBackend, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter(), batch_size=2)
     forward = engine.runner.backend.forward
@@ -139,11 +140,11 @@ def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
 
 @pytest.mark.parametrize(("kernels", "page_size", "value_dim"), [("torch", 1, 8), ("torch", 16, 8), ("fused", 16, 16)])
 def test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need(
-    kernels: str, page_size: int, value_dim: int, oracle: Any, build: Any, spy: Any, prompts: list[list[int]]
+    kernels: str, page_size: int, value_dim: int, oracle: Any, prompts: list[list[int]]
 ) -> None:
     from emssd_ragged.backend import ragged_backend
 
-    drafter = spy(RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3))
+    drafter = Spy(RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3))
     engine = build(oracle, lambda: ragged_backend(page_size, kernels), drafter, batch_size=3)
     engine.generate(prompts, 20)
     page_bytes = page_size * 2 * (2 * (8 + value_dim)) * 8  # layers, KV heads, their key and value dimensions, float64
@@ -153,7 +154,7 @@ def test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need(
 
 
 def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
-    oracle: Any, make_ragged: MakeBackend, build: Any, prompts: list[list[int]]
+    oracle: Any, make_ragged: MakeBackend, prompts: list[list[int]]
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter(), batch_size=1)
     with pytest.raises(ConfigError, match="two requests have the same request_id"):
@@ -166,9 +167,7 @@ def test_two_runs_at_a_time_and_equal_ids_are_refused_and_the_first_run_goes_on(
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 3) for ids in prompts[:2]]
 
 
-def test_bad_limits_and_prompts_are_refused_before_anything_runs(
-    oracle: Any, make_ragged: MakeBackend, build: Any
-) -> None:
+def test_bad_limits_and_prompts_are_refused_before_anything_runs(oracle: Any, make_ragged: MakeBackend) -> None:
     engine = build(oracle, make_ragged, NoneDrafter())
     with pytest.raises(ConfigError, match="max_new_tokens is 0; it must be a whole number of at least 1"):
         engine.stream([[1]], 0)
@@ -195,7 +194,7 @@ def test_bad_limits_and_prompts_are_refused_before_anything_runs(
     ],
 )
 def test_a_request_that_cannot_be_is_refused_when_it_is_added(
-    request_: Request, error: type[Exception], message: str, oracle: Any, make_ragged: MakeBackend, build: Any
+    request_: Request, error: type[Exception], message: str, oracle: Any, make_ragged: MakeBackend
 ) -> None:
     engine = build(oracle, make_ragged, NoneDrafter())
     engine.add(Request("a", (1,), 9))

@@ -14,6 +14,7 @@ import pytest
 from emssd.drafting import Draft, Drafter, Outcome
 from emssd.errors import PluginError
 from emssd.sequences import Batch
+from tests.support.oracle import build
 
 
 class FailsBehindTheLastStep(Drafter):
@@ -28,7 +29,7 @@ class FailsBehindTheLastStep(Drafter):
 
 
 def test_rows_that_finish_in_a_step_that_fails_behind_its_tokens_are_not_lost(
-    oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+    oracle: Any, make_ragged: Any, prompts: list[list[int]]
 ) -> None:
     engine = build(oracle, make_ragged, FailsBehindTheLastStep(), on_drafter_error="fail")
     with pytest.raises(PluginError, match="failed in observe") as caught:
@@ -39,7 +40,7 @@ def test_rows_that_finish_in_a_step_that_fails_behind_its_tokens_are_not_lost(
 
 
 def test_a_model_that_exits_does_not_end_the_process(
-    oracle: Any, make_ragged: Any, build: Any, monkeypatch: pytest.MonkeyPatch
+    oracle: Any, make_ragged: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = build(oracle, make_ragged, FailsBehindTheLastStep())
     monkeypatch.setattr(engine.runner.backend, "plan", Mock(side_effect=SystemExit(0)))

@@ -31,6 +31,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Request, Row
 from tests.support.backends import runner_of
+from tests.support.oracle import Spy, build
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 
@@ -42,7 +43,7 @@ def outputs(engine: Engine, prompts: list[list[int]], max_new_tokens: int) -> li
 
 
 def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
-    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, make_backend: MakeBackend, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=1)
     engine = build(oracle, make_backend, drafter, batch_size=5)
@@ -72,7 +73,7 @@ def test_1_positions_are_those_of_the_real_tokens_and_not_of_padded_ones(
 
 
 def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
-    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+    oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
     drafter = RandomDrafter(11, 5, oracle.references(prompts, 12), seed=2)
     engine = build(oracle, make_backend, drafter, batch_size=5)
@@ -102,7 +103,7 @@ def test_2_after_each_step_the_cache_equals_a_fresh_prefill(
 
 
 def test_3_an_always_wrong_drafter_gives_one_token_a_step_and_the_same_output(
-    oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+    oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
     references = oracle.references(prompts, 9)
     engine = build(oracle, make_backend, WrongDrafter(11, 4, references))
@@ -116,12 +117,7 @@ def test_3_an_always_wrong_drafter_gives_one_token_a_step_and_the_same_output(
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_4_with_the_target_as_draft_model_everything_is_accepted(
-    k: int,
-    oracle: Any,
-    make_backend: MakeBackend,
-    build: Any,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    k: int, oracle: Any, make_backend: MakeBackend, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draft_backend = make_backend()
     draft_backend.allocate(oracle.target.kv_cache_spec(5))
@@ -149,7 +145,7 @@ def test_4_with_the_target_as_draft_model_everything_is_accepted(
 
 @looped("place", range(6))
 def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
-    place: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+    place: int, oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
     references = oracle.references(prompts, 10)
     eos = {references["0"][place]}
@@ -161,12 +157,7 @@ def test_5_eos_inside_an_accepted_run_ends_the_sequence_there(
 
 
 def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
-    oracle: Any,
-    make_backend: MakeBackend,
-    build: Any,
-    spy: Any,
-    prompts: list[list[int]],
-    monkeypatch: pytest.MonkeyPatch,
+    oracle: Any, make_backend: MakeBackend, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = [9, 1, 5, 14, 2]
     requests = [Request(str(i), tuple(p), n) for i, (p, n) in enumerate(zip(prompts, limits, strict=True))]
@@ -175,7 +166,7 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
     }
     shuffle = random.Random(0)
     for order in range(4):
-        drafter = spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
+        drafter = Spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
         engine = build(oracle, make_backend, drafter, batch_size=5)
         finished, plan = set[str](), Mock(wraps=engine.runner.backend.plan)
         monkeypatch.setattr(engine.runner.backend, "plan", plan)
@@ -194,7 +185,7 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
 
 @looped("seed", range(10))
 def test_7_no_token_reads_kv_that_its_own_step_has_not_written_yet(
-    seed: int, oracle: Any, make_backend: MakeBackend, build: Any, prompts: list[list[int]]
+    seed: int, oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
     # Prompts of 1, 9 and 20 tokens, of which later ones draft, and rows without drafts share a step.
     mixed = [prompts[2], prompts[1], prompts[4]]
@@ -204,18 +195,12 @@ def test_7_no_token_reads_kv_that_its_own_step_has_not_written_yet(
 
 @looped("occurrence", list(Occurrence))
 def test_8_holes_are_no_context_so_that_padding_changes_no_acceptance(
-    occurrence: Occurrence,
-    oracle: Any,
-    make_backend: MakeBackend,
-    make_ragged: MakeBackend,
-    build: Any,
-    spy: Any,
-    prompts: list[list[int]],
+    occurrence: Occurrence, oracle: Any, make_backend: MakeBackend, make_ragged: MakeBackend, prompts: list[list[int]]
 ) -> None:
     config = LLMAConfig(1, 4, Search.prompt_and_output, occurrence, require_full_copy=False)
     traces = []
     for make in (make_ragged, make_backend):
-        drafter = spy(LLMADrafter(config))
+        drafter = Spy(LLMADrafter(config))
         engine = build(oracle, make, drafter, batch_size=5)
         assert outputs(engine, prompts, 24) == [oracle.reference(prompt, 24) for prompt in prompts]
         traces.append(drafter.trace)
@@ -234,12 +219,7 @@ def low_precision(dtype: torch.dtype, prompts: tuple[tuple[int, ...], ...]) -> t
 @looped(("dtype", "largest_tie"), [(torch.float64, 0.0), (torch.float32, 1e-4), (torch.bfloat16, 0.25)])
 @looped("drafting", [True, False])
 def test_9_where_precision_is_low_the_first_difference_is_a_tie(
-    drafting: bool,
-    dtype: torch.dtype,
-    largest_tie: float,
-    make_backend: MakeBackend,
-    build: Any,
-    prompts: list[list[int]],
+    drafting: bool, dtype: torch.dtype, largest_tie: float, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
     """`largest_tie`: between the reference's choice and ours, in the reference's logits. The control drafts nothing."""
     target, references = low_precision(dtype, tuple(map(tuple, prompts)))

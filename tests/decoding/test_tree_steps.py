@@ -25,6 +25,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.options import EngineOptions, OnDrafterError
 from emssd.drafting import Outcome
 from emssd.model import TargetModel
+from tests.support.oracle import build, oracle_of
 from tests.support.tiers import few, looped
 from tests.support.trees import TREE_BACKENDS, DecoyDrafter, MixedDrafter
 
@@ -36,10 +37,8 @@ every_model = pytest.mark.parametrize("name", ["llama-11", "mistral-17", "gemma2
 
 @every_model
 @every_backend
-def test_all_that_is_right_is_accepted_among_decoys(
-    make: MakeBackend, name: str, oracles: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    oracle = oracles(name)
+def test_all_that_is_right_is_accepted_among_decoys(make: MakeBackend, name: str, prompts: list[list[int]]) -> None:
+    oracle = oracle_of(name)
     references = oracle.references(prompts, NEW)
     engine = build(oracle, make, DecoyDrafter(oracle.vocab_size, references), batch_size=3)
     done = engine.generate(prompts, NEW)
@@ -55,7 +54,7 @@ def test_all_that_is_right_is_accepted_among_decoys(
 )
 @settings(max_examples=8)
 def test_rows_that_may_generate_one_two_or_three_tokens(
-    make: MakeBackend, limits: list[int], seed: int, batch_size: int, oracle: Any, build: Any, prompts: list[list[int]]
+    make: MakeBackend, limits: list[int], seed: int, batch_size: int, oracle: Any, prompts: list[list[int]]
 ) -> None:
     references = oracle.references(prompts, 3)
     for drafter in (
@@ -70,7 +69,7 @@ def test_rows_that_may_generate_one_two_or_three_tokens(
 @looped("stop", ["w1", "w3", "7", "w2 w", "nowhere"])
 @looped("backend", ["ragged-page-16", "padded", "unpad_both"])
 def test_a_stop_string_inside_of_an_accepted_path_ends_the_row(
-    backend: str, stop: str, oracle: Any, build: Any, prompts: list[list[int]]
+    backend: str, stop: str, oracle: Any, prompts: list[list[int]]
 ) -> None:
     tokenizer, references = setting("llama", 11).context.tokenizer, oracle.references(prompts, NEW)
     engine = build(oracle, TREE_BACKENDS[backend], DecoyDrafter(11, references), tokenizer=tokenizer)
@@ -86,9 +85,9 @@ def test_a_stop_string_inside_of_an_accepted_path_ends_the_row(
 @given(data=st.data(), seed=st.integers(0, 99))
 @settings(max_examples=8)
 def test_rows_with_trees_beside_rows_with_chains_or_nothing(
-    make: MakeBackend, data: st.DataObject, seed: int, oracles: Any, build: Any, prompts: list[list[int]]
+    make: MakeBackend, data: st.DataObject, seed: int, prompts: list[list[int]]
 ) -> None:
-    oracle = oracles(data.draw(st.sampled_from(["mistral-17", "gemma2-7"]), label="model"))
+    oracle = oracle_of(data.draw(st.sampled_from(["mistral-17", "gemma2-7"]), label="model"))
     references = oracle.references(prompts, NEW)
     drafter = MixedDrafter(oracle.vocab_size, 8, references, right=0.7, seed=seed)
     engine = build(oracle, make, drafter, data.draw(st.integers(2, 5), label="batch size"))
@@ -119,10 +118,8 @@ class WatchedTrees(TreeDrafter):
 
 
 @every_backend
-def test_a_drafter_hears_the_targets_choice_at_every_node(
-    make: MakeBackend, oracles: Any, build: Any, prompts: list[list[int]]
-) -> None:
-    oracle = oracles("mistral-17")
+def test_a_drafter_hears_the_targets_choice_at_every_node(make: MakeBackend, prompts: list[list[int]]) -> None:
+    oracle = oracle_of("mistral-17")
     references = oracle.references(prompts, NEW)
     drafter = WatchedTrees(oracle.vocab_size, 8, references, right=0.7, seed=3)
     drafter.model, WatchedTrees.num_nodes = oracle.target.model, 0

@@ -20,6 +20,7 @@ from emssd.errors import PluginError
 from emssd.hooks.builtin import FixedBudgetConfig
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Request, Row
+from tests.support.oracle import Spy, build
 from tests.support.tiers import looped
 from tests.support.trees import chains_of
 
@@ -116,9 +117,9 @@ def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
     ],
 )
 def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
-    script: list[tuple[int, int]], num_steps: int, oracle: Any, make_ragged: Any, build: Any, spy: Any
+    script: list[tuple[int, int]], num_steps: int, oracle: Any, make_ragged: Any
 ) -> None:
-    drafter = spy(PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12)))
+    drafter = Spy(PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12)))
     engine = build(oracle, make_ragged, drafter, budget=ScriptedBudget(script))
     (done,) = engine.generate([[1, 2, 3]], 12)
     assert done.token_ids == oracle.reference([1, 2, 3], 12)
@@ -171,7 +172,7 @@ class Broken(BudgetPolicy):
     ],
 )
 def test_a_policy_that_breaks_its_interface_is_named(
-    fault: Any, message: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+    fault: Any, message: str, where: str, oracle: Any, make_ragged: Any, prompts: list[list[int]]
 ) -> None:
     engine = build(oracle, make_ragged, RandomDrafter(11, 3), budget=Broken(**{where: fault}))
     with pytest.raises(PluginError, match=f"budget policy Broken {message}"):

@@ -26,6 +26,7 @@ from emssd.drafting import Draft, Drafter, Outcome
 from emssd.drafting.checked import CheckedDrafter
 from emssd.errors import ConfigError, PluginError, PluginWarning
 from emssd.sequences import Batch, Row
+from tests.support.oracle import build
 from tests.support.tiers import looped
 
 NAME = "'bad' (emssd-bad 1.2)"
@@ -132,7 +133,7 @@ class Faulty(Drafter):
 @pytest.mark.costly("several whole runs")
 @looped("fault", FAULTS)
 def test_a_drafter_that_fails_is_switched_off_with_a_warning_and_the_output_is_that_of_greedy(
-    fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+    fault: str, oracle: Any, make_ragged: Any, prompts: list[list[int]]
 ) -> None:
     drafter = Faulty(fault)
     checked = CheckedDrafter(drafter, NAME, oracle.vocab_size)
@@ -167,9 +168,7 @@ def test_one_that_fails_while_it_says_what_it_wants_is_named(answer: Any, name: 
 
 
 @looped("fault", FAULTS)
-def test_or_it_ends_the_run_by_option(
-    fault: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
-) -> None:
+def test_or_it_ends_the_run_by_option(fault: str, oracle: Any, make_ragged: Any, prompts: list[list[int]]) -> None:
     checked = CheckedDrafter(Faulty(fault), NAME, oracle.vocab_size, on_error="fail")
     engine = build(oracle, make_ragged, checked, batch_size=2)
     with pytest.raises(PluginError, match=FAULTS[fault][1]) as caught:
@@ -211,7 +210,7 @@ class Changing(Drafter):
 @looped("where", ["propose", "observe"])
 @looped("change", CHANGES)
 def test_tokens_cannot_be_changed_by_a_drafter(
-    change: str, where: str, oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]]
+    change: str, where: str, oracle: Any, make_ragged: Any, prompts: list[list[int]]
 ) -> None:
     drafter = Changing(CHANGES[change], where)
     engine = build(oracle, make_ragged, drafter, batch_size=2, on_drafter_error="disable")
@@ -234,7 +233,7 @@ class Rewriting(Drafter):
 
 
 def test_a_draft_that_is_rewritten_after_packing_is_verified_as_it_was(
-    oracle: Any, make_ragged: Any, build: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    oracle: Any, make_ragged: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = Rewriting()
     engine = build(oracle, make_ragged, drafter, batch_size=2)

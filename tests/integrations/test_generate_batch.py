@@ -80,6 +80,8 @@ def results(manager: SpeculativeManager, number: int) -> dict[str, SpeculativeOu
 class Acting(Drafter):
     """Drafts nothing, and calls `act` with the number of the step."""
 
+    num_speculative_tokens = 1  # so that it is asked
+
     def __init__(self, act: Callable[[int], None]) -> None:
         self.act, self.step = act, 0
 

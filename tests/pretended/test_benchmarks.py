@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from emssd.model import ModelOptions, TargetModel
+from emssd.model.load.random_weights import counting_model
 from tests.benchmarks.conftest import load as load
 from tests.pretended.conftest import pytestmark as pytestmark
 
 
 def test_pieces_are_recorded(load: Any, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, products, models = load("gpu"), load("gpu_products"), load("gpu_models")
-    model = models.model_of_shape(models.SHAPES["tiny"], torch.float32, torch.device("cpu"), 64)
+    gpu, products = load("gpu"), load("gpu_products")
+    model = counting_model(load("gpu_measure").SHAPES["tiny"], torch.float32, torch.device("cpu"))
     device = request.getfixturevalue("device")  # only after Transformers' modules have been imported
     libraries: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
 from emssd.sequences import FinishReason, Request, Row, StopStrings
+from tests.support.oracle import build, oracle_of
 from tests.support.strategies import prompt_batches
 from tests.support.tiers import looped
 
@@ -220,9 +221,9 @@ def _letters(vocab_size: int) -> PreTrainedTokenizerFast:
 
 @given(data=st.data())
 def test_the_engine_stops_where_greedy_decoding_would_for_any_drafter(
-    data: st.DataObject, oracles: Any, make_ragged: Callable[[], AttentionBackend], build: Any
+    data: st.DataObject, make_ragged: Callable[[], AttentionBackend]
 ) -> None:
-    oracle = oracles(data.draw(st.sampled_from(["opt-5", "gemma2-7", "llama-11"]), label="model"))
+    oracle = oracle_of(data.draw(st.sampled_from(["opt-5", "gemma2-7", "llama-11"]), label="model"))
     tokenizer = _letters(oracle.vocab_size)
     prompts = data.draw(prompt_batches(oracle.vocab_size, 5, 20), label="prompts")
     eos = data.draw(st.frozensets(st.integers(0, oracle.vocab_size - 1), max_size=1), label="eos")
@@ -246,9 +247,7 @@ def test_the_engine_stops_where_greedy_decoding_would_for_any_drafter(
     assert engine.runner.usage.held == 0
 
 
-def test_ignore_eos_leaves_limits_and_stop_strings(
-    oracle: Any, make_ragged: Callable[[], AttentionBackend], build: Any
-) -> None:
+def test_ignore_eos_leaves_limits_and_stop_strings(oracle: Any, make_ragged: Callable[[], AttentionBackend]) -> None:
     from emssd_none import NoneDrafter
 
     tokens = oracle.reference([1, 2], 12)

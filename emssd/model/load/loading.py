@@ -56,7 +56,7 @@ def load_model(
         packed = options.weights == "auto" and device.type == "cpu" and options.device_map is None
         model, tokenizer = load_checkpoint(options, dtype, packed=packed, accept=accept)
     try:
-        model = model if options.device_map is not None else model.to(device)  # type: ignore[arg-type]
+        model = model if options.device_map is not None else model.to(device)
         if device.type == "cuda" and options.device_map is None:
             lay_together(model)
     except torch.OutOfMemoryError as error:

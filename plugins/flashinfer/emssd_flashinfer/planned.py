@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -62,24 +62,13 @@ class PlannedStep:
 
     Attributes:
         slots: ``[n]`` int64, where the new KV goes.
-        attention: by layer, planned for this step. Layers of the same rules share one.
+        attention: by layer rules, planned for this step.
         outputs: ``[max_tokens, heads, dim]`` by layer rules, which a recorded step writes; ``None`` in other steps.
     """
 
     slots: torch.Tensor
-    attention: list[PagedAttention]
+    attention: dict[LayerSpec, PagedAttention]
     outputs: dict[LayerSpec, torch.Tensor] | None = None
-
-
-class _Attention(NamedTuple):
-    """Attention of eager steps, or of a recorded size: by layer rules, and by layer."""
-
-    by_rules: dict[LayerSpec, PagedAttention]
-    by_layer: list[PagedAttention]
-
-    def plan(self, packed: PackedInputs, metadata: PagedMetadata) -> None:
-        for layer, attention in self.by_rules.items():
-            attention.plan(metadata, None if packed.trees is None else tree_mask(packed, layer.sliding_window))
 
 
 class PlannedKernels(PagedKernels):
@@ -102,7 +91,7 @@ class PlannedKernels(PagedKernels):
         self._head_dims = head_dims
         self._capture, self._compiled = capture, passes
         self.recorded_sizes = ladder(max_graph_tokens) if capture is not None else ()
-        self._attention: dict[tuple[int | None, bool, int], _Attention] = {}
+        self._attention: dict[tuple[int | None, bool, int], dict[LayerSpec, PagedAttention]] = {}
         self._static: dict[tuple[int, int], StaticInputs] = {}
         self._recordings: dict[Hashable, tuple[Compute, Compute]] = {}  # and passes, which hold what these read
         self._num_failed = Counter[Hashable]()  # attempts to record
@@ -166,15 +155,15 @@ class PlannedKernels(PagedKernels):
             # The last page belongs to no sequence: there goes the KV of padding.
             scrap = (self._pool.num_pages - 1) * self._pool.page_size
             self._scrap_slots = scrap + np.arange(self.recorded_sizes[-1]) % self._pool.page_size
-        self._attention_of(None)  # so that kernels which cannot be made are known before the first step
+        self._attention_of(None, False)  # so that kernels which cannot be made are known before the first step
 
     def plan(self, packed: PackedInputs, table: PageTable) -> StepPlan:
         masked, size = packed.trees is not None, self._size_of(packed)
         if size is not None:
             return self._recorded_plan(packed, step_pages(table, packed), size, masked)
         attention, metadata = self._attention_of(None, masked), step_pages(table, packed).metadata()
-        attention.plan(packed, metadata)
-        step = PlannedStep(on_device(metadata.slots, self._spec.device), attention.by_layer)
+        _plan(attention, packed, metadata)
+        step = PlannedStep(on_device(metadata.slots, self._spec.device), attention)
         return StepPlan.ragged(packed.on(self._spec.device), step)
 
     def plan_chain(self, packed: PackedInputs, lengths: Seq[int], table: PageTable) -> list[StepPlan]:
@@ -205,7 +194,7 @@ class PlannedKernels(PagedKernels):
         if rules.key_dim > spec.key_dim:
             query = F.pad(query, (0, rules.key_dim - spec.key_dim))
         out = query.new_empty(query.shape) if step.outputs is None else step.outputs[rules][: len(query)]
-        step.attention[layer].run(query, keys, values, out)
+        step.attention[rules].run(query, keys, values, out)
         return out[..., : spec.value_dim]
 
     def _size_of(self, packed: PackedInputs) -> int | None:
@@ -216,13 +205,12 @@ class PlannedKernels(PagedKernels):
         fits = self._spec.trees and max(packed.kv_lens) <= self._static_of(size).shape.max_kv_len
         return size if fits else None
 
-    def _attention_of(self, size: int | None, masked: bool = False, number: int = -1) -> _Attention:
-        """Eager, or of a recorded size, and of a pass of several. It is made when it is first asked for."""
+    def _attention_of(self, size: int | None, masked: bool, number: int = -1) -> dict[LayerSpec, PagedAttention]:
+        """By layer rules: eager, or of a recorded size, and of a pass of several. It is made when first asked for."""
         key = size, masked, number
         if key not in self._attention:
             static = None if size is None else self._static_of(size, number)
-            made = {layer: self.attention(layer, masked=masked, static=static) for layer in self._rules}
-            self._attention[key] = _Attention(made, [made[layer] for layer in self._layers])
+            self._attention[key] = {rule: self.attention(rule, masked=masked, static=static) for rule in self._rules}
         return self._attention[key]
 
     def _static_of(self, size: int, number: int = -1) -> StaticInputs:
@@ -246,7 +234,7 @@ class PlannedKernels(PagedKernels):
         """A step in static tensors, padded to `size` tokens, with as many rows of logits; or one of several passes."""
         static, attention = self._static_of(size, number), self._attention_of(size, masked, number)
         metadata = static.fill(packed, pages, self._scrap_slots)
-        attention.plan(packed, metadata)
+        _plan(attention, packed, metadata)
         static.done()
         tables, num_logits = static.tables, len(packed.logit_rows)
         outputs = self._outputs if number < 0 else self._pass_outputs  # no pass leaves a token where another has none
@@ -258,7 +246,7 @@ class PlannedKernels(PagedKernels):
             position_ids=static.fed[1],
             logits_to_keep=tables.logit_rows,
             logit_index=None if num_logits == size else slice(num_logits),
-            attention=PlannedStep(tables.slots, attention.by_layer, outputs),
+            attention=PlannedStep(tables.slots, attention, outputs),
             replay=partial(self._replay, (size, masked, packed.greedy, num_passes)),
             compile=self._compiled,
             landing=self._landing(size) if packed.greedy else None,
@@ -291,6 +279,11 @@ class PlannedKernels(PagedKernels):
                 self.recorded_sizes = self.recorded_sizes if self._recordings else ()
                 self._recordings[key] = compute, compute
         return self._recordings[key][0]()
+
+
+def _plan(attention: dict[LayerSpec, PagedAttention], packed: PackedInputs, metadata: PagedMetadata) -> None:
+    for layer, planned in attention.items():
+        planned.plan(metadata, None if packed.trees is None else tree_mask(packed, layer.sliding_window))
 
 
 def padded_layer(layer: LayerSpec, head_dims: tuple[int, ...]) -> LayerSpec:

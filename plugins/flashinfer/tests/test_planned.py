@@ -41,12 +41,6 @@ def sequence(name: str, length: int, num_cached: int = 0) -> Row:
     return Row(Request(name, tuple(range(1, length + 1)), 100), num_cached=num_cached)
 
 
-def test_layers_with_the_same_rules_share_one_plan() -> None:
-    backend = allocated(replace(SPEC, layers=(*SPEC.layers, LAYER)))
-    attention = backend.plan(pack([sequence("a", 3)], Draft.empty(1))).attention.attention
-    assert attention[0] is attention[2] is not attention[1]
-
-
 @pytest.mark.parametrize("window", [None, 3])
 @given(seed=st.integers(0, 1000), parents=st.lists(st.integers(0, 99), min_size=2, max_size=6))
 def test_each_path_of_a_tree_attends_as_if_it_were_a_sequence_alone(

@@ -81,7 +81,7 @@ def test_record_then_run_gives_the_tokens_of_the_demo(tmp_path: Path, capsys: py
     prompts.write_text("integers are\n\nfloats are numbers, floats are numbers, floats are\n")
     main(["record", trace, "--prompts", str(prompts), "--new", "12", "--dtype", "float32"])
     assert "2 requests" in capsys.readouterr().out
-    main(["run", "--trace", trace, "--budget", "adaptive", "--option", "memory=8", "--json", figures])
+    main(["run", "--trace", trace, "--budget", "fixed", "--option", "num_tokens=8", "--json", figures])
     assert "simulated, not measured" in capsys.readouterr().out
     values = json.loads(Path(figures).read_text())
     assert values["num_new_tokens"] == sum(row.output_length for row in load_trace(Path(trace)))
