@@ -57,7 +57,7 @@ class ModelOptions:
     def check(self) -> None:
         """Raise ConfigError for a word that is no choice, or for options that exclude one another."""
         if self.weights not in ("auto", "int8", "dense"):
-            raise ConfigError(f"model.weights is {self.weights!r}; choose auto, int8 or dense")
+            raise ConfigError(f"model.weights is {self.weights!r}; choose auto, dense or int8")
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {self.compile}; it must be true, false or auto")
         one_device = {
