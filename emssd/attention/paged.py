@@ -208,16 +208,12 @@ class PagedBackend(AttentionBackend):
     def _follow_table(self) -> None:
         """Give new pages their memory, and fill those that take the place of shared ones."""
         if self._pool.num_pages < self._table.num_pages:
-            self._grow_pool()
+            spare = self._pool.num_pages + self._pool.num_pages // 8  # so that copying stays rare
+            self._pool.enlarge(max(self._table.num_pages, min(spare, self._table.max_pages or spare)))
         for source, target in self._table.copies:
             for pages in (*self._pool.keys, *self._pool.values):
                 pages[target] = pages[source]
         self._table.copies.clear()
-
-    def _grow_pool(self) -> None:
-        """Make the pool as large as the page table, with an eighth to spare so that copying stays rare."""
-        spare = self._pool.num_pages + self._pool.num_pages // 8
-        self._pool.enlarge(max(self._table.num_pages, min(spare, self._table.max_pages or spare)))
 
     def _fix_pool(self, spec: KVCacheSpec, fraction: float) -> int:
         """Allocate the whole pool. Returns the pages for sequences; the last page is for padding tokens."""

@@ -204,7 +204,9 @@ class _Run:
             return
         failed_ids = {item.prompt_id for item in failed}  # a sample of such a prompt may have a row
         answered = self.output.answered(prompt for prompt in self.prompts if prompt.prompt_id not in failed_ids)
-        tokenizer = partial(load_tokenizer, model.path, trust_remote_code=model.trust_remote_code)
+        tokenizer = partial(
+            load_tokenizer, model.path, trust_remote_code=model.trust_remote_code, gguf_file=model.gguf_file
+        )
 
         def lines() -> Iterator[bytes]:
             try:

@@ -112,7 +112,7 @@ def made_with(config: RunConfig, target: TargetModel | None = None) -> Callable[
 def _model_files(config: RunConfig) -> dict[str, Any]:
     """Digests of the files' content, see `content_digest`, and times; none where they are not on this machine."""
     try:
-        files = [] if config.model.architecture else files_of(config.model.path)
+        files = [] if config.model.architecture else files_of(config.model.path, config.model.gguf_file)
         digests = [(file.name, content_digest(file)) for file in files]
         times = [file.stat().st_mtime_ns for file in files]
     except OSError as error:

@@ -10,11 +10,11 @@ from typing import Any
 from emssd.data.demo import model_path
 from emssd.errors import ConfigError
 
-__all__ = ["WHAT_TO_GIVE", "cannot_load", "check_folder", "check_layers", "source_of"]
+__all__ = ["WHAT_TO_GIVE", "cannot_load", "check_folder", "check_layers", "gguf_of", "source_of"]
 
 WHAT_TO_GIVE = (
-    "Give a local folder with config.json and weights, a model id of the Hugging Face hub, or 'demo' for the embedded "
-    "model."
+    "Give a local folder with config.json and weights, a .gguf file, a model id of the Hugging Face hub, or 'demo' for "
+    "the embedded model."
 )
 _EMBEDDED = {"demo": "target", "demo-draft": "draft"}
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -26,17 +26,52 @@ def cannot_load(path: str, why: str) -> ConfigError:
 
 
 def source_of(path: str) -> str:
-    """The folder of an embedded model, or `path` itself. Raises ConfigError: a folder that is not there."""
+    """The folder of an embedded model, or `path` itself, a .gguf file too. Raises ConfigError: there is no such one."""
     if path in _EMBEDDED:
         return str(model_path(_EMBEDDED[path]))
     folder = Path(path).expanduser()
     if os.path.isdir(folder):  # unlike pathlib, false also for what no folder could be called
         return str(folder)
     if os.path.exists(folder):
+        if folder.suffix == ".gguf":
+            return str(folder)
         raise cannot_load(path, f"this is a file. {WHAT_TO_GIVE}")
     if path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise cannot_load(path, f"there is no such folder. {WHAT_TO_GIVE}")
     return path
+
+
+def gguf_of(path: str, name: str = "") -> Path | None:
+    """The GGUF file of a model: `path` itself, `name` in a folder or on the hub, or the one file of a folder.
+
+    ``None`` if the model is none. Raises ConfigError: there is no such file, or there are several.
+    """
+    source = Path(source_of(path))
+    if source.is_file():
+        return source
+    if not source.is_dir():
+        return _downloaded(path, name) if name else None
+    names = sorted(file.name for file in source.glob("*.gguf"))
+    if name and name not in names:
+        raise cannot_load(path, f"there is no {name} in it, which model.gguf_file names; it has {', '.join(names)}")
+    if not name and any(_weights(source)):
+        return None
+    if not name and len(names) > 1:
+        raise cannot_load(path, f"choose one of its files with model.gguf_file: {', '.join(names)}")
+    return source / (name or names[0]) if names else None
+
+
+def _downloaded(path: str, name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except (OSError, ValueError) as error:
+        raise cannot_load(path, f"the hub has no {name}, which model.gguf_file names, or cannot be reached") from error
+
+
+def _weights(folder: Path) -> tuple[Path, ...]:
+    return (*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin"))
 
 
 def check_folder(path: str) -> None:
@@ -51,7 +86,7 @@ def check_folder(path: str) -> None:
             f"it holds an adapter of PEFT for {base}; give a folder with both, which "
             f"AutoPeftModelForCausalLM.from_pretrained({path!r}).merge_and_unload().save_pretrained(FOLDER) writes",
         )
-    if not (folder / "config.json").is_file():
+    if not (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         raise cannot_load(path, f"there is no config.json in it. {WHAT_TO_GIVE}")
 
 
@@ -61,7 +96,7 @@ def check_layers(path: str) -> None:
     config = _read(folder / "config.json")
     parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
     most = max((part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)), default=0)
-    files = (*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin"))
+    files = _weights(folder)
     if files and most > (size := sum(file.stat().st_size for file in files)):
         raise cannot_load(
             path, f"config.json says {most} layers, and its weights have {size} bytes; bring both from one place"

@@ -16,7 +16,8 @@ class ModelOptions:
     """Options of the target model.
 
     Attributes:
-        path: local folder, id of the Hugging Face hub, or ``demo`` for the embedded model.
+        path: local folder, .gguf file, id of the Hugging Face hub, or ``demo`` for the embedded model.
+        gguf_file: the name of a .gguf file in the folder or on the hub; see docs/how_to/gguf.md.
         dtype: ``auto`` (the checkpoint's), ``float32``, ``bfloat16``, ``float16`` or ``float64``.
         device: ``auto`` (CUDA if there is one), ``cpu``, ``cuda``, ``cuda:1``, …
         max_model_len: longest sequence, prompt and output together; ``null`` takes the model's own limit.
@@ -29,14 +30,16 @@ class ModelOptions:
             weights; `path` is then only its name, and its ``auto`` dtype is bfloat16. ``data=random`` gives it prompts.
         trust_remote_code: run Python code that comes with the checkpoint, or with that of a draft model, where
             Transformers has none for it; that code can do anything.
-        weights: ``auto``, or ``int8``: weights of linear layers are rounded to a byte each, with a scale for 32, on a
-            CPU. That is another model, somewhat worse and faster; speculation does not change its text.
+        weights: ``auto``; ``dense`` unpacks a .gguf file, which ``auto`` keeps packed on a CPU; or ``int8``: weights of
+            linear layers are rounded to a byte each, with a scale for 32, on a CPU. That is another model, somewhat
+            worse and faster; speculation does not change its text.
         batch_invariant: an uncompiled model on a CPU computes the same bits in any batch, more slowly; see
             docs/explanation/batch_invariant.md.
         tensor_parallel: spread the model over the processes that ``torchrun --nproc-per-node N -m emssd`` starts.
     """
 
     path: str = "demo"
+    gguf_file: str = ""
     dtype: str = "auto"
     device: str = "auto"
     max_model_len: int | None = None
@@ -53,8 +56,8 @@ class ModelOptions:
 
     def check(self) -> None:
         """Raise ConfigError for a word that is no choice, or for options that exclude one another."""
-        if self.weights not in ("auto", "int8"):
-            raise ConfigError(f"model.weights is {self.weights!r}; choose auto or int8")
+        if self.weights not in ("auto", "int8", "dense"):
+            raise ConfigError(f"model.weights is {self.weights!r}; choose auto, int8 or dense")
         if self.compile not in (True, False, "auto"):
             raise ConfigError(f"model.compile is {self.compile}; it must be true, false or auto")
         one_device = {

@@ -40,8 +40,10 @@ class Caches:
     _made: list[tuple[str, AttentionBackend, KVCacheSpec]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        caching = self.options.prefix_caching
-        self.target = dataclasses.replace(self.target, continuous=self._is_continuous(), prefix_caching=caching)
+        caching, batching = self.options.prefix_caching, self.options.batching
+        # With `continuous`, a backend that cannot has refused when it was made.
+        continuous = self._can(continuous=True) if batching is Batching.auto else batching is Batching.continuous
+        self.target = dataclasses.replace(self.target, continuous=continuous, prefix_caching=caching)
 
     def make(self, other: KVCacheSpec | None = None, *, trees: bool = False) -> AttentionBackend:
         """The target's backend, or that of a drafter's model with the cache `other`; of use after `allocate`. Raises
@@ -89,12 +91,6 @@ class Caches:
         if self.options.kv_memory is not None or self.target.device.type == "cpu":
             return self.options.kv_memory
         return _GPU_SHARE if self._can(max_tokens=1) else None
-
-    def _is_continuous(self) -> bool:
-        """With ``auto``, whether the backend can. With ``continuous``, one that cannot has refused when it was made."""
-        if self.options.batching is not Batching.auto:
-            return self.options.batching is Batching.continuous
-        return self._can(continuous=True)
 
     def _can(self, **more: Any) -> bool:
         """Whether the backend has no further reason against the target's cache if that has `more`."""

@@ -109,15 +109,12 @@ class DraftStages:
         return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
 
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
-        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified.
-
-        Where no drafter drafts anything, neither these nor the policy are asked.
-        """
+        """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
         still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
         self.seconds, num_rows = 0.0, len(batch.rows)
         every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
         self._most, self._step = [], None
-        if not any(every):
+        if not any(every):  # neither drafters nor the policy are asked
             self.stats = (StageStats((0,) * num_rows, (0,) * num_rows, 0.0),) * len(every)
             return Draft.empty(num_rows)
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):

@@ -103,7 +103,8 @@ class HurtfulDrafter(Drafter):
     def observe(self, outcome: Outcome) -> None:
         if not self.sins:  # one that has sinned may have been switched off in between, or spoilt what it reads here
             for index, row in enumerate(outcome.batch):
-                self._hear(row.request_id, index, outcome)
+                if row.request_id in self._drafted:  # one that drafts nothing is not asked
+                    self._hear(row.request_id, index, outcome)
         self.faults("observe")
         self._when_told("observe", outcome.batch)
 
@@ -111,7 +112,7 @@ class HurtfulDrafter(Drafter):
         """Compare an outcome of a row with its draft, and with the text that comes."""
         draft = outcome.draft
         start, stop = draft.indptr[index : index + 2]
-        length, made = self._drafted.get(request_id, (0, []))
+        length, made = self._drafted[request_id]
         made = made if self.max_depth is None else shallow(made, self.max_depth)
         coming = self.will_be(request_id)[length:]
         parents = range(-1, stop - start - 1) if draft.parents is None else draft.parents[start:stop]

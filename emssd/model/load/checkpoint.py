@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, source_of
+from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, gguf_of, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 from emssd.model.hf.refusals import check_config, resolve_max_model_len
 from emssd.model.hf.sharding import count_heads, shards_of
 from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
+from emssd.model.load.gguf_model import config_folder, load_packed, name_model, tokenizer_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,56 +42,75 @@ def load_checkpoint(
     dtype: torch.dtype | None,
     *,
     num_shards: int = 1,
+    packed: bool = False,
     accept: Callable[[Any], None] | None = None,
 ) -> tuple[PreTrainedModel, Any]:
     """Load a causal LM and its tokenizer, see `emssd.model.load_model`; without a ``device_map``, to the host.
 
     Args:
-        dtype: ``None`` takes the checkpoint's.
+        dtype: ``None`` takes the checkpoint's, and bfloat16 for a GGUF file.
         num_shards: each process of the group loads one of so many shards.
+        packed: weights of a GGUF file stay packed.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
     path, trust = options.path, options.trust_remote_code
     source = source_of(path)
     check_folder(path)
+    file = gguf_of(path, options.gguf_file)
     with _explained(path, "its config.json is none that Transformers can read"):
-        check_json(source)
-        check_layers(path)
+        if file is None:
+            check_json(source)
+            check_layers(path)
+        elif options.weights == "int8":
+            raise cannot_load(path, "its weights are rounded already; leave model.weights=int8 out")
+        else:
+            source = str(config_folder(file))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
         if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
             check_config(config, None)
         resolve_max_model_len(config, options.max_model_len)
         shards = {"distributed_config": shards_of(config, num_shards)} if num_shards > 1 else {}
-    tokenizer = load_tokenizer(path, trust_remote_code=trust)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust, gguf_file=options.gguf_file)
     if accept is not None:
         accept(tokenizer)
     problem = "Transformers cannot make the model of its config.json and weights"
     with _explained(path, problem, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype or "auto",
-            trust_remote_code=trust,
-            ignore_mismatched_sizes=True,  # judged below, by name
-            output_loading_info=True,
-            **({} if options.device_map is None else {"device_map": options.device_map}),
-            **shards,
-        )
+        where: dict[str, Any] = {} if options.device_map is None else {"device_map": options.device_map}
+        if file is not None and packed:
+            loaded: Any = load_packed(file, config, dtype or torch.bfloat16)
+        else:
+            loaded = AutoModelForCausalLM.from_pretrained(
+                source if file is None else file.parent,
+                dtype=dtype or ("auto" if file is None else torch.bfloat16),
+                trust_remote_code=trust,
+                ignore_mismatched_sizes=True,  # judged below, by name
+                output_loading_info=True,
+                **where,
+                **({} if file is None else {"gguf_file": file.name, "config": config}),
+                **shards,
+            )
     model, info = loaded
     _check_whole(path, info)
+    if file is not None:
+        name_model(model, file)
     if num_shards > 1:
         count_heads(model, num_shards)
     return model, tokenizer
 
 
-def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model's folder or hub id.
+def load_tokenizer(path: str, *, trust_remote_code: bool = False, gguf_file: str = "") -> Any:
+    """The tokenizer of a model's folder or hub id; of a GGUF file that beside it, or else its own.
 
     Raises ConfigError: there is none, or it is damaged or needs code that is not trusted.
     """
     from transformers import AutoTokenizer
 
     source = source_of(path)
+    if (file := gguf_of(path, gguf_file)) is not None:
+        with _explained(path, "its tokenizer is none that Transformers can convert"):
+            beside = has_vocabulary(str(file.parent))
+            source = str(file.parent if beside else tokenizer_folder(file))
     missing = (
         f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
         f"model's tokenizer there, with tokenizer.save_pretrained(folder)"
@@ -108,11 +128,13 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> Any:
     return tokenizer
 
 
-def files_of(path: str) -> list[Path]:
+def files_of(path: str, gguf_file: str = "") -> list[Path]:
     """The files that loading `path` reads, in order; none of a hub id that is not on this machine."""
     from huggingface_hub import snapshot_download
 
     try:
+        if (file := gguf_of(path, gguf_file)) is not None:
+            return [file, *files_read(file.parent)]
         source = source_of(path)
         return files_read(Path(source if Path(source).is_dir() else snapshot_download(source, local_files_only=True)))
     except ConfigError:

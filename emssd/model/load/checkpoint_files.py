@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from emssd.errors import ConfigError
+from emssd.model.load.gguf_header import read_header
 
 __all__ = ["check_json", "content_digest", "file_fault", "files_read", "has_vocabulary", "json_fault", "weights_fault"]
 
@@ -52,12 +53,14 @@ def content_digest(file: Path) -> str:
     """A digest of the content; for a large file of weights, of its size, its header and pieces all over it."""
     with file.open("rb", buffering=0) as content:
         size = file.stat().st_size
-        if file.suffix not in (".safetensors", ".bin") or size <= _PIECES * _PIECE:
+        if file.suffix not in (".safetensors", ".bin", ".gguf") or size <= _PIECES * _PIECE:
             return file_digest(content, "sha256").hexdigest()
         digest = sha256(str(size).encode())
         if file.suffix == ".safetensors":
             length = content.read(8)
             digest.update(content.read(min(int.from_bytes(length, "little"), _LONGEST_HEADER)))
+        elif file.suffix == ".gguf":
+            digest.update(read_header(file).digest.encode())
         for start in range(0, size, size // _PIECES):
             content.seek(start)
             digest.update(content.read(_PIECE))

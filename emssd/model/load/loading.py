@@ -53,7 +53,8 @@ def load_model(
 
         model, tokenizer = counting_model(options.architecture, dtype or torch.bfloat16, device), None
     else:
-        model, tokenizer = load_checkpoint(options, dtype, accept=accept)
+        packed = options.weights == "auto" and device.type == "cpu" and options.device_map is None
+        model, tokenizer = load_checkpoint(options, dtype, packed=packed, accept=accept)
     try:
         model = model if options.device_map is not None else model.to(device)
         if device.type == "cuda" and options.device_map is None:

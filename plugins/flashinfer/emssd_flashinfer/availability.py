@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 
+from packaging.version import Version
+
 __all__ = ["reason"]
 
-KNOWN_VERSIONS = ((0, 6, 18), (0, 7, 0))
+KNOWN_VERSIONS = ("0.6.18", "0.7.0")
 """The first version of flashinfer-python that this plugin knows, and the first later one that it does not know."""
 
 _INSTALL = "pip install 'emssd[flashinfer]' brings it"
@@ -48,11 +49,12 @@ def _package() -> str | None:
         installed = version("flashinfer-python")
     except PackageNotFoundError:
         return f"FlashInfer is not installed as flashinfer-python, so its version is unknown ({_INSTALL})"
-    numbers = tuple(int(part) for part in re.findall(r"\d+", installed)[:3])
     first, beyond = KNOWN_VERSIONS
-    if not first <= numbers < beyond:
-        taken = f"{_dotted(first)} up to, but not including, {_dotted(beyond)}"
-        return f"FlashInfer {installed} is installed, and this version of emssd knows {taken} ({_INSTALL})"
+    if not Version(first) <= Version(Version(installed).base_version) < Version(beyond):
+        return (
+            f"FlashInfer {installed} is installed, and this version of emssd knows {first} up to, but not including, "
+            f"{beyond} ({_INSTALL})"
+        )
     return None
 
 
@@ -77,7 +79,3 @@ def _compiler() -> str | None:
             f"(set CUDA_HOME, now {home or 'not set'}, to the folder of a CUDA toolkit)"
         )
     return None
-
-
-def _dotted(numbers: tuple[int, ...]) -> str:
-    return ".".join(map(str, numbers))

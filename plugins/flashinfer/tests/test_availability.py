@@ -25,7 +25,7 @@ class Machine:
     """A machine where all is well, until a test takes something away."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-        self.capability = (9, 0)
+        self.patch, self.capability = monkeypatch, (9, 0)
         self.modules = {*availability._MODULES}
         self.tools = {"ninja", "c++", "nvcc"}
         self.version: str | None = "0.6.18.post1"
@@ -55,6 +55,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 FAULTS: dict[str, tuple[Callable[[Machine], Any], str]] = {
+    "build": (lambda machine: machine.patch.setattr(torch.version, "cuda", None), "is built without CUDA"),
+    "no card": (
+        lambda machine: machine.patch.setattr(torch.cuda, "is_available", lambda: False),
+        "PyTorch finds none on",
+    ),
     "card": (lambda machine: setattr(machine, "capability", (7, 5)), "8.0 or later, and an old card has 7.5"),
     "package": (lambda machine: machine.modules.discard("flashinfer"), "not installed (pip install 'emssd["),
     "module": (lambda machine: machine.modules.discard("tvm_ffi"), "installed without tvm_ffi, which it imports"),
@@ -133,28 +138,8 @@ def test_fa3_is_refused_on_other_cards_than_hopper(machine: Machine) -> None:
     assert "needs a Hopper GPU, not an old card" in FlashInferKernels("fa3").unsupported(spec, 16)[0]
 
 
-def without_cuda(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    monkeypatch.setattr(torch.version, "cuda", version)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.parametrize(
-    ("version", "reason"), [(None, "is built without CUDA"), ("13.0", "PyTorch finds none on this machine")]
-)
-def test_without_cuda_one_sentence_says_why_and_names_the_ragged_backend(
-    version: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_cuda(monkeypatch, version)
-    sentence = unavailable()
-    assert reason in sentence
-    assert "NVIDIA GPU" in sentence
-    assert "use backend=ragged" in sentence
-    assert "\n" not in sentence
-    assert not sentence.endswith(".")  # whoever shows it puts the stop
-
-
 def test_without_cuda_everybody_who_asks_gets_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    without_cuda(monkeypatch, None)
+    monkeypatch.setattr(torch.version, "cuda", None)
     for choice in ("flashinfer", FlashInferConfig()):  # before a model is looked for
         with pytest.raises(
             PluginError, match=r"backend 'flashinfer' is not available: .*use backend=ragged.*device\.$"

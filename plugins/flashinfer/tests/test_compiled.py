@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_heads import HeadRunner
-from emssd_heads.config import DecoderConfig
-from emssd_heads.head import LayerHead
 from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
 
-from emssd.attention import Kept, KVCacheSpec, PagedBackend
+from emssd.attention import PagedBackend
 from emssd.cli.turns import Turns
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
@@ -347,34 +344,9 @@ def test_an_untimed_start_records_chains_of_all_sizes_the_largest_first(sampling
 def test_a_model_that_keeps_states_is_not_recorded(architecture: str) -> None:
     """A recording would read the states of the rows that it was made with."""
     model = tiny_model(architecture, dtype=torch.float64)
-    prompts = [[1, 5, 6], [9], [8, 2, 8], [4, 4]]
-    expected = [greedy_reference(model, prompt, 6) for prompt in prompts]
+    expected = [greedy_reference(model, prompt, 6) for prompt in PROMPTS]
     runner = runner_of(model, traced)
     assert runner._states is not None
     engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    done = engine.generate(prompts, 6, ignore_eos=True)
+    done = engine.generate(PROMPTS, 6, ignore_eos=True)
     assert [list(row.token_ids) for row in done] == expected
-
-
-def test_a_recorded_head_computes_what_it_is_fed() -> None:
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 48}
-    torch.manual_seed(0)
-    head = LayerHead(DecoderConfig.read(sizes, "here"), ()).double()
-    for parameter in head.parameters():
-        torch.nn.init.normal_(parameter, std=0.3)
-    spec = KVCacheSpec(head.specs, torch.float64, torch.device("cpu"), 3, 32)
-    outputs = []
-    for kernels in (ReferenceKernels((16,), capture=rerun), ReferenceKernels((16,))):
-        backend = PagedBackend(kernels, page_size=4, memory_fraction=1.0)
-        backend.allocate(spec)
-        runner, seed = HeadRunner(head, backend), torch.Generator().manual_seed(1)
-        with torch.inference_mode():
-            for lengths in ([4, 5], [1, 2], [2, 1], [4, 5]):  # a recording is replayed, and another is padded
-                kv_lens = [runner.held.get(name, 0) + length for name, length in zip("ab", lengths, strict=True)]
-                packed = pack_nodes(["a", "b"], torch.zeros(sum(lengths), dtype=torch.int64), lengths, kv_lens)
-                inputs = torch.randn(sum(lengths), 32, dtype=torch.float64, generator=seed)
-                outputs.append(runner.run(packed, inputs).clone())
-                runner.commit(Kept(("a", "b"), tuple(kv_lens)))
-        assert (len(kernels._recordings) > 1) == (kernels._capture is not None)
-    for recorded, eager in zip(outputs[:4], outputs[4:], strict=True):
-        torch.testing.assert_close(recorded, eager)

@@ -96,25 +96,25 @@ def plan_of(kernels: ReferenceKernels, parents: tuple[int, ...], **spec: Any) ->
     return backend.plan(pack([Row(Request("a", (1, 2, 3), 9))], draft))
 
 
-def test_masked_kernels_of_recorded_steps_are_made_only_where_trees_may_come() -> None:
-    made: list[tuple[bool, bool]] = []
+@pytest.mark.parametrize(
+    ("parents", "trees", "made"),
+    [((-1, -1), False, (True, False)), ((-1, 0), True, (False, True)), ((-1, -1), True, (True, True))],
+    ids=["no trees expected", "a chain", "a tree"],
+)
+def test_masked_kernels_of_recorded_steps_are_made_only_where_trees_may_come(
+    parents: tuple[int, ...], trees: bool, made: tuple[bool, bool]
+) -> None:
+    """Beside the kernels without a mask of steps that are not recorded."""
+    found = set[tuple[bool, bool]]()
 
     class Noting(ReferenceKernels):
         def attention(self, layer: Any, *, masked: bool = False, static: Any = None) -> Any:
-            made.append((masked, static is not None))
+            found.add((masked, static is not None))
             return super().attention(layer, masked=masked, static=static)
 
-    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, -1))
-    assert plan.replay is None
-    assert set(made) == {(False, False), (True, False)}
-    made.clear()
-    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, 0), trees=True)  # a chain
-    assert plan.replay is not None
-    assert set(made) == {(False, False), (False, True)}
-    made.clear()
-    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), (-1, -1), trees=True)
-    assert plan.replay is not None
-    assert set(made) == {(False, False), (True, True)}
+    plan = plan_of(Noting(capture=rerun, max_graph_tokens=8), parents, trees=trees)
+    assert (plan.replay is not None) == trees
+    assert found == {(False, False), made}
 
 
 def test_a_row_longer_than_the_masks_buffer_is_not_recorded() -> None:

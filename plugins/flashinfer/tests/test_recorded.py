@@ -118,29 +118,20 @@ class FakeEvent:
 
 
 class TestStaging:
-    def test_a_buffer_is_written_again_only_once_it_was_read(self) -> None:
+    @pytest.mark.parametrize("is_read", [False, True])
+    def test_a_buffer_is_written_again_only_once_it_was_read(self, is_read: bool) -> None:
         log: list[str] = []
-        staging = Staging(8, CPU, lambda: FakeEvent(log))
-        turns = []
+        staging, turns = Staging(8, CPU, lambda: FakeEvent(log)), list[int]()
         log.clear()
         for _ in range(4):
             turns.append(staging.next())
             staging.done()
-        assert turns == [1, 0, 1, 0]
-        assert log == [
-            "recorded event 1", "recorded event 0",
-            "waited for event 1", "recorded event 1", "waited for event 0", "recorded event 0",
-        ]  # fmt: skip
-
-    def test_the_host_does_not_wait_for_what_is_read_already(self) -> None:
-        log: list[str] = []
-        staging = Staging(8, CPU, lambda: FakeEvent(log))
-        for _ in range(4):
-            staging.next()
-            staging.done()
             for event in staging._read:
-                event.reached = True
-        assert not [line for line in log if "waited" in line]
+                event.reached |= is_read
+        assert turns == [1, 0, 1, 0]
+        waits = [] if is_read else ["waited for event 1", "waited for event 0"]
+        assert [line for line in log if "waited" in line] == waits
+        assert [line for line in log if "recorded" in line] == ["recorded event 1", "recorded event 0"] * 2
 
     def test_the_beginning_is_moved_and_the_rest_stays(self) -> None:
         staging = Staging(4, CPU)
