@@ -4,6 +4,7 @@ A plugin with an EAGLE head of its own has a `PairedHead`, reads its files with 
 `PairedDrafter`. Other heads are run by subclasses of `StatesDrafter`.
 """
 
+from emssd.model.compile.packed import round_drafter
 from emssd_heads.config import LAST_NORMED, DecoderConfig, Embed, Project, TargetSizes
 from emssd_heads.files import Checkpoint
 from emssd_heads.formats import Format
@@ -39,5 +40,6 @@ __all__ = [
     "TargetWeights",
     "TreeKind",
     "TreeOptions",
+    "round_drafter",
     "shape_of",
 ]

@@ -11,8 +11,7 @@ from functools import partial
 from emssd.drafting import Drafter, DrafterContext
 from emssd.errors.ranges import AtLeastOne
 from emssd.hooks import DrafterSpec, offering
-from emssd.model.compile.packed import round_drafter
-from emssd_heads import TargetWeights, TreeOptions, shape_of
+from emssd_heads import TargetWeights, TreeOptions, round_drafter, shape_of
 
 __all__ = ["HydraConfig"]
 

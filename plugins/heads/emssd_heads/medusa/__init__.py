@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from emssd.drafting import Drafter, DrafterContext
 from emssd.hooks import DrafterSpec, offering
-from emssd.model.compile.packed import round_drafter
-from emssd_heads import HeadTreeOptions, TargetWeights, shape_of
+from emssd_heads import HeadTreeOptions, TargetWeights, round_drafter, shape_of
 
 __all__ = ["MedusaConfig"]
 
