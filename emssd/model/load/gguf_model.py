@@ -66,12 +66,14 @@ def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         ConfigError: a tensor is of a type that cannot be packed, or is cut off; or names of tensors are not known.
     """
     import gguf
+    from accelerate import init_empty_weights
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     header, model_class = _checked(file), cast("Any", MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
-    with torch.device("meta"):
-        skeleton = model_class(config)
-    processor, names = _conversion(file, header.architecture, skeleton)
+    with init_empty_weights(include_buffers=False):
+        model = model_class._from_config(config, dtype=dtype).eval()
+    processor, names = _conversion(file, header.architecture, model)
+    expected, shapes = model.state_dict(), dict[str, tuple[int, ...]]()
     state, matrices = dict[str, torch.Tensor](), list[tuple[str, torch.Tensor, str, Any]]()
     for stored in header.tensors:
         kind = gguf.GGMLQuantizationType(stored.kind)
@@ -80,7 +82,7 @@ def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         order = None if name is None or kind.name not in KINDS else _order(processor, stored)
         if name is not None and order is not None:
             matrices.append((name, blocks, kind.name, order))
-            state[name] = torch.zeros((), dtype=dtype).expand(stored.shape)  # no memory; it is packed below
+            shapes[name] = stored.shape
             continue
         if kind.name not in (*KINDS, "F32", "F16", "BF16"):
             kinds = ", ".join(KINDS)
@@ -90,13 +92,19 @@ def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
             weights=values, name=stored.name, tensor_key_mapping=names, parsed_parameters={"tensors": state}
         )
         if result.name is not None:  # else the processor has put it into `state`
-            converted = torch.from_numpy(np.array(result.weights))
-            state[names.get(result.name, result.name)] = converted.to(dtype) if converted.ndim > 1 else converted
-    model, info = model_class.from_pretrained(
-        None, config=config, state_dict=state, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
-    for full_name, blocks, type_name, order in () if info["mismatched_keys"] else matrices:
-        pack(model, full_name, rounded_of(blocks[order], type_name))
+            state[names.get(result.name, result.name)] = torch.from_numpy(np.array(result.weights))
+    shapes |= {name: tuple(tensor.shape) for name, tensor in state.items()}
+    other = [(name, shape, tuple(expected[name].shape)) for name, shape in shapes.items() if name in expected]
+    mismatched = [(name, is_, should) for name, is_, should in other if is_ != should]
+    info = {"mismatched_keys": mismatched, "unexpected_keys": {*shapes} - {*expected}, "missing_keys": set[str]()}
+    if not mismatched:
+        state = {name: tensor.to(expected[name].dtype) for name, tensor in state.items() if name in expected}
+        model.load_state_dict(state, strict=False, assign=True)
+        model.tie_weights()
+        for full_name, blocks, type_name, order in matrices:
+            if full_name in expected:
+                pack(model, full_name, rounded_of(blocks[order], type_name))
+        info["missing_keys"] = {name for name, weight in model.named_parameters() if weight.is_meta}
     return model, info
 
 
@@ -108,14 +116,14 @@ def name_model(model: Any, file: Path) -> None:
     model.name_or_path = str(file)
 
 
-def _conversion(file: Path, architecture: str, skeleton: Any) -> tuple[Any, dict[str, str]]:
+def _conversion(file: Path, architecture: str, model: Any) -> tuple[Any, dict[str, str]]:
     """Transformers' processor of the tensors of an architecture, and the model's names by those of the file."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
     make: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
-    processor = make(config=skeleton.config.to_dict())
+    processor = make(config=model.config.to_dict())
     try:
-        return processor, get_gguf_hf_weights_map(skeleton, processor)
+        return processor, get_gguf_hf_weights_map(model, processor)
     except NotImplementedError as error:
         raise ConfigError(f"{file} is of architecture {architecture!r}, which emssd does not pack; {_DENSE}") from error
 
