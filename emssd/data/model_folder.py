@@ -47,9 +47,9 @@ def gguf_of(path: str, name: str = "") -> Path | None:
     ``None`` if the model is none. Raises ConfigError: there is no such file, or there are several.
     """
     source = Path(source_of(path))
-    if source.is_file():
+    if os.path.isfile(source):
         return source
-    if not source.is_dir():
+    if not os.path.isdir(source):
         return _downloaded(path, name) if name else None
     names = sorted(file.name for file in source.glob("*.gguf"))
     if name and name not in names:

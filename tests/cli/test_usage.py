@@ -57,7 +57,7 @@ SENTENCES = {
     "~drafter": "drafter is not given and has no default; add drafter=VALUE",
     "data.limt=2": "data 'demo' has no option 'limt'; did you mean 'limit'? It has limit, truncate, …",
     "drafter.lenght=3": "drafter 'suffix' has no option 'lenght'. It has num_speculative_tokens, …",
-    "model.dtpe=float32": "model has no option 'dtpe'; did you mean 'dtype'? It has path, dtype, device, …",
+    "model.dtpe=float32": "model has no option 'dtpe'; did you mean 'dtype'? It has path, gguf_file, dtype, device, …",
     "batchsize=4": "there is no option 'batchsize'; did you mean 'batch_size'? python -m emssd --help lists all",
     "zzz.like=it": "there is no option 'zzz'. python -m emssd --help lists all",
     "drafter.search=prompt":
@@ -66,7 +66,7 @@ SENTENCES = {
     "backend.kernels=fused backend.page_size=8":
         "backend 'ragged' cannot serve this model: the fused kernel has pages of 16 tokens, …",
     "model=opt_66b":
-        "unknown model 'opt_66b'; did you mean 'opt_6_7b'? choose one of demo, demo_draft, hf, opt_125m, …",
+        "unknown model 'opt_66b'; did you mean 'opt_6_7b'? choose one of demo, demo_draft, hf, …",
     f"{SHAPE} ++model.architecture.hidden_size=abc": "model.architecture makes no model of type 'llama': Validation "
         "error for field 'hidden_size': TypeError: Field 'hidden_size' expected int, …",
     f"{SHAPE} ++model.architecture.hidden_size=66": "model.architecture makes no model of type 'llama': Class "
@@ -180,8 +180,8 @@ def test_an_unknown_name_in_a_sweep_stops_it_before_it_starts(arguments: str, de
 @looped("path", ["gpt-that-is-not-there", "./folder/that/is/not/there", "notes.txt"])
 def test_a_model_path_that_holds_no_model(path: str, decode: Callable, work: Path) -> None:
     (work / "notes.txt").write_text("not a model")
-    message = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a model id of the "
-    message += "Hugging Face hub, or 'demo' for the embedded model."
+    message = f"cannot load the model {path!r}: …Give a local folder with config.json and weights, a .gguf file, "
+    message += "a model id of the Hugging Face hub, or 'demo' for the embedded model."
     assert_said(decode(f"model.path={path}").sentence, message)
 
 

@@ -29,7 +29,7 @@ WHY: dict[str | None, dict[str, Any]] = {
 def test_rounded_weights_draft_where_reading_weights_takes_most_of_a_step(why: str | None) -> None:
     machine = {"device": torch.device("cpu"), "has_program": True, "mib": 256} | WHY[why]
     weights = [torch.empty(machine["mib"] << 20, dtype=torch.int8, device="meta")]
-    lent = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights), **machine)
+    lent = SimpleNamespace(model=SimpleNamespace(parameters=lambda: weights, buffers=list), **machine)
     context: Any = SimpleNamespace(target=lent, make_drafter=lambda *_: DRAFTS)
     assert emssd_auto.why_not_self(context) == why
     (spec,) = emssd_auto.emssd_drafters()
