@@ -154,3 +154,9 @@ def test_a_job_goes_on_only_with_the_same_weights() -> None:
     before, now = "model: {path: demo, dtype: auto}", "model: {path: demo, dtype: auto, weights: %s}"
     assert changed_options(before, now % "auto") == [], "a folder of before there was a choice"
     assert changed_options(before, now % "int8") == ["model.weights"]
+
+
+@pytest.mark.usefixtures("kernels")
+def test_a_packed_model_is_not_saved(tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match="a packed model cannot be saved; save the model that it was made of"):
+        packed_model("llama").save_pretrained(tmp_path)

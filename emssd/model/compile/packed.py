@@ -112,7 +112,14 @@ def panels_of(weight: Rounded) -> torch.Tensor:
     return panels
 
 
-class PackedLinear(nn.Linear):
+class _Packed(nn.Module):
+    """A module whose weight is a stand-in, so its state is none to save."""
+
+    def _save_to_state_dict(self, *_: Any) -> None:
+        raise ConfigError("a packed model cannot be saved; save the model that it was made of")
+
+
+class PackedLinear(_Packed, nn.Linear):
     """A linear layer whose weight is packed.
 
     Attributes:
@@ -126,7 +133,7 @@ class PackedLinear(nn.Linear):
         return _kernels().packed_linear.default(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
 
 
-class PackedEmbedding(nn.Embedding):
+class PackedEmbedding(_Packed, nn.Embedding):
     """An embedding whose table is packed; see `PackedLinear`. Its rows are those of `Rounded.dense`."""
 
     panels: torch.Tensor
