@@ -59,6 +59,7 @@ def test_a_step_that_fails_fails_the_calls_of_its_rows_and_no_later_ones(monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(actor.engine.runner, "run", lambda packed: 1 // 0)
         assert [type(outcome) for outcome in asyncio.run(both())] == [ZeroDivisionError] * 2
+    assert not actor.engine.has_work
     first, second = asyncio.run(both())
     assert list(first["generated_text"]) == list(second["generated_text"])
 
