@@ -81,9 +81,7 @@ class Response:
         }  # fmt: skip
 
     def parts(self, index: int, text: str, row: _Row | None = None) -> Iterator[_Row]:
-        """The events of a `text` that is new; with its `row`, which has finished, also those that end the answer. An
-        empty text begins it.
-        """
+        """The events of new `text`. An empty text begins the answer; its finished `row` ends it."""
         if not text and row is None:
             for name in ("created", "in_progress"):
                 yield self._event(name, {"response": self.whole([])})

@@ -88,8 +88,9 @@ def base_of(model: Any) -> Any:
 
 @contextmanager
 def evaluating(model: PreTrainedModel, *, compiles: bool = False) -> Iterator[None]:
-    """Within, `model` is in evaluation mode, and computes in the precision of its weights, which is that of its KV
-    cache. Then it is as it was, module by module.
+    """Put `model` into evaluation mode without autocast, so that it computes in the precision of its KV cache.
+
+    At the end, each module has its mode back.
 
     For mixed precision, Accelerate gives a model a forward of its own and keeps the one before as `_original_forward`.
     Some trainers of TRL give it one that leaves out logits which they do not need. A program is compiled of the class's
