@@ -81,7 +81,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(
 def test_flashinfers_masked_wrappers_of_recorded_steps_do_too(
     case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
 ) -> None:
-    kernels = CpuKernels("fa2", capture=rerun, max_graph_tokens=20)
+    kernels = CpuKernels(capture=rerun, max_graph_tokens=20)
     backend = Watching(kernels, page_size=4, memory_fraction=1.0)
     generate(backend, *case)
     assert backend.moved > 0
