@@ -69,11 +69,10 @@ class FlashInferKernels(PlannedKernels):
         attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper(static, staging), staging)
         if masked and static is None:
             return attention
-        shape, page_size = static.shape if static is not None else FixedShape(1, 1, 1), self._pool.page_size
+        shape = static.shape if static is not None else FixedShape(1, 1, 1)
         # Compiles; and FlashInfer takes the first plan of a recording for the largest there will be.
-        largest = largest_metadata(shape, page_size)
-        # As many bits; a plan reads none of them.
-        bits = [np.zeros(-(-(length**2) // 8), dtype=np.uint8) for length in largest.kv_lens]
+        largest = largest_metadata(shape, self._pool.page_size)
+        bits = [np.zeros(-(-(length**2) // 8), dtype=np.uint8) for length in largest.kv_lens]  # a plan reads none
         mask = TreeMask.of(bits) if masked else None
         try:
             what = f"a recorded step of {shape.num_tokens} tokens"

@@ -186,10 +186,8 @@ class CudaGraphCapture:
     """
 
     _WARM_UPS = 2  # passes that compile, tune and allocate what must not be allocated while recording
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-        self._side: Any = None
+    _pool: Any = None
+    _side: Any = None
 
     def __call__(self, compute: Compute) -> Compute:
         main = torch.cuda.current_stream()
