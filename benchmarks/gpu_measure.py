@@ -188,4 +188,4 @@ def engine_of(target: TargetModel, backend: AttentionBackend, batch: int, accept
 def _probability(acceptance_length: float) -> float:
     """``p`` with ``1 + p + … + p^DRAFTED = τ``: the only root that is not negative."""
     roots = np.roots([1.0] * DRAFTED + [1 - acceptance_length])
-    return float(max(root.real for root in roots if abs(root.imag) < 1e-9))
+    return min(1.0, max(float(root.real) for root in roots if abs(root.imag) < 1e-9))
