@@ -23,7 +23,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
-_REST = 8  # steps from one look at the rows to the next, while nothing pays
+_REST = 16  # steps from one look at the rows to the next, while nothing pays
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -40,7 +40,7 @@ class AdaptiveBudget(BudgetPolicy):
     def __init__(self, probe_interval: int = 32) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](lambda: DrafterRecord(probe_interval))
         self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False  # while drafts pay
-        self._rest, self._names = 0, ()  # steps until the next look at these rows
+        self._rest, self._names = 0, tuple[str, ...]()  # steps until the next look at these rows
         self._lengths: list[int] = []  # tokens of each row before this step
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
@@ -53,13 +53,14 @@ class AdaptiveBudget(BudgetPolicy):
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
+            before, self._names = self._names, step.batch.request_ids
+            self._rest = max(self._rest - 1, 0) if self._names == before else 0
+        if step.is_first and not self._rest:
             self._lengths = [len(row.tokens) for row in step.batch]
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
             gain = max(1.0, self._gain)
             self._rate = len(step.batch) / self._plain * gain
             self._is_control = self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
-            before, self._names = self._names, step.batch.request_ids
-            self._rest = max(self._rest - 1, 0) if self._names == before else 0
         if self._rest:
             return [0] * len(step.limits)
         record = self._records[step.stage]
@@ -131,7 +132,7 @@ class AdaptiveBudget(BudgetPolicy):
             if not self._rest:
                 record.observe(outcome, stage, pace)
         self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
-        if stats.is_prefill:
+        if self._rest or stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
         self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - stats.seconds["draft"])
@@ -139,7 +140,7 @@ class AdaptiveBudget(BudgetPolicy):
             plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
             self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
             self._gain = self._seconds[0] / self._seconds[1]
-            if not (self._rest or self._is_control or any(any(stage.budget) for stage in stats.stages)):
+            if not (self._is_control or any(any(stage.budget) for stage in stats.stages)):
                 self._rest = _REST
 
     def release(self, request_ids: Iterable[str]) -> None:
