@@ -12,7 +12,7 @@ __all__ = ["KNOWN", "Allowance", "CostLine", "StepCost"]
 
 KNOWN = 24  # steps, after which the pace is told from the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
-_SHARE, _STEPS = 1 / 8, 32  # a line is fitted anew with so many more observations, and after so many steps
+_SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
 _TRY_SHARE = 0.005  # of all time

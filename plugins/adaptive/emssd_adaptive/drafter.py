@@ -96,12 +96,12 @@ class DrafterRecord:
             self._nodes.append(nodes)
             self.worths.append(worths)
 
-    def observe(self, outcome: Outcome, stats: StageStats, pace: float) -> None:
-        """Learn from a step. What comes after the target's choice teaches nothing."""
+    def observe(self, outcome: Outcome, stats: StageStats, seconds: float) -> None:
+        """Learn from a step whose drafts took so many seconds. What comes after the target's choice teaches nothing."""
         budget, drafted = stats.budget, stats.drafted
         if any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
             features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]
-            self.cost.observe(features, stats.seconds / pace)
+            self.cost.observe(features, seconds)
         if any(drafted):
             self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if self.is_try else _FADE)
         for index, (row, limit) in enumerate(zip(self._rows, budget, strict=True)):

@@ -86,9 +86,8 @@ class AdaptiveBudget(BudgetPolicy):
                 price, number = rise + prices[row], spread * worth
                 value = worth if price < worth else number
                 number += 1.0 - spread if price < worth else 0.0
-                surplus = value - price * number - per_token - catch_up[row]
+                surplus = value - price * number - per_token - catch_up[row] * (depth == 1)
                 if surplus > 0.0:
-                    catch_up[row] = 0.0
                     lengths[row], total, count = depth, total + surplus, count + number
                     if depth < step.limits[row]:
                         deeper[row] = worth * laters[row]
@@ -126,22 +125,22 @@ class AdaptiveBudget(BudgetPolicy):
         return [self._rate * rise for rise in rises], [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        pace, total = self._cost.pace, sum(stats.seconds.values())
+        pace, total, schedule = self._cost.pace, sum(stats.seconds.values()), stats.seconds["schedule"]
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
             record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
             if not self._rest:
-                record.observe(outcome, stage, pace)
+                # Choosing is a part of drafting. What is learnt after a step takes as long, and is not in its seconds.
+                record.observe(outcome, stage, (stage.seconds + 2 * schedule / len(stats.stages)) / pace)
         self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
         if self._rest or stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
-        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - stats.seconds["draft"])
+        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - schedule - stats.seconds["draft"])
         if self._cost.line.num_seen > KNOWN:
             plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
             self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
             self._gain = self._seconds[0] / self._seconds[1]
-            if not (self._is_control or any(any(stage.budget) for stage in stats.stages)):
-                self._rest = _REST
+            self._rest = 0 if self._is_control or any(any(stage.budget) for stage in stats.stages) else _REST
 
     def release(self, request_ids: Iterable[str]) -> None:
         self._rest = 0
