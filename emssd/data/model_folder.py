@@ -30,14 +30,15 @@ def source_of(path: str) -> str:
     if path in _EMBEDDED:
         return str(model_path(_EMBEDDED[path]))
     folder = Path(path).expanduser()
+    is_file = folder.suffix == ".gguf"
     if os.path.isdir(folder):  # unlike pathlib, false also for what no folder could be called
         return str(folder)
     if os.path.exists(folder):
-        if folder.suffix == ".gguf":
+        if is_file:
             return str(folder)
         raise cannot_load(path, f"this is a file. {WHAT_TO_GIVE}")
-    if path.startswith(("/", ".", "~")) or path.count("/") > 1:
-        raise cannot_load(path, f"there is no such folder. {WHAT_TO_GIVE}")
+    if is_file or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+        raise cannot_load(path, f"there is no such {'file' if is_file else 'folder'}. {WHAT_TO_GIVE}")
     return path
 
 

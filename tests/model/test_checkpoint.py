@@ -131,10 +131,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no heads": (partial(CONFIG, num_attention_heads=0), r"config\.json is none .*ZeroDivisionError"),
     "unknown activation": (partial(CONFIG, hidden_act="swish9"), r"make the model of its config\.json.*'swish9'"),
     "unknown model type": (partial(CONFIG, model_type="novel"), "config.json is none .*model type `novel`"),
-    "quantised": (
-        partial(CONFIG, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "a package that is not installed: .*GPTQ",
-    ),
     "generation no JSON": (partial(write, "generation_config.json", "{"), r"/generation_config\.json is not valid"),
     "EOS in a list in a list": (partial(GENERATION, eos_token_id=[[1]]), r"eos_token_id is \[\[1\]\]; it must be"),
     "EOS a text": (partial(GENERATION, eos_token_id="w2"), r"eos_token_id is 'w2'; it must be"),
@@ -160,6 +156,19 @@ def test_a_broken_checkpoint_is_told_in_one_line_with_what_is_broken(
     printed = capfd.readouterr()
     assert "LOAD REPORT" not in printed.err  # a table about what the sentence says
     assert "code of the checkpoint ran" not in printed.out
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["awq", "bitsandbytes", "compressed-tensors", "eetq", "fbgemm_fp8", "gptq", "quanto", "torchao", "a new one"],
+)
+def test_a_quantised_folder_is_refused_before_its_weights_are_read(method: str, folder: Path) -> None:
+    """Where its package is not installed."""
+    CONFIG(folder, quantization_config={"quant_method": method, "load_in_4bit": method == "bitsandbytes"})
+    remove(WEIGHTS, folder)
+    with pytest.raises(ConfigError, match=rf"format {method}, which cannot be used here .*give a dense") as told:
+        Engine.from_pretrained(str(folder), **OPTIONS)
+    assert len(str(told.value)) < 600
 
 
 def test_the_same_checkpoint_unbroken_is_served(untouched: Path) -> None:

@@ -50,7 +50,7 @@ def write_file(
     kinds: Any = tuple(KINDS),
     architecture: str = "",
     more: str = "",
-    **sizes: int,
+    **sizes: Any,
 ) -> Path:
     """A model whose matrices have blocks of `kinds` in turn."""
     model = tiny_model(model_type, vocab_size=len(VOCAB), dtype=torch.float32, **(SIZES | sizes))
@@ -83,7 +83,15 @@ def write_file(
         blocks = random_blocks(kind, len(weight), weight.shape[1], number)
         writer.add_tensor(name, blocks, raw_dtype=gguf.GGMLQuantizationType[kind])
     if more:
-        writer.add_tensor(more, np.ones(32, dtype=np.float32))
+        writer.add_tensor(more, np.linspace(1, 2, 32, dtype=np.float32))
+    if (scaling := sizes.get("rope_scaling", {})).get("rope_type") == "llama3":  # as llama.cpp's converter writes it
+        rotary: Any = model.model.rotary_emb
+        divisors = rotary.compute_default_rope_parameters(config)[0] / rotary.inv_freq
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
+    elif scaling:
+        writer.add_string(f"{arch}.rope.scaling.type", scaling["rope_type"])
+        writer.add_rope_scaling_factor(scaling["factor"])
+        writer.add_rope_scaling_orig_ctx_len(64)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -123,6 +131,32 @@ def test_a_packed_file_has_the_weights_that_transformers_reads(
     tied = target.model.lm_head.weight is target.model.get_input_embeddings().weight
     assert tied == (model_type == "gemma3_text")
     assert "quantization_config" not in dense.model.config.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scaling"),
+    [
+        ("llama", {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+        ("llama", {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 2.5}),
+        ("gemma3_text", {"rope_type": "linear", "factor": 8.0}),
+        ("qwen2", {"rope_type": "yarn", "factor": 4.0}),
+    ],
+    ids=["Llama 3", "another of its kind", "linear", "YaRN"],
+)
+@pytest.mark.parametrize("weights", ["auto", "dense"])
+def test_rotary_frequencies_are_those_of_the_model_that_was_converted(
+    weights: str, model_type: str, scaling: Any, tmp_path: Path
+) -> None:
+    """To the bit."""
+    if model_type != "gemma3_text":
+        scaling |= {"original_max_position_embeddings": 64}
+    file = write_file(tmp_path / "tiny.gguf", model_type, kinds=["Q8_0"], rope_scaling=scaling)
+    target, _ = load_model(ModelOptions(str(file), weights=weights, device="cpu", compile=False))
+    buffers = dict(target.model.named_buffers())
+    converted = tiny_model(model_type, vocab_size=len(VOCAB), **(SIZES | {"rope_scaling": scaling}))
+    right = {name: part for name, part in converted.named_buffers() if "inv_freq" in name}
+    assert right
+    assert all(torch.equal(buffers[name], part) for name, part in right.items())
 
 
 @pytest.mark.parametrize(
@@ -200,7 +234,12 @@ def cut(file: Path, size: int) -> None:
         (lambda file: cut(write_file(file), 200), "is damaged or not complete"),
         (lambda file: cut(write_file(file), -5000), "ends within .*; copy or download it again"),
         (lambda file: write_file(file, kinds=["Q2_K"]), "blocks of type Q2_K, and emssd packs .*; model.weights=dense"),
-        (lambda file: write_file(file, more="rope_freqs.weight"), "rope_freqs.weight have no place in the model"),
+        (lambda file: write_file(file, more="rope_factors_long.weight"), "rope_factors_long.weight have no place"),
+        (lambda file: write_file(file, more="rope_freqs.weight"), r"other divisors .* than Llama 3's"),
+        (
+            lambda file: write_file(file, rope_scaling={"rope_type": "dynamic", "factor": 2.0}),
+            "is dynamic by factor, .*; emssd reads linear",
+        ),
         (lambda file: write_file(file, head_dim=128), "have another shape than config.json says"),
         (
             lambda file: write_file(file, architecture="rwkv7"),
@@ -214,6 +253,8 @@ def cut(file: Path, size: int) -> None:
         "cut tensors",
         "another type",
         "another tensor",
+        "other divisors",
+        "another rotary scaling",
         "another shape",
         "another architecture",
     ],

@@ -160,3 +160,21 @@ def test_a_job_goes_on_only_with_the_same_weights() -> None:
 def test_a_packed_model_is_not_saved(tmp_path: Any) -> None:
     with pytest.raises(ConfigError, match="a packed model cannot be saved; save the model that it was made of"):
         packed_model("llama").save_pretrained(tmp_path)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_copies_and_other_dtypes_of_a_packed_model_stay_packed() -> None:
+    model, ids = packed_model("gemma3_text"), torch.tensor(PROMPTS[:1])
+    twin, wide = copy.deepcopy(model), copy.deepcopy(model).float()
+    with pytest.raises(ConfigError, match=r"in float32 or bfloat16, not on cpu in torch\.float16; load .*=dense"):
+        model.half()
+    with torch.no_grad():
+        right, same, close = (one(ids).logits for one in (model, twin, wide))
+    assert torch.equal(same, right)
+    assert (close - right).std() < 0.05 * right.std()
+    for one in (twin, wide):
+        head, table = one.get_output_embeddings(), one.get_input_embeddings()
+        assert head.weight is table.weight is not model.lm_head.weight
+        assert head.panels is table.panels is not model.lm_head.panels
+        assert head.weight.untyped_storage().nbytes() == head.weight.element_size()
+    assert wide.lm_head.weight.dtype == torch.float32

@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 from emssd import Engine
 from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel, load_model
+from emssd.model.compile.packed import round_weights
 from emssd.model.hf.refusals import check_config
 from emssd.model.load.random_weights import counting_model
 from tests.support.tiers import looped
@@ -214,6 +215,8 @@ def test_a_layer_that_changes_its_rules_while_running_is_refused() -> None:
 def test_unknown_paths_dtypes_and_devices_are_told_with_what_is_possible(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot load the model '.*nowhere': there is no such folder.*or 'demo'"):
         load_model(ModelOptions(str(tmp_path / "nowhere")))
+    with pytest.raises(ConfigError, match=r"cannot load the model 'nowhere\.gguf': there is no such file.*or 'demo'"):
+        load_model(ModelOptions("nowhere.gguf"))
     path = folder_with_config_only(tmp_path, "llama", **SMALL)
     assert load_model(ModelOptions("demo", dtype=torch.float64))[0].dtype is torch.float64
     with pytest.raises(ConfigError, match="unknown dtype 'float8'; choose auto, float64, float32, bfloat16, float16"):
@@ -261,6 +264,12 @@ def test_weights_that_are_not_finite_and_autocast_are_named() -> None:
         model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(UnsupportedModelError, match=r"not finite: model\.layers\.1\.mlp\.up_proj\.weight has NaN"):
         Engine.from_model(model)
+    packed: Any = tiny_model("llama", dtype=torch.float32)
+    round_weights(packed)  # its stand-ins are NaN
+    with torch.no_grad():
+        packed.model.norm.weight[0] = torch.inf
+    with pytest.raises(UnsupportedModelError, match=r"not finite: model\.norm\.weight has NaN"):
+        Engine.from_model(packed)
 
 
 @looped("base", [False, True])

@@ -7,6 +7,7 @@ at a time, and add up integers, so what a row gets does not depend on the rows b
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -113,10 +114,32 @@ def panels_of(weight: Rounded) -> torch.Tensor:
 
 
 class _Packed(nn.Module):
-    """A module whose weight is a stand-in, so its state is none to save."""
+    """A module whose weight is a stand-in, so its state is none to save. Copies and other dtypes have stand-ins too."""
+
+    weight: torch.Tensor
 
     def _save_to_state_dict(self, *_: Any) -> None:
         raise ConfigError("a packed model cannot be saved; save the model that it was made of")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Packed:
+        weight, result = self.weight, type(self).__new__(type(self))
+        memo[id(self)] = result
+        memo.setdefault(id(weight), _stand_in(weight.shape, weight.dtype))
+        result.__dict__.update(deepcopy(self.__dict__, memo))
+        return result
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        weight, number = self.weight, fn(self.weight[:1, :1])
+        if not has_packed_kernel(number):
+            raise ConfigError(
+                f"a packed model computes on a CPU in float32 or bfloat16, not on {number.device} in {number.dtype}; "
+                f"load a GGUF file with model.weights=dense, or leave model.weights=int8 out"
+            )
+
+        def applied(tensor: torch.Tensor) -> torch.Tensor:
+            return number.expand(tensor.shape) if tensor is weight else fn(tensor)
+
+        return super()._apply(applied, recurse)  # type: ignore[no-untyped-call]
 
 
 class PackedLinear(_Packed, nn.Linear):
@@ -143,6 +166,10 @@ class PackedEmbedding(_Packed, nn.Embedding):
         return rows.to(self.weight.dtype)
 
 
+def _stand_in(shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
+    return nn.Parameter(torch.full((1, 1), torch.nan, dtype=dtype).expand(shape), requires_grad=False)
+
+
 def pack(model: nn.Module, name: str, weight: Rounded) -> None:
     """Put a packed weight in the place of the parameter `name`, in every linear layer and embedding that shares it.
 
@@ -162,7 +189,7 @@ def pack(model: nn.Module, name: str, weight: Rounded) -> None:
             setattr(part, key, shared)
         return
     panels = panels_of(weight)
-    stand_in = nn.Parameter(torch.full((1, 1), torch.nan, dtype=dtype).expand(shape), requires_grad=False)
+    stand_in = _stand_in(shape, dtype)
     for part, _ in places:
         part.weight = stand_in
         part.register_buffer("panels", panels, persistent=False)

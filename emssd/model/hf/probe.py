@@ -240,7 +240,8 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
     if torch.is_autocast_enabled(target.device.type):
         reason = "cannot be served under torch.autocast, which rounds in other places for other shapes; leave its block"
     elif not alone.isfinite().all():
-        weights = (key for key, weight in target.model.named_parameters() if not weight.isfinite().all())
+        stored = ((key, part) for key, part in target.model.named_parameters() if 0 not in part.stride())  # not packed
+        weights = (key for key, part in stored if not part.isfinite().all())
         reason = f"gives logits that are not finite: {next(weights, 'a layer')} has NaN or infinite values"
     else:
         reason = (

@@ -18,7 +18,8 @@ from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
 from emssd.model.hf.refusals import check_config, resolve_max_model_len
 from emssd.model.hf.sharding import count_heads, shards_of
 from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
-from emssd.model.load.gguf_model import config_folder, load_packed, name_model, tokenizer_folder
+from emssd.model.load.gguf_model import converted_folder, load_packed, name_model, read_rotary
+from emssd.model.load.quantized import check_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,8 +66,11 @@ def load_checkpoint(
         elif options.weights == "int8":
             raise cannot_load(path, "its weights are rounded already; leave model.weights=int8 out")
         else:
-            source = str(config_folder(file))
+            source = str(converted_folder(file, "config"))
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        if file is not None:
+            read_rotary(file, config)
+        check_quantized(path, config, options.device_map)
         if not trust or type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:  # else only the code knows its class
             check_config(config, None)
         resolve_max_model_len(config, options.max_model_len)
@@ -110,7 +114,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False, gguf_file: str
     if (file := gguf_of(path, gguf_file)) is not None:
         with _explained(path, "its tokenizer is none that Transformers can convert"):
             beside = has_vocabulary(str(file.parent))
-            source = str(file.parent if beside else tokenizer_folder(file))
+            source = str(file.parent if beside else converted_folder(file, "tokenizer"))
     missing = (
         f"its tokenizer is missing: neither tokenizer.json nor a vocabulary of another kind is in {source}; save the "
         f"model's tokenizer there, with tokenizer.save_pretrained(folder)"

@@ -7,7 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from emssd.errors import ConfigError
 
@@ -37,14 +37,19 @@ class Header(NamedTuple):
     """A file's description of itself and its tensors.
 
     Attributes:
-        data: ``[bytes]`` uint8 of all tensors, on the disk until they are read.
+        values: metadata by their names, without arrays.
+        first: the byte of the file where tensors begin.
         digest: of the header and of the file's size.
     """
 
-    architecture: str
+    values: dict[str, Any]
     tensors: tuple[Stored, ...]
-    data: torch.Tensor
+    first: int
     digest: str
+
+    @property
+    def architecture(self) -> str:
+        return str(self.values.get("general.architecture", "unknown"))
 
 
 def read_header(file: Path) -> Header:
@@ -53,8 +58,7 @@ def read_header(file: Path) -> Header:
         if start.read(4) != b"GGUF":
             raise ConfigError(f"{file} is no GGUF file, as it does not begin with GGUF; give one, or a folder")
     size = file.stat().st_size
-    data = torch.from_file(str(file), shared=False, size=size, dtype=torch.uint8)  # mapped, not read
-    reader = _Reader(data.numpy().data)
+    reader = _Reader(np.memmap(file, mode="r").data)
     try:
         version, num_tensors, num_values = reader.take("4xIQQ")
         if version not in _VERSIONS:
@@ -69,10 +73,9 @@ def read_header(file: Path) -> Header:
         raise ConfigError(f"{file} is damaged or not complete; copy or download it again") from error
     if (parts := values.get("split.count", 1)) > 1:
         raise ConfigError(f"{file} is one of {parts} parts; make one file with llama-gguf-split --merge")
-    header = reader.data[: reader.at]
     first = reader.at + -reader.at % values.get("general.alignment", _ALIGNMENT)
-    digest = sha256(header.tobytes() + size.to_bytes(8, "little")).hexdigest()
-    return Header(values.get("general.architecture", "unknown"), tuple(tensors), data[first:], digest)
+    digest = sha256(reader.data[: reader.at].tobytes() + size.to_bytes(8, "little")).hexdigest()
+    return Header(values, tuple(tensors), first, digest)
 
 
 class _Reader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -16,43 +15,35 @@ from emssd.errors import ConfigError
 from emssd.model.compile.packed import pack
 from emssd.model.load.gguf_blocks import KINDS, rounded_of
 from emssd.model.load.gguf_header import Header, Stored, read_header
+from emssd.model.load.gguf_rotary import DIVISORS, set_rotary
 from emssd.native import entry
 
-__all__ = ["config_folder", "load_packed", "name_model", "tokenizer_folder"]
+__all__ = ["converted_folder", "load_packed", "name_model", "read_rotary"]
 
 _DENSE = "model.weights=dense loads such a file, in the memory of a dense model"
 
 
-def config_folder(file: Path) -> Path:
-    """A folder of the cache with the config.json that Transformers makes of the file's header."""
-    from transformers import AutoConfig
+def converted_folder(file: Path, part: str) -> Path:
+    """A folder of the cache with the ``config`` or ``tokenizer`` that Transformers makes of the file's header."""
+    from transformers import AutoConfig, AutoTokenizer
 
-    def write(folder: Path) -> None:
-        AutoConfig.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-
-    return _converted(file, "config", write)
-
-
-def tokenizer_folder(file: Path) -> Path:
-    """The same with the tokenizer."""
-    from transformers import AutoTokenizer
-
-    def write(folder: Path) -> None:
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-
-    return _converted(file, "tokenizer", write)
-
-
-def _converted(file: Path, part: str, write: Callable[[Path], None]) -> Path:
+    maker: Any = {"config": AutoConfig, "tokenizer": AutoTokenizer}[part]
     header = _checked(file)
 
     def convert(folder: Path) -> None:
         logging.getLogger("emssd").warning(
             "converting the %s of %s, once; a large vocabulary takes a minute or two …", part, file.name
         )
-        write(folder)
+        maker.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
     return entry(f"gguf-{part}", header.digest, convert).folder
+
+
+def read_rotary(file: Path, config: Any) -> None:
+    """Give `config` the file's scaling of rotary frequencies. Raises ConfigError: it is of an unknown kind."""
+    header = read_header(file)
+    divisors = next((_blocks(file, header, stored) for stored in header.tensors if stored.name == DIVISORS), None)
+    set_rotary(config, header, None if divisors is None else divisors.numpy().view(np.float32))
 
 
 def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -74,20 +65,20 @@ def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         model = model_class._from_config(config, dtype=dtype).eval()
     processor, names = _conversion(file, header.architecture, model)
     expected, shapes = model.state_dict(), dict[str, tuple[int, ...]]()
-    state, matrices = dict[str, torch.Tensor](), list[tuple[str, torch.Tensor, str, Any]]()
+    state, matrices = dict[str, torch.Tensor](), list[tuple[str, Stored, str, Any]]()
     for stored in header.tensors:
-        kind = gguf.GGMLQuantizationType(stored.kind)
-        blocks = _blocks(file, header, stored)
-        name = names.get(stored.name)
+        kind, name = gguf.GGMLQuantizationType(stored.kind), names.get(stored.name)
+        if stored.name == DIVISORS and "llama3" in (getattr(config, "rope_parameters", None) or {}).values():
+            continue
         order = None if name is None or kind.name not in KINDS else _order(processor, stored)
         if name is not None and order is not None:
-            matrices.append((name, blocks, kind.name, order))
+            matrices.append((name, stored, kind.name, order))
             shapes[name] = stored.shape
             continue
         if kind.name not in (*KINDS, "F32", "F16", "BF16"):
             kinds = ", ".join(KINDS)
             raise ConfigError(f"{stored.name} has blocks of type {kind.name}, and emssd packs {kinds}; {_DENSE}")
-        values = gguf.dequantize(blocks.numpy(), kind).reshape(stored.shape)
+        values = gguf.dequantize(_blocks(file, header, stored).numpy(), kind).reshape(stored.shape)
         result = processor.process(
             weights=values, name=stored.name, tensor_key_mapping=names, parsed_parameters={"tensors": state}
         )
@@ -101,9 +92,10 @@ def load_packed(file: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
         state = {name: tensor.to(expected[name].dtype) for name, tensor in state.items() if name in expected}
         model.load_state_dict(state, strict=False, assign=True)
         model.tie_weights()
-        for full_name, blocks, type_name, order in matrices:
+        matrices.sort(key=lambda matrix: prod(matrix[1].shape), reverse=True)  # the largest takes most, for a moment
+        for full_name, stored, type_name, order in matrices:
             if full_name in expected:
-                pack(model, full_name, rounded_of(blocks[order], type_name))
+                pack(model, full_name, rounded_of(_blocks(file, header, stored)[order], type_name))
         info["missing_keys"] = {name for name, weight in model.named_parameters() if weight.is_meta}
     return model, info
 
@@ -129,15 +121,15 @@ def _conversion(file: Path, architecture: str, model: Any) -> tuple[Any, dict[st
 
 
 def _blocks(file: Path, header: Header, stored: Stored) -> torch.Tensor:
-    """The bytes of a tensor, by its last dimension."""
+    """The bytes of a tensor, by its last dimension, in memory only while they are in use."""
     import gguf
 
     numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(stored.kind)]
     shape = (*stored.shape[:-1], stored.shape[-1] // numbers * size)
-    data = header.data[stored.start : stored.start + prod(shape)]
-    if len(data) < prod(shape):
+    start = header.first + stored.start
+    if file.stat().st_size < start + prod(shape):
         raise ConfigError(f"{file} ends within {stored.name}; copy or download it again")
-    return data.view(shape)
+    return torch.from_numpy(np.memmap(file, np.uint8, "c", start, shape))
 
 
 def _order(processor: Any, stored: Stored) -> Any:
