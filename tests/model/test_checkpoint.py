@@ -168,7 +168,7 @@ def test_a_quantised_folder_is_refused_before_its_weights_are_read(method: str, 
     remove(WEIGHTS, folder)
     with pytest.raises(ConfigError, match=rf"format {method}, which cannot be used here .*give a dense") as told:
         Engine.from_pretrained(str(folder), **OPTIONS)
-    assert len(str(told.value)) < 600
+    assert len(str(told.value).replace(str(folder), "")) < 600
 
 
 def test_the_same_checkpoint_unbroken_is_served(untouched: Path) -> None:
