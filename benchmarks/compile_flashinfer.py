@@ -1,13 +1,13 @@
 """Compiles the FlashInfer kernels that `backend=flashinfer` uses, for sm_90a, on a machine without a GPU.
 
     python benchmarks/compile_flashinfer.py                  # needs nvcc and a package index
-    python benchmarks/compile_flashinfer.py --wheels DIR     # wheels from a folder instead
     python benchmarks/compile_flashinfer.py --prebuild DIR   # whole modules, to be carried to a machine with a GPU
 
-FlashInfer and what importing it needs go into a temporary folder. The sources are those that its own just-in-time
-compiler generates, the commands are its own; one file after another, objects only, nothing is linked or run. With
-``--test`` it also runs the tests that drive FlashInfer's Python code on the CPU with its kernels replaced.
-``--prebuild`` builds and links whole modules instead, for `kernels_ahead.py`.
+FlashInfer and what importing it needs go into a temporary folder; without an index, set pip's PIP_NO_INDEX and
+PIP_FIND_LINKS. The sources are those that its own just-in-time compiler generates, the commands are its own; one file
+after another, objects only, nothing is linked or run. With ``--test`` it also runs the tests that drive FlashInfer's
+Python code on the CPU with its kernels replaced. ``--prebuild`` builds and links whole modules instead, for
+`kernels_ahead.py`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,12 @@ from typing import Any
 
 from cuda_toolkit import environment as toolkit_environment
 from kernels_ahead import VARIANTS
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = ["flashinfer-python==0.6.18.post1", "apache-tvm-ffi==0.1.15.post2"]
 IMPORTED = ["nvidia-ml-py", "requests", "packaging", "tqdm"]  # all else that `import flashinfer` needs beside torch
-CURAND = "nvidia-curand==10.4.5.25"  # headers that fa3 includes, for toolkits without them; a CUDA PyTorch brings it
 
 _SOURCES = ("batch_prefill_paged_kernel_mask_1.cu", "batch_prefill_paged_kernel_mask_2.cu", "batch_prefill.cu")
-_SOURCES_FA3 = ("batch_prefill_paged_sm90_kernel_mask_1.cu",)  # over a minute each, so one stands for all
 
 # Runs where FlashInfer is on the path: prints [{"variant", "file", "command"}].
 _GENERATE = """
@@ -45,14 +41,11 @@ print("COMMANDS" + json.dumps(commands))
 """
 
 
-def install(folder: Path, wheels: Path | None, *, curand: bool) -> None:
+def install(folder: Path) -> None:
     """FlashInfer without its dependencies, and what importing it needs, into `folder`."""
-    source = ["--no-index", "--find-links", str(wheels)] if wheels else []
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder), *source]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--target", str(folder)]
     subprocess.run([*pip, "--no-deps", *PINNED], check=True)
     subprocess.run([*pip, *IMPORTED], check=True)
-    if curand:
-        subprocess.run([*pip, "--no-deps", CURAND], check=True)
 
 
 def compiling(folder: Path, site: Path, arch: str) -> dict[str, str]:
@@ -74,17 +67,16 @@ def commands(environment: dict[str, str]) -> list[dict[str, str]]:
     wanted = []
     bound = False
     for entry in found:
-        name, variant = Path(entry["file"]).name, entry["variant"]
-        fa3 = variant.startswith("fa3")
-        if name in (_SOURCES_FA3 if fa3 else _SOURCES) or variant == "packbits":
+        name = Path(entry["file"]).name
+        if name in _SOURCES:
             wanted.append(entry)
-        elif "binding" in name and not bound and not fa3:  # the same for each variant
+        elif "binding" in name and not bound:  # the same for each variant
             bound = True
             wanted.append(entry)
     return wanted
 
 
-def compile_all(entries: list[dict[str, str]], environment: dict[str, str], console: Console) -> list[dict[str, Any]]:
+def compile_all(entries: list[dict[str, str]], environment: dict[str, str]) -> list[dict[str, Any]]:
     """Run the commands one after another, with low priority."""
     rows = []
     for number, entry in enumerate(entries, 1):
@@ -100,27 +92,24 @@ def compile_all(entries: list[dict[str, str]], environment: dict[str, str], cons
         }
         rows.append(row)
         verdict = "ok" if row["ok"] else "FAILED"
-        console.print(f"{number}/{len(entries)} {row['variant']} {row['file']}: {verdict}, {row['seconds']} s")
+        print(f"{number}/{len(entries)} {row['variant']} {row['file']}: {verdict}, {row['seconds']} s", flush=True)
         if not row["ok"]:
-            console.print(done.stderr[-3000:], markup=False)
+            print(done.stderr[-3000:], flush=True)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--wheels", type=Path, help="folder with the wheels, for machines without an index")
     parser.add_argument("--test", action="store_true", help="also run the tests of FlashInfer's Python code")
     parser.add_argument("--prebuild", type=Path, metavar="DIR", help="build modules into this folder, and end")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[*VARIANTS][:-1], help="to prebuild")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[*VARIANTS], help="to prebuild")
     parser.add_argument("--arch", default="9.0a", help="CUDA architecture to prebuild for")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     arguments = parser.parse_args()
 
-    console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="compile-flashinfer-") as folder:
         site = Path(folder) / "site"
-        fa3 = arguments.prebuild is None or any(VARIANTS[name][0] == "fa3" for name in arguments.variants)
-        install(site, arguments.wheels, curand=fa3)
+        install(site)
         environment = compiling(Path(folder), site, arguments.arch if arguments.prebuild else "9.0a")
         if arguments.prebuild:
             script = [str(ROOT / "benchmarks" / "kernels_ahead.py"), "--keep", str(arguments.prebuild.resolve())]
@@ -131,17 +120,8 @@ def main() -> None:
             subprocess.run([sys.executable, "-m", "pytest", *tests], env=environment, check=True, cwd=ROOT)
         nvcc = str(Path(environment["CUDA_HOME"]) / "bin" / "nvcc")
         release = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-        rows = compile_all(commands(environment), environment, console)
-    table = Table("kernel", "files", "seconds", "compiled")
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        of_it = [row for row in rows if row["variant"] == variant]
-        table.add_row(
-            variant,
-            str(len(of_it)),
-            f"{sum(row['seconds'] for row in of_it):.0f}",
-            "all" if all(row["ok"] for row in of_it) else "NOT ALL",
-        )
-    console.print(table)
+        rows = compile_all(commands(environment), environment)
+    print(f"{len(rows)} files, {sum(row['seconds'] for row in rows):.0f} s")
     result = {"packages": PINNED, "nvcc": release.strip().splitlines()[-1], "arch": "sm_90a", "files": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")

@@ -4,7 +4,7 @@
     python benchmarks/cpu_peers.py --model TARGET --draft-model DRAFT --data gsm8k.jsonl --out results/cpu_peers.json
 
 Every engine runs in a process of its own that loads and warms up before the clock starts; all prompts are handed over
-at once, and no more than the batch size run together. The repeats of all engines and modes of one batch size are
+at once, and no more than the batch size run together. The repeats of all engines in one mode, at one batch size, are
 interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
 Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
 greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,8 @@ def main() -> None:
     results: dict[str, Any] = {"run": run_of(arguments), "cells": []}
     with Progress(console=console, transient=True) as progress:
         compared = Comparison(request, setting, logs, progress)
-        for batch in arguments.batch_sizes:
-            every = [(peer, mode, batch) for mode in arguments.modes for peer in peers]
-            cells = [cell for cell in every if PEERS[cell[0]].has(cell[1], batch)]
+        for batch, mode in product(arguments.batch_sizes, arguments.modes):  # all at once: more memory than there is
+            cells = [(peer, mode, batch) for peer in peers if PEERS[peer].has(mode, batch)]
             cells = [cell for cell in cells if cell[0] not in arguments.greedy_only or cell[1] == "greedy"]
             if cells:
                 compared.run(cells, arguments.repeats)

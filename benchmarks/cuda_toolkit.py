@@ -3,8 +3,8 @@
     eval "$(python benchmarks/cuda_toolkit.py LINKS)"
 
 FlashInfer wants ``nvcc`` and headers under ``CUDA_HOME``, and links ``-lcuda -lcudart``. A machine may have ``nvcc``
-only as a wrapper script, the driver only as ``libcuda.so.1``, or no curand headers in its toolkit. The folder LINKS
-gets a ``libcuda.so`` and a ``libcudart.so`` where the linker would find none. Uses the standard library alone.
+only as a wrapper script, or the driver only as ``libcuda.so.1``. The folder LINKS gets a ``libcuda.so`` and a
+``libcudart.so`` where the linker would find none. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -93,17 +93,9 @@ def environment(links: Path, variables: Mapping[str, str], packages: Iterable[st
     libraries = [path for path in variables.get("LD_LIBRARY_PATH", "").split(":") if path]
     found_in = [*libraries, *DRIVER_FOLDERS, *(folder / "lib" for folder in wheels)]
     if prepare_links(links, home, found_in, _LINKER_FOLDERS):
-        new["FLASHINFER_EXTRA_LDFLAGS"] = _also(f"-L{links}", variables.get("FLASHINFER_EXTRA_LDFLAGS"))
-    if not (home / "include" / "curand_kernel.h").is_file():  # fa3 includes it; the wheels of PyTorch bring it
-        includes = [folder / "include" for folder in wheels if (folder / "include" / "curand_kernel.h").is_file()]
-        if includes:
-            flag = f"-I{includes[0]}"
-            new["FLASHINFER_EXTRA_CUDAFLAGS"] = _also(flag, variables.get("FLASHINFER_EXTRA_CUDAFLAGS"))
+        flags = variables.get("FLASHINFER_EXTRA_LDFLAGS", "").split()
+        new["FLASHINFER_EXTRA_LDFLAGS"] = " ".join(dict.fromkeys([*flags, f"-L{links}"]))
     return new
-
-
-def _also(flag: str, given: str | None) -> str:
-    return f"{given} {flag}" if given and flag not in given.split() else given or flag
 
 
 if __name__ == "__main__":

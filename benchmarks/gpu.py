@@ -10,9 +10,9 @@ run's tokens are checked and acceptance can be set: "replay" rows draft 7 tokens
 wanted acceptance length says; they stand for a drafter that costs nothing. The floor of a step is what it must move at
 the rate of a copy on the same card, or compute at the rate of a large matrix product, whichever takes longer.
 
-Results go to the JSON file after every piece; a piece that is there already, from the same card, is not measured again.
-A piece that fails is recorded as such, and the next one begins; where the device itself fails, the program ends with
-exit status 75, and goes on after that piece when it is called again.
+Results go to the JSON file (gpu.json) after every piece; a piece that is there already, from the same card, is not
+measured again. A piece that fails is recorded as such, and the next one begins; where the device itself fails, the
+program ends with exit status 75, and goes on after that piece when it is called again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import gc
 import itertools
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -32,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import make_parser
 from gpu_hf import hf_decode
 from gpu_loop import loop_decode
 from gpu_measure import DRAFTED, FLASHINFER, SHAPES, decode, rates, verify_step
@@ -41,6 +41,7 @@ from gpu_profile import host_timeline, profile_step
 from gpu_tables import print_tables
 from rich.console import Console
 
+from emssd.cli.provenance import hardware, versions
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile.linears import lay_together
 from emssd.model.load.random_weights import counting_model
@@ -128,26 +129,14 @@ def give_back() -> str | None:
 
 def machine(device: torch.device, dtype: torch.dtype, shapes: list[str]) -> dict[str, Any]:
     """The machine, and the rates of the floor; if there are only tiny models, those of small operations."""
-    import transformers
-
-    found = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
-        "commit": os.environ.get("EMSSD_COMMIT"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "drafted": DRAFTED,
-    }
-    return found | rates(device, dtype, large=device.type == "cuda" and shapes != ["tiny"])
+    run = {"commit": os.environ.get("EMSSD_COMMIT"), "dtype": str(dtype), "drafted": DRAFTED}
+    large = device.type == "cuda" and shapes != ["tiny"]
+    return hardware(device) | versions() | run | rates(device, dtype, large=large)
 
 
-def load(path: Path | None) -> dict[str, Any]:
-    if path is not None and path.is_file():
-        loaded: dict[str, Any] = json.loads(path.read_text())
-        return loaded
-    return {"machine": {}, "pieces": {}}
+def load(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"machine": {}, "pieces": {}}
+    return loaded
 
 
 def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, Any], save: Callable[[], None]) -> None:
@@ -169,9 +158,8 @@ def measure_shape(shape: str, arguments: argparse.Namespace, results: dict[str, 
     todo = [piece for piece in pieces(target, shape, arguments) if piece[0] not in known]
     for number, (name, measure) in enumerate(todo, 1):
         result = results["pieces"][name] = run_piece(measure)
-        figures = (f"{name} {result[name]:.4g}" for name in ("tokens_per_second", "seconds") if name in result)
-        said = result.get("failed") or next(figures, "measured")
-        print(f"{shape} {number}/{len(todo)} {name}: {said} ({result['took_seconds']} s)", flush=True)
+        ended = result.get("failed", "measured")
+        print(f"{shape} {number}/{len(todo)} {name}: {ended} ({result['took_seconds']} s)", flush=True)
         if broken := give_back():
             result["failed"] = f"{result.get('failed', 'no exception')}; then the device failed: {broken}"
         save()
@@ -185,16 +173,15 @@ def _dtype(device: torch.device) -> torch.dtype:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, repeats=20)
+    parser.set_defaults(out=Path("gpu.json"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=["opt-6.7b"])
     parser.add_argument("--only", nargs="+", choices=KINDS, default=["step", "decode"], help="kinds of pieces")
     parser.add_argument("--quick", action="store_true", help="one context, fewer batch sizes")
     parser.add_argument("--batch", type=int, nargs="+", help="batch sizes of decoding")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=20, help="of a verification step")
     parser.add_argument("--acceptance-length", type=float, default=4.0, help="mean τ of the replay")
-    parser.add_argument("--out", type=Path, help="JSON file; what is in it already is not measured again")
     arguments = parser.parse_args()
 
     console, device = Console(highlight=False, width=160), torch.device(arguments.device)
@@ -202,16 +189,15 @@ def main() -> None:
     now = machine(device, _dtype(device), arguments.shape)
     if results["machine"] and results["machine"]["device"] != now["device"]:
         arguments.out.rename(arguments.out.with_suffix(f".{'-'.join(results['machine']['device'].split())}.json"))
-        results = load(None)  # figures of two cards stand in two files
+        results = load(arguments.out)  # figures of two cards stand in two files
     results["machine"] = now
     console.print(now)
 
     def save() -> None:
-        if arguments.out is not None:
-            arguments.out.parent.mkdir(parents=True, exist_ok=True)
-            part = arguments.out.with_suffix(".part")
-            part.write_text(json.dumps(results, indent=2) + "\n")
-            part.replace(arguments.out)
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        part = arguments.out.with_suffix(".part")
+        part.write_text(json.dumps(results, indent=2) + "\n")
+        part.replace(arguments.out)
 
     try:
         for shape in arguments.shape:

@@ -6,28 +6,27 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable
-from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import yaml
-from emssd_flashinfer import FlashInferConfig
 from emssd_lab.costs import Costs
 from emssd_lab.replay import ReplayConfig
 from emssd_lab.replay.drafter import ReplayDrafter
 from emssd_lab.simulate.recording import logged_steps
-from emssd_testing.drafters import RandomDrafter
+from emssd_testing.drafters import PerfectDrafter, RandomDrafter
 
 from emssd.attention import AttentionBackend, PagedBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import ContinuousScheduler, StaticScheduler
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Drafter
 from emssd.errors import PluginError
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.load.random_weights import counted_on
-from emssd.sequences import Batch, Request
+from emssd.sequences import Request
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = ["DRAFTED", "FLASHINFER", "SHAPES", "decode", "engine_of", "make_backend", "median_seconds", "prompts",
@@ -99,12 +98,9 @@ def make_backend(name: str, target: TargetModel, batch: int) -> AttentionBackend
         recorded = FLASHINFER[name].get("cuda_graphs", True)
         kernels = ReferenceKernels(capture=rerun if recorded else None)
         backend = PagedBackend(kernels, memory_fraction=0.8)
-    elif name.startswith("flashinfer"):
-        config = FlashInferConfig(**FLASHINFER[name])
-        backend = Registry().find("backend", "flashinfer").build(config)
     else:
-        spec = Registry().find("backend", name)
-        backend = spec.build(spec.config())
+        found = Registry().find("backend", name.partition("-")[0])
+        backend = found.build(found.config(**FLASHINFER.get(name, {})))
     spec = target.kv_cache_spec(batch)
     if reasons := backend.unsupported(spec):
         raise PluginError(f"backend {name}: {'; '.join(reasons)}")
@@ -139,9 +135,10 @@ def verify_step(
 def stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens: int, begin: int) -> Engine:
     """An engine whose prompts of `begin` tokens are computed, and whose next steps verify `tokens` per row."""
     begin = max(1, begin)
+    wrong = {str(i): [5] * (target.max_model_len - begin) for i in range(batch)}
     engine = Engine(
         CausalLMRunner(target, backend),
-        _Fives(tokens - 1),
+        PerfectDrafter(target.vocab_size, tokens - 1, wrong),
         scheduler=ContinuousScheduler(batch, max_step_tokens=batch * begin),  # all prompts in one step
     )
     for i, ids in enumerate(prompts(batch, begin, target.vocab_size)):
@@ -150,16 +147,6 @@ def stepping(target: TargetModel, backend: AttentionBackend, batch: int, tokens:
         while not steps or steps[-1].is_prefill:
             engine.step()
     return engine
-
-
-class _Fives(Drafter):
-    """Drafts the same token over and over."""
-
-    def __init__(self, length: int) -> None:
-        self.num_speculative_tokens = length
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        return Draft.from_chains([5] * limit for limit in budget)
 
 
 def decode(
@@ -199,10 +186,6 @@ def engine_of(target: TargetModel, backend: AttentionBackend, batch: int, accept
 
 
 def _probability(acceptance_length: float) -> float:
-    """``p`` with ``1 + p + … + p^DRAFTED = τ``, by bisection."""
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        reached = sum(middle**power for power in range(DRAFTED + 1))
-        low, high = (middle, high) if reached < acceptance_length else (low, middle)
-    return high
+    """``p`` with ``1 + p + … + p^DRAFTED = τ``: the only root that is not negative."""
+    roots = np.roots([1.0] * DRAFTED + [1 - acceptance_length])
+    return min(1.0, max(float(root.real) for root in roots if abs(root.imag) < 1e-9))

@@ -31,7 +31,7 @@ PART_SECONDS = int(os.environ.get("EMSSD_PART_SECONDS", 570))
 PREPARATION_SECONDS = 90  # usually, of these for installing and looking around
 GRACE = 10  # seconds from the interruption of a step to its death, within its limit
 _SHAPES = ("llama-3-8b", "qwen3-8b", "opt-6.7b")
-_DRY = {"--device": "cpu", "--shape": "tiny", "--repeats": "2", "--new-tokens": "8"}
+_DRY = ("--device", "cpu", "--shape", "tiny", "--repeats", "2", "--new-tokens", "8")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
         return Step("tests", limit, (sys.executable, "-m", "pytest", "-m", "gpu", *files, *options))
 
     def measure(part: int, limit: int, kinds: str, shapes: Sequence[str] = _SHAPES) -> Step:
-        chosen = [word for pair in _DRY.items() for word in pair] if dry else ["--shape", *shapes]
+        chosen = _DRY if dry else ("--shape", *shapes)
         options = ("--only", *kinds.split(), "--out", str(results / f"part{part}-gpu.json"))
         return Step(kinds, limit, (sys.executable, "benchmarks/gpu.py", "--quick", *options, *chosen))
 
@@ -68,13 +68,12 @@ def plan(results: Path, kernels: Path, *, dry: bool = False) -> dict[int, list[S
         command = ("-m", "emssd", "drafter=eagle3", *model, "check=greedy", "data.limit=8")
         return Step("a head drafts trees for the demo's model", limit, (sys.executable, *command))
 
-    every = [name for name, variant in VARIANTS.items() if variant[0] == "fa2"]
     tiny, first = measure(4, 60, "step --repeats 2", ["tiny"]), build(100, "fp16-128")
     return {
         1: [first, measure(1, 300, "profile host products"), measure(1, 60, "tuned")],
         2: [first, measure(2, 280, "decode --batch 8 1"), measure(2, 80, "loop --batch 8 1")],
         3: [first, measure(3, 180, "padding --batch 8 1 16 24"), measure(3, 180, "decode --batch 16 24 2 4")],
-        4: [build(130, *every), test(200, 4), demo(60), _sanitized(tiny, dry)],
+        4: [build(130, *VARIANTS), test(200, 4), demo(60), _sanitized(tiny, dry)],
         5: [first, measure(5, 300, "step")],
     }
 
@@ -106,7 +105,7 @@ def run_part(name: str, steps: Sequence[Step], results: Path, seconds: float) ->
 
 
 def _run(step: Step, deadline: float) -> str:
-    """Run a part, and return how it ended. One that ends because the device failed goes on in a new process."""
+    """Run a step, and return how it ended. One that ends because the device failed goes on in a new process."""
     if step.skipped:
         return f"skipped: {step.skipped}"
     while (left := deadline - GRACE - time.monotonic()) > 0:
@@ -137,9 +136,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def main() -> None:
     part, results, seconds = int(sys.argv[1]), Path(sys.argv[2]), float(sys.argv[3])
-    kernels = Path(os.environ["EMSSD_KERNELS"])
-    steps = plan(results, kernels, dry=bool(os.environ.get("EMSSD_DRY_RUN")))[part]
-    if not run_part(f"part{part}", steps, results, seconds):
+    parts = plan(results, Path(os.environ["EMSSD_KERNELS"]), dry=bool(os.environ.get("EMSSD_DRY_RUN")))
+    if not run_part(f"part{part}", parts[part], results, seconds):
         raise SystemExit(1)
 
 

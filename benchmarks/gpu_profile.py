@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import cProfile
-import pstats
 import statistics
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +39,7 @@ def host_timeline(target: TargetModel, batch: int, context: int, repeats: int) -
     """Look at the host in greedy decoding steps, between which nobody waits for the device.
 
     Returns:
-        Mean seconds of a step and of its phases; by Python's profiler, the functions with most seconds of their own,
-        calls and seconds per step; and in microseconds, what was called and when the device was busy in one step.
+        Mean seconds of a step and of its phases; in microseconds, what one step called and when the device was busy.
     """
     engine = engine_of(target, make_backend("flashinfer", target, batch), batch, None)
     for i, ids in enumerate(prompts(batch, context, target.vocab_size)):
@@ -55,20 +51,11 @@ def host_timeline(target: TargetModel, batch: int, context: int, repeats: int) -
         for _ in range(repeats):
             engine.step()
         seconds = (time.perf_counter() - start) / repeats
-    with cProfile.Profile() as profile:
-        for _ in range(repeats):
-            engine.step()
     one_step = _one_step(engine)
     engine.clear()
-    functions: Any = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    costly = sorted(functions.items(), key=lambda item: -item[1][2])[:25]
     return {
         "seconds": seconds,
         "phases": {name: statistics.mean(step.seconds[name] for step in steps) for name in PHASES},
-        "functions": [
-            (f"{Path(file).name}:{line} {name}", calls / repeats, own / repeats)
-            for (file, line, name), (_, calls, own, *_) in costly
-        ],
         "one_step": one_step,
     }
 

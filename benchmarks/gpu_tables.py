@@ -58,13 +58,12 @@ def table_of_profiles(results: dict[str, Any]) -> Table:
 
 
 def table_of_hosts(results: dict[str, Any]) -> Table:
-    """Milliseconds of steps and their phases, the costliest functions, and one step from its begin in microseconds."""
-    table = Table("run", "ms", "phases", "functions, ms of their own (calls)", "one step: at, for, what", title="host")
+    """Milliseconds of steps and their phases, and one step from its begin in microseconds."""
+    table = Table("run", "ms", "phases, ms", "one step, µs: at, for, what", title="the host in decoding")
     for name, row in _measured(results, "host", table):
         phases = (f"{1e3 * seconds:.2f} {phase}" for phase, seconds in row["phases"].items())
-        functions = (f"{1e3 * own:.3f} {function[:40]} ({calls:.0f})" for function, calls, own in row["functions"][:15])
         step = (f"{start:.0f} {took:.0f} {name[:30]}" for start, took, name in row["one_step"][:40])
-        table.add_row(name, f"{1e3 * row['seconds']:.2f}", *map("\n".join, (phases, functions, step)))
+        table.add_row(name, f"{1e3 * row['seconds']:.2f}", "\n".join(phases), "\n".join(step))
     return table
 
 
@@ -79,29 +78,18 @@ def table_of_products(results: dict[str, Any]) -> Table:
 
 def table_of_decoding(results: dict[str, Any]) -> Table:
     """Tokens/s of decoding steps, and ratios to the same backend's greedy run and to Hugging Face."""
-    found = results["pieces"]
+    speeds = {name: row["tokens_per_second"] for name, row in results["pieces"].items() if "tokens_per_second" in row}
     table = Table(
         "run", "tokens/s", "× own greedy", "× HF dynamic", "× HF static", "× loop", "τ",
         "padding per token", "right rows", title="decoding, without the steps that compute prompts", caption=CAPTION,
     )  # fmt: skip
     for name, row in _measured(results, "decode", table):
-        shape, engine, kind, *where = name.split()
-        speed, batch = row["tokens_per_second"], int(where[0].partition("=")[2])
-
-        def over(*run: str, shape: str = shape, where: list[str] = where, speed: float = speed) -> str:
-            base = found.get(" ".join(["decode", shape, *run, *where]), {}).get("tokens_per_second")
-            return f"{speed / base:.2f}" if base else ""
-
+        shape, engine, kind, where = name.split(maxsplit=3)
+        peers = [f"{engine} greedy" if kind.startswith("replay") else "", "hf dynamic", "hf static", "loop tokens=1"]
+        bases = [speeds.get(f"decode {shape} {peer} {where}") for peer in peers]
+        ratios = [f"{row['tokens_per_second'] / base:.2f}" if base else "" for base in bases]
+        means = [f"{row[mean]:.2f}" if mean in row else "" for mean in ("acceptance_length", "padding_per_new_token")]
         compiled = " (compiled while timed)" if row.get("compiled_while_timed") else ""
-        table.add_row(
-            name + compiled,
-            f"{speed:.0f}",
-            over(engine, "greedy") if kind.startswith("replay") else "",
-            over("hf", "dynamic"),
-            over("hf", "static"),
-            over("loop", "tokens=1"),
-            f"{row['acceptance_length']:.2f}" if "acceptance_length" in row else "",
-            f"{row['padding_per_new_token']:.2f}" if "padding_per_new_token" in row else "",
-            f"{row['equal_rows']}/{batch}",
-        )
+        right = f"{row['equal_rows']}/{where.split()[0].partition('=')[2]}"
+        table.add_row(name + compiled, f"{row['tokens_per_second']:.0f}", *ratios, *means, right)
     return table

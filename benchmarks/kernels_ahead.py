@@ -20,14 +20,13 @@ from typing import Any
 
 __all__ = ["VARIANTS", "build", "specs_of"]
 
-VARIANTS = {  # kernel, dtype, head dimension, sliding window, soft-cap
-    "fp16-128": ("fa2", "float16", 128, False, False),  # OPT-2.7b (heads of 80, padded), OPT-6.7b, OPT-13b
-    "fp16-64": ("fa2", "float16", 64, False, False),  # OPT-125m, OPT-1.3b, Llama-3.2-1B
-    "bf16-128": ("fa2", "bfloat16", 128, False, False),  # Llama-3, Qwen
-    "bf16-128-window": ("fa2", "bfloat16", 128, True, False),  # Mistral
-    "bf16-256": ("fa2", "bfloat16", 256, False, False),  # DFlash on heads of 128, whose keys are one element longer
-    "bf16-256-window-softcap": ("fa2", "bfloat16", 256, True, True),  # Gemma 2
-    "fa3-fp16-128": ("fa3", "float16", 128, False, False),  # only with prefill_kernel=fa3
+VARIANTS = {  # dtype, head dimension, sliding window, soft-cap
+    "fp16-128": ("float16", 128, False, False),  # OPT-2.7b (heads of 80, padded), OPT-6.7b, OPT-13b
+    "fp16-64": ("float16", 64, False, False),  # OPT-125m, OPT-1.3b, Llama-3.2-1B
+    "bf16-128": ("bfloat16", 128, False, False),  # Llama-3, Qwen
+    "bf16-128-window": ("bfloat16", 128, True, False),  # Mistral
+    "bf16-256": ("bfloat16", 256, False, False),  # DFlash on heads of 128, whose keys are one element longer
+    "bf16-256-window-softcap": ("bfloat16", 256, True, True),  # Gemma 2
 }
 """All four of a module's masks are one template; of these the causal one and the one with a custom mask are used."""
 
@@ -39,10 +38,10 @@ def specs_of(names: Iterable[str]) -> dict[str, Any]:
 
     specs = {}
     for name in names:
-        kernel, dtype_name, dim, window, softcap = VARIANTS[name]
+        dtype_name, dim, window, softcap = VARIANTS[name]
         dtype = getattr(torch, dtype_name)
         specs[name] = gen_batch_prefill_module(
-            kernel, dtype, dtype, dtype, torch.int32, dim, dim, 0, window, softcap, False
+            "fa2", dtype, dtype, dtype, torch.int32, dim, dim, 0, window, softcap, False
         )
     return specs
 
@@ -111,7 +110,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[*VARIANTS][:-1], metavar="NAME")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=[*VARIANTS], metavar="NAME")
     parser.add_argument("--keep", type=Path, required=True, help="folder that survives, for the built modules")
     arguments = parser.parse_args()
 

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, repeat
 from typing import NamedTuple
 
 from emssd.decoding.prefixes import Prefixes
@@ -173,17 +173,16 @@ class ContinuousScheduler(Scheduler):
 
     def select(self, fits: Fits, num_speculative_tokens: int) -> Schedule:
         self._recover()
+        if (steady := self._steady(fits, num_speculative_tokens)) is not None:
+            return steady
         running, lengths, preempted = self._preempt(fits)
         admitted = [] if preempted else self._admit(running, self._length_to_come, fits)
         running = [*running, *admitted]
-        num_adopted, rows = sum([row.num_cached for row in admitted]) if admitted else 0, running
-        needs = [len(row.tokens) - row.num_cached for row in rows]
-        if max(needs, default=0) > 1:
-            prompts = [row for row, need in zip(rows, needs, strict=True) if need > 1]
-            num_adopted += sum([self.prefixes.adopt(row) for row in prompts])
-            waits = self.prefixes.waits(prompts)
-            rows = [row for row in running if row.request_id not in waits]
-            needs = [len(row.tokens) - row.num_cached for row in rows]
+        prompts = [row for row in running if row.num_uncached > 1]
+        num_adopted = sum(row.num_cached for row in admitted) + sum(map(self.prefixes.adopt, prompts))
+        waits = self.prefixes.waits(prompts)
+        rows = [row for row in running if row.request_id not in waits]
+        needs = [row.num_uncached for row in rows]
         budget = self._max_step_tokens - needs.count(1) * (1 + num_speculative_tokens)
         shares = _shares([need for need in needs if need > 1], max(budget, self._max_step_tokens // 4, 1))
         complete, pieces = [], []
@@ -193,14 +192,22 @@ class ContinuousScheduler(Scheduler):
                 complete.append(row)
             elif share:
                 pieces.append(Prefill(row, share))
-        if admitted:
-            lengths |= _lengths(admitted)
+        lengths |= _lengths(admitted)
         limits = _fitting_limits(complete, lengths, num_speculative_tokens, self.trees, fits)
         for _ in admitted:  # nothing but KV has changed up to here, where `fits` may fail
             self._waiting.popleft()
         self._waiting.extendleft(preempted)
         self._running = running
         return Schedule(Batch(tuple(complete)), limits, tuple(pieces), preempted, num_adopted)
+
+    def _steady(self, fits: Fits, num_speculative_tokens: int) -> Schedule | None:
+        """The next step if no row can come in, and all that run decode and fit with their drafts. Most steps are so."""
+        rows = self._running
+        has_room = self._waiting and len(rows) < self.batch_size
+        if has_room or max([len(row.tokens) - row.num_cached for row in rows], default=0) > 1:
+            return None
+        limits = _draft_limits(rows, num_speculative_tokens, self.trees)
+        return Schedule(Batch(tuple(rows)), limits) if fits(_lengths(rows, limits)) else None
 
     def _preempt(self, fits: Fits) -> tuple[list[Row], dict[str, int], tuple[Row, ...]]:
         """The running rows that fit, each with all of its tokens, their lengths, and the latest, which are to go."""
@@ -222,14 +229,14 @@ def _fitting_limits(
         limits = _draft_limits(rows, num_speculative_tokens, trees)
         if not any(limits):
             return limits
-        drafting = {row.request_id: len(row.tokens) + limit for row, limit in zip(rows, limits, strict=True)}
-        if fits(lengths | drafting):
+        if fits(lengths | _lengths(rows, limits)):
             return limits
         num_speculative_tokens //= 2
 
 
-def _lengths(rows: Iterable[Row]) -> dict[str, int]:
-    return {row.request_id: len(row.tokens) for row in rows}
+def _lengths(rows: Seq[Row], drafted: Iterable[int] = repeat(0)) -> dict[str, int]:
+    """The tokens of each row by request id, with so many drafted ones."""
+    return {row.request_id: len(row.tokens) + number for row, number in zip(rows, drafted, strict=False)}
 
 
 def _draft_limits(rows: list[Row], most: int, trees: bool = False) -> tuple[int, ...]:

@@ -142,7 +142,7 @@ class LevelDrafter(Drafter):
 
     def _begin(self, batch: Batch, budget: Seq[int]) -> list[GrowingRow]:
         rows = list[GrowingRow]()
-        for row, limit in zip(batch, budget, strict=True):
+        for row, limit in zip(batch, budget, strict=True) if any(budget) else ():
             num_nodes = min(limit, self.shape.num_nodes)
             depth = min(self.shape.depth, row.num_remaining - 1, num_nodes)
             tree = self.tree_of(row, num_nodes, depth) if depth > 0 else None

@@ -46,6 +46,7 @@ class DraftStages:
 
     def __init__(self, drafters: Seq[CheckedDrafter], policy: BudgetPolicy, policy_name: str | None = None) -> None:
         self.drafters = tuple(drafters)
+        self.drafts_trees = any(drafter.drafts_trees for drafter in drafters)
         self._policy_name = f"budget policy {policy_name or type(policy).__name__}"
         self.policy = policy
         self._most: list[int] = []  # of each drafter, once asked for in this step
@@ -93,11 +94,6 @@ class DraftStages:
         return max(self._most)
 
     @property
-    def drafts_trees(self) -> bool:
-        """Whether any of the drafters may draft trees."""
-        return True in [drafter.drafts_trees for drafter in self.drafters]
-
-    @property
     def num_candidates(self) -> int:
         """The most candidates that any of the drafters wants."""
         most: int = max(map(attrgetter("num_candidates"), self.drafters))
@@ -119,7 +115,7 @@ class DraftStages:
             return Draft.empty(num_rows)
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
             self._failed = None
-            step = self._step = BudgetStep(batch, _limits(drafter, most, batch, still), num_other, stage)
+            step = self._step = BudgetStep(batch, self._limits(drafter, most, batch, still), num_other, stage)
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
@@ -146,6 +142,14 @@ class DraftStages:
             still = [0 if length else limit for limit, length in zip(still, lengths, strict=True)]
         self.stats = tuple(stats)
         return parts[0] if len(parts) == 1 else _joined(parts, num_rows)
+
+    def _limits(self, drafter: CheckedDrafter, most: int, batch: Batch, limits: Seq[int]) -> tuple[int, ...]:
+        """``[B]`` the most that `drafter` can draft for each row; also beside trees, a chain ends before its row."""
+        if drafter.drafts_trees:
+            most = min(most, _MOST_NODES)
+        elif self.drafts_trees:
+            limits = [max(0, min(limit, row.num_remaining - 1)) for row, limit in zip(batch.rows, limits, strict=True)]
+        return tuple([limit if limit < most else most for limit in limits])
 
     def check_ids(self, drafted: Seq[Seq[int]]) -> None:
         """Check the ids ``[B]`` of each row's draft, now that they are on the host: each drafter its own."""
@@ -216,14 +220,6 @@ class DraftStages:
         """Reset all drafters."""
         for drafter in self.drafters:
             drafter.reset()
-
-
-def _limits(drafter: CheckedDrafter, most: int, batch: Batch, still: Seq[int]) -> tuple[int, ...]:
-    """``[B]`` the most that `drafter` can draft for each row: a chain ends before the row does."""
-    if drafter.drafts_trees:
-        return tuple([min(limit, most, _MOST_NODES) for limit in still])
-    rows = zip(batch.rows, still, strict=True)
-    return tuple([min(limit, most, max(0, row.max_length - len(row.tokens) - 1)) for row, limit in rows])
 
 
 def _allowed(draft: Draft, batch: Batch, drafter: CheckedDrafter) -> Draft:

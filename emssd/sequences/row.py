@@ -185,7 +185,7 @@ class Row:
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         self.finish_reason = reason
-        self.logprobs += tuple(logprobs[: len(tokens)])
+        self.logprobs += tuple(logprobs[: len(tokens)]) if logprobs else ()
         self._append(tokens)
 
     def extend(self, new_tokens: Seq[int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import product
 
 import pytest
 from hypothesis import settings
@@ -158,7 +159,7 @@ class SharedPagesMachine(RuleBasedStateMachine):
         """The texts of all whole pages that are found, each with all before it."""
         texts, level = set[Text](), [()]
         while level:
-            pages = [(*text, *page) for text in level for page in _pages(self.size)]
+            pages = [(*text, *page) for text in level for page in product((0, 1), repeat=self.size)]
             level = [
                 text
                 for text in pages
@@ -189,13 +190,6 @@ class SharedPagesMachine(RuleBasedStateMachine):
 
     def count(self, num_tokens: int) -> int:
         return -(-num_tokens // self.size)
-
-
-def _pages(size: int) -> list[Text]:
-    pages: list[Text] = [()]
-    for _ in range(size):
-        pages = [(*page, token) for page in pages for token in (0, 1)]
-    return pages
 
 
 def all_known(text: Text, published: set[Text], size: int) -> bool:

@@ -89,7 +89,6 @@ def test_the_host_and_products_are_measured(load: Any, monkeypatch: pytest.Monke
     host = results.pop("host tiny flashinfer batch=1 context=24")
     assert host["phases"].keys() == {*PHASES}
     assert {"step", "_schedule", "plan", "_verify"} <= {name for *_, name in host["one_step"]}
-    assert {calls for name, calls, _ in host["functions"] if name.endswith(" _attend")} == {2}, "one for each layer"
     assert len(results) == 10
     assert all(row["by_tokens"].keys() == {"1", "2"} for row in results.values())
 

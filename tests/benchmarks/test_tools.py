@@ -64,18 +64,8 @@ def test_without_a_driver_one_can_link_for_another_machine(load: Any, tmp_path: 
     home, links = toolkit(tmp_path / "cuda"), tmp_path / "links"
     assert load("cuda_toolkit").prepare_links(links, home, [], [])
     (tmp_path / "a.c").write_text("int cuInit(unsigned); int f(void) { return cuInit(0); }\n")
-    command = [
-        "c++",
-        "-shared",
-        "-fPIC",
-        "-x",
-        "c",
-        str(tmp_path / "a.c"),
-        "-Wl,--no-as-needed",
-        f"-L{links}",
-        "-lcuda",
-    ]
-    subprocess.run([*command, "-o", str(tmp_path / "a.so")], check=True)
+    files = ["-x", "c", str(tmp_path / "a.c"), "-o", str(tmp_path / "a.so")]
+    subprocess.run(["c++", "-shared", "-fPIC", *files, "-Wl,--no-as-needed", f"-L{links}", "-lcuda"], check=True)
     assert b"libcuda.so.1" in (tmp_path / "a.so").read_bytes()
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import hydra
 import pytest
@@ -209,10 +210,7 @@ def test_without_any_argument_the_defaults_run(composed: Composed) -> None:
 
 
 def test_a_fault_of_ours_keeps_its_traceback(composed: Composed, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*_: Any) -> None:
-        raise KeyError("ours")
-
-    monkeypatch.setattr(Jobs, "run", fails)
+    monkeypatch.setattr(Jobs, "run", Mock(side_effect=KeyError("ours")))
     with pytest.raises(KeyError, match="ours"):
         composed()
     assert "HYDRA_FULL_ERROR" not in os.environ

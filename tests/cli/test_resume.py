@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -115,15 +116,11 @@ def test_a_resumed_run_is_compiled_if_and_only_if_the_rows_before_it_were(
     made_by(compiled=False)
     assert half(*auto).metrics["compiled"] == "not compiled, as the rows that are there were made"
     made_by(compiled=True)
-    monkeypatch.setattr(tracing, "compile_program", asked_to_compile)
+    monkeypatch.setattr(tracing, "compile_program", Mock(side_effect=CompileError("it is asked to compile")))
     assert half(*auto).sentence == (
         "resume=true: a compiled program made the rows in out, and this run has none (not compiled: it is asked to "
         "compile); go on where the model can be compiled, or start again with overwrite=true or another output_dir"
     )
-
-
-def asked_to_compile(*arguments: object) -> None:
-    raise CompileError("it is asked to compile")
 
 
 def _replaced(path: Path) -> None:

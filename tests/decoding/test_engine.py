@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
 from emssd.errors import ConfigError, OutOfMemoryError, PromptError
 from emssd.sequences import FinishReason, Generation, Request
-from tests.support.oracle import MODELS, Spy, build, oracle_of
+from tests.support.oracle import MODELS, build, oracle_of
 from tests.support.strategies import prompt_batches
 from tests.support.tiers import looped
 
@@ -105,7 +106,8 @@ def test_generations_stream_in_finish_order_and_are_returned_in_prompt_order(
 def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     oracle: Any, make_backend: MakeBackend, prompts: list[list[int]]
 ) -> None:
-    drafter = Spy(RandomDrafter(11, 4, oracle.references(prompts, 8)))
+    drafter: Any = RandomDrafter(11, 4, oracle.references(prompts, 8))
+    drafter.release = Mock(wraps=drafter.release)
     engine = build(oracle, make_backend, drafter, batch_size=2)
     stream = engine.stream(prompts, [2, 8, 8, 8, 8])
     next(stream)
@@ -113,10 +115,13 @@ def test_closing_a_stream_frees_everything_and_the_engine_can_be_used_again(
     stream.close()
     assert engine.runner.usage.held == 0
     assert not engine.scheduler.has_work
-    assert sorted(drafter.released) == ["0", "1", "2", "3", "4"]
+    released = [name for call in drafter.release.call_args_list for name in call.args[0]]
+    assert sorted(released) == ["0", "1", "2", "3", "4"]
+    drafter.release.reset_mock()
     done = engine.generate(prompts, 8)
     assert [generation.token_ids for generation in done] == [oracle.reference(ids, 8) for ids in prompts]
-    assert sorted(drafter.released[5:]) == ["0", "1", "2", "3", "4"], "finished ones are released once, too"
+    released = [name for call in drafter.release.call_args_list for name in call.args[0]]
+    assert sorted(released) == ["0", "1", "2", "3", "4"], "finished ones are released once, too"
 
 
 def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
@@ -140,15 +145,17 @@ def test_a_device_without_room_says_what_to_lower_and_keeps_what_was_finished(
 
 @pytest.mark.parametrize(("kernels", "page_size", "value_dim"), [("torch", 1, 8), ("torch", 16, 8), ("fused", 16, 16)])
 def test_peak_kv_memory_is_exactly_the_pages_that_the_rows_of_a_step_need(
-    kernels: str, page_size: int, value_dim: int, oracle: Any, prompts: list[list[int]]
+    kernels: str, page_size: int, value_dim: int, oracle: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from emssd_ragged.backend import ragged_backend
 
-    drafter = Spy(RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3))
+    drafter = RandomDrafter(11, 6, oracle.references(prompts, 20), seed=3)
     engine = build(oracle, lambda: ragged_backend(page_size, kernels), drafter, batch_size=3)
+    plan = Mock(wraps=engine.runner.backend.plan)
+    monkeypatch.setattr(engine.runner.backend, "plan", plan)
     engine.generate(prompts, 20)
     page_bytes = page_size * 2 * (2 * (8 + value_dim)) * 8  # layers, KV heads, their key and value dimensions, float64
-    steps = [sum(-(-kv_len // page_size) for kv_len in lengths.values()) for lengths in drafter.proposed]
+    steps = [sum(-(-kv_len // page_size) for kv_len in call.args[0].kv_lens) for call in plan.call_args_list]
     assert engine.report.kv_usage.peak_held == max(steps) * page_bytes
     assert engine.report.kv_usage.held == 0
 

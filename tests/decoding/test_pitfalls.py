@@ -31,7 +31,7 @@ from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import FinishReason, Request, Row
 from tests.support.backends import runner_of
-from tests.support.oracle import Spy, build
+from tests.support.oracle import build
 from tests.support.sampling import sampled
 from tests.support.tiers import looped
 
@@ -166,7 +166,8 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
     }
     shuffle = random.Random(0)
     for order in range(4):
-        drafter = Spy(RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order))
+        drafter: Any = RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order)
+        drafter.propose = Mock(wraps=drafter.propose)
         engine = build(oracle, make_backend, drafter, batch_size=5)
         finished, plan = set[str](), Mock(wraps=engine.runner.backend.plan)
         monkeypatch.setattr(engine.runner.backend, "plan", plan)
@@ -174,10 +175,12 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
             assert generation.token_ids == expected[generation.request_id]
             finished.add(generation.request_id)
         assert finished == set(expected)
-        planned = [call.args[0].request_ids for call in plan.call_args_list]
+        planned, drafted = (
+            [call.args[0].request_ids for call in spy.call_args_list] for spy in (plan, drafter.propose)
+        )
         for row in expected:
             steps = [i for i, names in enumerate(planned) if row in names]
-            assert steps == [i for i, lengths in enumerate(drafter.proposed) if row in lengths]
+            assert steps == [i for i, names in enumerate(drafted) if row in names]
             assert steps == list(range(len(steps))), "a row computes from the first step on until it is finished"
         assert len({len(names) for names in planned}) > 2, "rows finish at different times"
         shuffle.shuffle(requests)
@@ -200,10 +203,12 @@ def test_8_holes_are_no_context_so_that_padding_changes_no_acceptance(
     config = LLMAConfig(1, 4, Search.prompt_and_output, occurrence, require_full_copy=False)
     traces = []
     for make in (make_ragged, make_backend):
-        drafter = Spy(LLMADrafter(config))
+        drafter: Any = LLMADrafter(config)
+        drafter.observe = Mock(wraps=drafter.observe)
         engine = build(oracle, make, drafter, batch_size=5)
         assert outputs(engine, prompts, 24) == [oracle.reference(prompt, 24) for prompt in prompts]
-        traces.append(drafter.trace)
+        heard = [call.args[0] for call in drafter.observe.call_args_list]
+        traces.append([(step.batch.request_ids, step.draft.lengths, [*map(len, step.accepted)]) for step in heard])
     assert traces[0] == traces[1]
     assert engine.report.num_accepted > 5
     assert engine.report.num_accepted < engine.report.num_drafted

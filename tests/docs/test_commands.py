@@ -83,18 +83,8 @@ def commands(page: Path) -> Iterator[list[str]]:
             line = re.sub(r"\$\w+|\[WHEELS\]", "1", line.strip().removeprefix("$ "))
             command = r"(\.venv/bin/|python |emssd-|nox |benchmarks/)"
             if language in ("sh", "console") or re.match(command, line):
-                yield from _split(line)
-
-
-def _split(line: str) -> Iterator[list[str]]:
-    for part in line.split(" && "):
-        words = shlex.split(part.replace(".venv/bin/", ""), comments=True)
-        if words:
-            yield words
-
-
-def _head(words: list[str]) -> str:
-    return " ".join(words[: 3 if words[:2] == ["python", "-m"] else 1])
+                parts = [shlex.split(part.replace(".venv/bin/", ""), comments=True) for part in line.split(" && ")]
+                yield from filter(None, parts)
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +118,7 @@ def test_commands_are_found() -> None:
 @looped("page", PAGES)
 def test_every_command_is_one_that_works(page: Path, store: None) -> None:
     for words in commands(page):
-        head = _head(words)
+        head = " ".join(words[: 3 if words[:2] == ["python", "-m"] else 1])
         if head == "python -m emssd":
             check_run(words[3:])
         elif head == "torchrun":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import pytest
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, ScriptedBudget
@@ -20,7 +21,7 @@ from emssd.errors import PluginError
 from emssd.hooks.builtin import FixedBudgetConfig
 from emssd.metrics.stats import StepStats
 from emssd.sequences import Batch, Request, Row
-from tests.support.oracle import Spy, build
+from tests.support.oracle import build
 from tests.support.tiers import looped
 from tests.support.trees import chains_of
 
@@ -119,13 +120,14 @@ def test_a_policy_is_chosen_by_name_by_config_or_given() -> None:
 def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     script: list[tuple[int, int]], num_steps: int, oracle: Any, make_ragged: Any
 ) -> None:
-    drafter = Spy(PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12)))
+    drafter: Any = PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12))
+    drafter.observe = Mock(wraps=drafter.observe)
     engine = build(oracle, make_ragged, drafter, budget=ScriptedBudget(script))
     (done,) = engine.generate([[1, 2, 3]], 12)
     assert done.token_ids == oracle.reference([1, 2, 3], 12)
     assert done.num_steps == num_steps
     assert done.num_accepted == done.num_drafted == 12 - num_steps
-    observed = [drafted for ((_, drafted, _),) in drafter.trace]
+    observed = [call.args[0].draft.lengths[0] for call in drafter.observe.call_args_list]
     assert max(observed) <= min(script[0]), "a drafter hears of what was verified, not of what it drafted"
 
 

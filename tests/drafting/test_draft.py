@@ -160,15 +160,11 @@ def test_picked_nodes_keep_their_own(draft: Draft, data: st.DataObject) -> None:
             if (parent < 0 or parent in nodes) and data.draw(st.booleans()):
                 nodes.append(node)
         picked.append(nodes)
-    picked_draft, copied = draft.pick(picked), own_of(draft.within(VOCAB))
+    rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(draft.num_rows)))
+    picked_draft, copied = draft.pick(picked), draft.within(VOCAB).check(rows, [9] * len(rows), VOCAB, trees=True)
     for row, nodes in enumerate(picked):
         assert marks(copied, row) == marks(draft, row)
         assert marks(picked_draft, row) == (marks(draft, row) and [100.0 * row + node for node in (-1, *nodes)])
-
-
-def own_of(draft: Draft) -> Draft:
-    rows = Batch(tuple(Row(Request(str(row), (1,), 20)) for row in range(draft.num_rows)))
-    return draft.check(rows, [9] * draft.num_rows, VOCAB, trees=True)
 
 
 @given(marked(), marked())

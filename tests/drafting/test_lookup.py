@@ -41,10 +41,6 @@ PLD = st.builds(
 CONFIGS = LLMA | PLD
 
 
-def make(config: LLMAConfig | PLDConfig) -> LLMADrafter | PLDDrafter:
-    return LLMADrafter(config) if isinstance(config, LLMAConfig) else PLDDrafter(config)
-
-
 def copies(config: LLMAConfig | PLDConfig, row: Row) -> list[list[int]]:
     """By definition: what stands after each place that is copied from, in the order of choice."""
     tokens = list(row.tokens)
@@ -81,7 +77,7 @@ def copies(config: LLMAConfig | PLDConfig, row: Row) -> list[list[int]]:
 def test_the_tree_is_the_trie_of_the_copies_and_the_common_tokens_come_first(
     config: LLMAConfig | PLDConfig, prompt: list[int], growth: list[tuple[list[int], int]], num_remaining: int
 ) -> None:
-    drafter = make(config)
+    drafter = LLMADrafter(config) if isinstance(config, LLMAConfig) else PLDDrafter(config)
     assert drafter.drafts_trees == (config.branches > 1)
     grown = sum(len(new) for new, _ in growth)
     row = row_of(prompt, max_new_tokens=grown + num_remaining)
@@ -167,12 +163,6 @@ def grown(texts: Texts, *, num_nodes: int = 999, depth: int = 999, branches: int
     return grow_tree(texts, following, num_nodes=num_nodes, depth=depth, branches=branches, least=least)
 
 
-def counted(texts: Texts) -> dict[tuple[int, ...], Fraction]:
-    """The share of `texts` that begin with each prefix that any of them has."""
-    prefixes = {text[:size] for text in texts for size in range(1, len(text) + 1)}
-    return {prefix: Fraction(sum(text[: len(prefix)] == prefix for text in texts), len(texts)) for prefix in prefixes}
-
-
 def worth(tree: Tree) -> list[float]:
     products: list[float] = []
     for parent, chance in zip(tree.parents, tree.confidence, strict=True):
@@ -183,7 +173,8 @@ def worth(tree: Tree) -> list[float]:
 @given(texts=TEXTS, num_nodes=st.integers(0, 20), depth=st.integers(0, 7))
 def test_it_takes_the_most_frequent_prefixes_the_best_first(texts: Texts, num_nodes: int, depth: int) -> None:
     tree = grown(texts, num_nodes=num_nodes, depth=depth)
-    shares = {prefix: share for prefix, share in counted(texts).items() if len(prefix) <= depth}
+    prefixes = {text[:size] for text in texts for size in range(1, min(len(text), depth) + 1)}
+    shares = {prefix: Fraction(sum(text[: len(prefix)] == prefix for text in texts), len(texts)) for prefix in prefixes}
     drafted = paths(tree.token_ids, tree.parents)
     assert len(set(drafted)) == len(drafted) == min(num_nodes, len(shares))
     assert [shares[path] for path in drafted] == sorted(shares.values(), reverse=True)[:num_nodes]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from emssd_draft_model.drafter import DraftModelDrafter
-from emssd_flashinfer import FlashInferConfig, PrefillKernel, unavailable
+from emssd_flashinfer import FlashInferConfig, unavailable
 from emssd_flashinfer.kernels import FlashInferKernels
 from emssd_llma import LLMAConfig
 from emssd_testing import AttentionBackendConformance
@@ -28,8 +27,7 @@ from emssd.attention.pool import free_bytes
 from emssd.decoding.caches import make_backend
 from emssd.decoding.check import compare
 from emssd.decoding.engine import Engine
-from emssd.decoding.packing import pack
-from emssd.drafting import Draft, Drafter
+from emssd.drafting import Drafter
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import FinishReason, Generation, Request, Row
@@ -192,27 +190,8 @@ def test_a_tree_attends_as_with_the_reference_kernels(window: int | None) -> Non
     # The window is part of the mask, so that no further kernel is compiled for it.
     layer = LayerSpec(8, 2, 128, 128, 128**-0.5, sliding_window=window)
     spec = KVCacheSpec((layer,), torch.bfloat16, CUDA, 2, 64)
-    outs = [tree_attention(kernels, spec, 16) for kernels in (FlashInferKernels("fa2"), ReferenceKernels())]
+    outs = [tree_attention(kernels, spec, 16) for kernels in (FlashInferKernels(), ReferenceKernels())]
     torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.bfloat16])
-
-
-@pytest.mark.skipif("EMSSD_TEST_FA3" not in os.environ, reason="fa3 compiles for minutes: set EMSSD_TEST_FA3=1")
-def test_fa3_for_prompts_equals_fa2() -> None:
-    layer = LayerSpec(8, 8, 128, 128, 128**-0.5)
-    spec = KVCacheSpec((layer,), torch.float16, CUDA, 2, 512)
-    outs = []
-    for kernel in PrefillKernel:
-        backend = make(FlashInferConfig(prefill_kernel=kernel))
-        assert not backend.unsupported(spec)
-        backend.allocate(spec)
-        rows = [Row(Request("a", tuple(range(300)), 9)), Row(Request("b", tuple(range(40)), 9))]
-        plan = backend.plan(pack(rows, Draft.empty(2)))
-        generator = torch.Generator(CUDA).manual_seed(0)
-        query, key, value = (
-            torch.rand(340, 8, 128, generator=generator, device=CUDA, dtype=torch.float16) for _ in range(3)
-        )
-        outs.append(backend.forward(plan, 0, query, key, value))
-    torch.testing.assert_close(*outs, rtol=0, atol=TOLERANCE[torch.float16])
 
 
 class TestHostWaits:

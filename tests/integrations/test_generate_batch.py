@@ -25,19 +25,7 @@ from tests.cli.conftest import byte_tokenizer
 from tests.support.sampling import probabilities, sampled, scores
 from tests.support.tiers import looped
 
-PROMPTS = [
-    [3, 4, 5, 3, 4, 5, 3],
-    [8],
-    [9, 10, 9],
-    [4, 4, 4, 12, 4, 4],
-    [5, 6] * 6,
-    [7],
-    [3, 4],
-    [11] * 9,
-    [6, 12],
-    [10],
-    [12, 3],
-]
+PROMPTS = [[3, 4, 5] * 2, [8], [9, 10, 9], [4, 4, 4, 12, 4, 4], [5, 6] * 6, [7], [3, 4], [11] * 9, [6, 12], [10]]
 ARCHITECTURES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2", "gpt_neox", "phi", "opt", "mamba2"]
 NUM_NEW = 8
 
@@ -99,8 +87,8 @@ def test_the_tokens_are_those_of_generate(architecture: str) -> None:
         with emssd.speculate(model, max_model_len=64):
             for rows in (1, 5, 33):
                 config = config_of(min_new_tokens=0, return_dict_in_generate=True)  # which change nothing here
-                outputs = model.generate_batch((PROMPTS * 3)[:rows], generation_config=config)
-                assert [output.generated_tokens for output in outputs.values()] == (expected * 3)[:rows]
+                outputs = model.generate_batch((PROMPTS * 4)[:rows], generation_config=config)
+                assert [output.generated_tokens for output in outputs.values()] == (expected * 4)[:rows]
                 assert [*outputs] == [f"req_{number}" for number in range(rows)]
 
 
@@ -127,7 +115,6 @@ def test_a_request_has_options_of_its_own_and_fails_alone() -> None:
     model, tokenizer = tiny_model(vocab_size=len(byte_tokenizer()), std=0.12), byte_tokenizer()
     prompt = tokenizer("the same, the same, the")["input_ids"]
     own = SamplingParams(temperature=0.9, seed=8, n=2, logprobs=1)
-    engine = emssd.Engine.from_model(model, tokenizer)
     with managing(model, tokenizer=tokenizer) as manager:
         names = {
             "long": manager.add_request(prompt, max_new_tokens=12, eos_token_id=-1),
@@ -143,7 +130,7 @@ def test_a_request_has_options_of_its_own_and_fails_alone() -> None:
         outputs = results(manager, 9)
     assert outputs[names["long"]].generated_tokens == plainly(model, prompt, max_new_tokens=12, eos_token_id=None)
     assert outputs[names["form"]].generation.text == "a"
-    drawn = engine.generate([prompt], NUM_NEW, sampling=own)
+    drawn = emssd.Engine.from_model(model, tokenizer).generate([prompt], NUM_NEW, sampling=own)
     found = [outputs[name].generation for name in (f"{names['drawn']}__child#0", names["drawn"])]
     assert [row.token_ids for row in found] == [row.token_ids for row in drawn]
     for row, like in zip(found, drawn, strict=True):
@@ -166,7 +153,6 @@ def test_all_samples_of_a_request_that_cannot_be_decoded_fail() -> None:
 
 def test_requests_come_and_go_while_others_run() -> None:
     model = make_model()
-    steps: list[list[int]] = []
 
     def act(step: int) -> None:
         if step == 3:
@@ -177,8 +163,7 @@ def test_requests_come_and_go_while_others_run() -> None:
         manager.add_request(PROMPTS[0], max_new_tokens=20, eos_token_id=-1)
         manager.add_request(PROMPTS[1], max_new_tokens=20, request_id="gone", sampling=SamplingParams(n=2))
         manager.start()
-        for output in manager.request_id_iter("late"):
-            steps.append(output.generated_tokens)
+        steps = [output.generated_tokens for output in manager.request_id_iter("late")]
         outputs = results(manager, 1)
         assert manager.get_result(timeout=0.1) is None
     expected = plainly(model, PROMPTS[2], max_new_tokens=4, eos_token_id=None)
@@ -273,8 +258,7 @@ def test_a_model_is_given_back_as_it_was() -> None:
     assert not running.is_running()
     assert (dict(vars(model)), model.config._attn_implementation) == before
     assert all(module.training for module in model.modules())
-    called = emssd.speculate(model)
-    called.close()
+    emssd.speculate(model).close()
     assert dict(vars(model)) == before[0]
 
 

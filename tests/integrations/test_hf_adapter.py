@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -161,16 +162,13 @@ class TestTheModelAfterwards:
             def propose(self, batch: Any, budget: Any) -> Draft:
                 raise RuntimeError("no idea")
 
-        def broken(*args: Any) -> torch.Tensor:
-            raise MemoryError("out of memory")
-
         model = make_model()
         before, alone = model.config._attn_implementation, model.generate(**left_padded(), max_new_tokens=9)
         kwargs: dict[str, Any] = {"custom_generate": emssd.custom_generate, "drafter": Failing()}
         with pytest.warns(PluginWarning, match="no idea"):
             ours = model.generate(**left_padded(), max_new_tokens=9, **kwargs)
         assert torch.equal(ours, alone)
-        monkeypatch.setattr(PagedBackend, "forward", broken)
+        monkeypatch.setattr(PagedBackend, "forward", Mock(side_effect=MemoryError("out of memory")))
         with pytest.raises(MemoryError):
             model.generate(**left_padded(), max_new_tokens=9, custom_generate=emssd.custom_generate)
         assert model.config._attn_implementation == before != "emssd"

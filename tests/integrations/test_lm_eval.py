@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,14 +21,10 @@ WHY = "the evaluation harness is not installed: nox -s lm_eval, or pip install '
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def missing(name: str) -> str:
-    raise PackageNotFoundError(name)
-
-
 def test_without_the_harness_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(installed, "version", missing)
+    monkeypatch.setattr(installed, "version", Mock(side_effect=PackageNotFoundError("lm_eval")))
     with pytest.raises(SystemExit, match="2"):
         lm_eval_command.main()
     said = "emssd-lm-eval: error: this needs the evaluation harness: pip install 'emssd[lm-eval]'\n"

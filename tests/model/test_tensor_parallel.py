@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from emssd_testing import tiny_model
@@ -24,6 +24,7 @@ from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
 from emssd.model import ModelOptions, load_model
 from emssd.model.hf.sharding import shards_of
+from tests.cli.conftest import wait_for_rows
 from tests.model.parallel_cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
 from tests.support.tiers import looped
 
@@ -102,8 +103,10 @@ def test_a_killed_process_ends_the_others_and_finished_rows_are_kept(
     options = [*OPTIONS, f"model.path={checkpoints / 'llama-0'}", f"output_dir={job}", "data=random", "data.limit=4000",
                "data.num_tokens=16", "data.vocab_size=13"]  # fmt: skip
     with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
-        _wait_for(job / "generations.jsonl")
-        os.kill(_process_of(run.pid, rank), signal.SIGKILL)
+        wait_for_rows(job / "generations.jsonl", 2, run)
+        workers = psutil.Process(run.pid).children()
+        (worker,) = (child.pid for child in workers if child.environ().get("RANK") == str(rank))
+        os.kill(worker, signal.SIGKILL)
         output, _ = run.communicate(timeout=SECONDS)
     assert run.returncode != 0
     assert "another process of this tensor parallel run has ended" in output
@@ -145,23 +148,6 @@ def test_the_first_process_alone_reads_and_writes_and_a_job_goes_on_where_it_end
     rows = alone.generate([[4], [6], [7]], max_new_tokens=100, ignore_eos=True)
     expected = [[*row.token_ids] for row in rows]
     assert [tokens(text) for text in (streamed, whole, file.read_text())] == [expected] * 3
-
-
-def _wait_for(rows: Path) -> None:
-    """Until some rows are finished."""
-    end = time.monotonic() + SECONDS
-    while not rows.is_file() or rows.read_text().count("\n") < 2:
-        assert time.monotonic() < end, "no row was finished"
-        time.sleep(0.05)
-
-
-def _process_of(parent: int, rank: int) -> int:
-    import psutil
-
-    for child in psutil.Process(parent).children():
-        if child.environ().get("RANK") == str(rank):
-            return child.pid
-    raise AssertionError(f"no process of rank {rank}")
 
 
 @looped(

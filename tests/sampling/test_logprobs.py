@@ -13,6 +13,7 @@ import torch
 from emssd_none import NoneDrafter
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter
 from emssd_testing.models import tiny_model
+from emssd_testing.oracle import next_logits
 
 from emssd.decoding import logprobs as module
 from emssd.decoding.engine import Engine
@@ -57,26 +58,10 @@ def target() -> TargetModel:
 @cache
 def logits_behind(tokens: tuple[int, ...]) -> list[float]:
     """The whole text again. By SDPA, as Transformers' eager attention takes its softmax in float32."""
-    model: Any = target().model
-    before, model.config._attn_implementation = model.config._attn_implementation, "sdpa"
-    try:
-        with torch.inference_mode():
-            logits = model(input_ids=torch.tensor([list(tokens)]), use_cache=False).logits[0, -1]
-    finally:
-        model.config._attn_implementation = before
+    logits = next_logits(target().model, tokens, "sdpa")
     assert logits.dtype is torch.float64
     line: list[float] = logits.tolist()
     return line
-
-
-def shares_behind(done: Generation, number: int, params: SamplingParams) -> list[float]:
-    """The log-softmax of the model's own logits, or of what is drawn from."""
-    before = (*done.prompt_ids, *done.token_ids[:number])
-    logits = logits_behind(before)
-    if params.processed_logprobs:
-        logits = reference.scores(logits, params, before, len(done.prompt_ids))
-    shares: list[float] = torch.tensor(logits, dtype=torch.float64).log_softmax(0).tolist()
-    return shares
 
 
 @cache
@@ -93,14 +78,18 @@ def make_engine(drafter: Drafter, backend: str = "ragged-page-3", **options: Any
 
 
 def check(done: Generation, params: SamplingParams | None) -> None:
-    """Against the log-softmax of a full pass after each prefix."""
+    """Against the log-softmax of a full pass after each prefix: of the model's own logits, or of what is drawn from."""
     if params is None or params.logprobs is None:
         assert done.logprobs is None
         return
     assert done.logprobs is not None
     assert tuple(logprob.token_id for logprob in done.logprobs) == done.token_ids
     for number, logprob in enumerate(done.logprobs):
-        expected = shares_behind(done, number, params)
+        before = (*done.prompt_ids, *done.token_ids[:number])
+        logits = logits_behind(before)
+        if params.processed_logprobs:
+            logits = reference.scores(logits, params, before, len(done.prompt_ids))
+        expected: list[float] = torch.tensor(logits, dtype=torch.float64).log_softmax(0).tolist()
         assert abs(logprob.logprob - expected[logprob.token_id]) <= TOLERANCE
         assert len(logprob.top) == params.logprobs
         assert all(abs(share - expected[token]) <= TOLERANCE for token, share in logprob.top)

@@ -105,13 +105,10 @@ CPU = torch.device("cpu")
 WHERE = st.tuples(st.integers(-(2**70), 2**70), st.text(), st.integers(0, 2**40))
 
 
-def state(seed: int, request_id: str, position: int) -> int:
-    return noise_state(noise_key(seed, request_id), position)
-
-
 @given(st.lists(WHERE, min_size=1, max_size=4), st.integers(1, 300))
 def test_bits_are_those_of_the_hash_in_python(places: list[tuple[int, str, int]], vocab_size: int) -> None:
-    bits = hashed([state(*point) for point in places], vocab_size, CPU)
+    states = [noise_state(noise_key(seed, request_id), position) for seed, request_id, position in places]
+    bits = hashed(states, vocab_size, CPU)
     assert bits.tolist() == [[reference.hashed(*point, token) for token in range(vocab_size)] for point in places]
 
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from emssd.attention import AttentionBackend
 from emssd.errors import ConfigError
@@ -33,21 +34,14 @@ def _wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def _byte_level() -> PreTrainedTokenizerFast:
     """Like GPT-2's: one token per byte, and some that hold several, among them pieces of characters."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    as_token = {byte: char for char, byte in _alphabet().items()}
+    as_token = bytes_to_unicode()
+    alphabet = sorted(as_token.values())
     pieces = [b"ab", b"ba", b" a", b"aba", b"b\xc3", b"\xa9a", b"\x82\xac", b"\x98\x80b", b"\xf0\x9f", b"\n\n", b"a\n"]
     tokens = [*SPECIAL, *alphabet, *("".join(as_token[byte] for byte in piece) for piece in pieces)]
     tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return _wrapped(tokenizer)
-
-
-def _alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level vocabularies, from Transformers."""
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    return {char: byte for byte, char in bytes_to_unicode().items()}
 
 
 def _sentencepiece() -> PreTrainedTokenizerFast:

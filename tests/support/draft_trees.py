@@ -14,7 +14,7 @@ from emssd.draft_models import ModelDrafter
 from emssd.draft_models.shapes import Shape
 from emssd.drafting import Draft, Drafter
 from emssd.model import TargetModel
-from emssd.sequences import Batch, Request, Row
+from emssd.sequences import Batch, Row
 from tests.support.draft_models import draft_model_drafter
 from tests.support.trees import paths_of
 
@@ -28,10 +28,6 @@ def draft_model(architecture: str = "llama", max_model_len: int = 64) -> TargetM
 
 def make_drafter(tree: str | Shape, model: TargetModel | None = None, **spec: Any) -> ModelDrafter:
     return draft_model_drafter(model or draft_model(), tree, VOCAB_SIZE, **spec)
-
-
-def sequence(tokens: list[int], name: str = "a", max_new_tokens: int = 40) -> Row:
-    return Row(Request(name, tuple(tokens), max_new_tokens))
 
 
 Node = tuple[tuple[int, ...], float]

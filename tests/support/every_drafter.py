@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
@@ -48,6 +46,7 @@ from emssd.hooks.registry import Registry
 from emssd.model import BorrowedTarget, ModelOptions, TargetModel
 from tests.support import random_drafters as written
 from tests.support.backends import CONFIGS
+from tests.support.heads import new_folder, write_head
 
 Texts = Mapping[str, tuple[int, ...]]
 _COPY: dict[str, Any] = {"match_length": 1, "copy_length": 3, "search": Search.prompt_and_output}
@@ -69,12 +68,6 @@ def _replay(**options: Any) -> Any:
 
 def _rest(**options: Any) -> Any:
     return lambda every, texts: RestConfig(written.random_store(every.target.vocab_size), min_match=1, **options)
-
-
-def _pard(_: Any) -> str:
-    folder = Path(mkdtemp(prefix="emssd-pard-"))
-    (folder / "config.json").write_text('{"pard_token": 2}')
-    return str(folder)
 
 
 DRAFTERS: dict[str, Any] = {
@@ -103,7 +96,7 @@ DRAFTERS: dict[str, Any] = {
     "mtp": _of_file(MtpConfig, written.random_layer),
     "mtp, dynamic": _of_file(MtpConfig, written.random_layer, tree=TreeKind.dynamic, **_SHAPE),
     "ngrammys": NGrammysConfig(num_candidates=3, num_nodes=9, depth=4),
-    "pard": _of_file(PardConfig, _pard),
+    "pard": _of_file(PardConfig, lambda _: write_head(new_folder(), {"pard_token": 2}, {})),
     "pld": PLDConfig(num_speculative_tokens=4, require_full_copy=False),
     "replay": _replay(p=0.7),
     "replay, tree": _replay(branches=[2, 1], chances=[[0.4, 0.3]]),
@@ -133,7 +126,7 @@ class EveryDrafter:
     """
 
     def __init__(self, target: TargetModel) -> None:
-        self.target, self.folder = target, Path(mkdtemp(prefix="emssd-drafters-"))
+        self.target, self.folder = target, new_folder()
         self.registry = Registry()
 
     def engine(

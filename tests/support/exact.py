@@ -153,6 +153,6 @@ def continued(law: Law, target: Model, length: int, num_tokens: int = 3) -> Law:
     return chances
 
 
-def target_law(target: Model, length: int, num_tokens: int = 3) -> Law:
+def target_law(target: Model, length: int) -> Law:
     """The law of the target's own first `length` tokens."""
-    return continued({(): Fraction(1)}, target, length, num_tokens)
+    return continued({(): Fraction(1)}, target, length)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,8 @@ from emssd.hooks.registry import Registry
 from tests.support.trees import ways
 
 CPU = torch.device("cpu")
+_FOLDERS = TemporaryDirectory(prefix="emssd-tests-")
+"""Where files lie that several tests read. It goes when the process ends."""
 Weights = dict[str, torch.Tensor]
 SMALL: dict[str, Any] = {
     "hidden_size": 16,
@@ -102,6 +105,10 @@ def eagle3_shapes(config: Mapping[str, Any], num_states: int) -> dict[str, tuple
         "norm.weight": (size,),
         "lm_head.weight": (config["draft_vocab_size"], size),
     }
+
+
+def new_folder() -> Path:
+    return Path(mkdtemp(dir=_FOLDERS.name))
 
 
 def write_head(folder: Path, config: Mapping[str, Any], weights: Weights, file: str = "model.safetensors") -> str:

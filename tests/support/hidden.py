@@ -15,14 +15,14 @@ CLOSE = 1e-9  # of numbers around one, in float64 throughout
 
 
 @torch.inference_mode()
-def right_states(model: Any, tokens: Seq[int], layers: Seq[int], attention: str = "sdpa") -> list[torch.Tensor]:
+def right_states(model: Any, tokens: Seq[int], layers: Seq[int]) -> list[torch.Tensor]:
     """``[len(tokens), width]`` for each of `layers`, by Transformers' ``output_hidden_states``, without a cache.
 
     It tells index ``n`` of ``n`` after the final norm only, so that -1 stands for that, and ``n`` is not there. Eager
     attention takes its softmax in float32, and SDPA knows no soft-cap.
     """
     before = model.config._attn_implementation
-    model.config._attn_implementation = attention
+    model.config._attn_implementation = "sdpa"
     try:
         states = model(torch.tensor([list(tokens)]), output_hidden_states=True, use_cache=False).hidden_states
     finally:

@@ -15,9 +15,8 @@ from emssd_testing.oracle import greedy_reference
 from emssd.attention import AttentionBackend
 from emssd.decoding.engine import Engine
 from emssd.decoding.scheduler import StaticScheduler
-from emssd.drafting import Draft, Drafter, Outcome
+from emssd.drafting import Drafter
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.sequences import Batch
 
 # Small vocabularies make rubbish right by chance; untied embeddings keep Gemma from repeating its last token for ever.
 MODELS: dict[str, dict[str, Any]] = {
@@ -78,30 +77,3 @@ def build(
     backend.allocate(spec)
     options.setdefault("on_drafter_error", "fail")
     return Engine(CausalLMRunner(oracle.target, backend), drafter, batch_size=batch_size, **options)
-
-
-class Spy(Drafter):
-    """Passes everything on to another drafter and remembers it."""
-
-    def __init__(self, inner: Drafter) -> None:
-        self.inner = inner
-        self.num_speculative_tokens, self.drafts_trees = inner.num_speculative_tokens, inner.drafts_trees
-        self.proposed: list[dict[str, int]] = []  # per step: the KV length that each row's step needs
-        self.trace: list[list[tuple[str, int, int]]] = []  # per step: request id, drafted, accepted
-        self.released: list[str] = []
-
-    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        draft = self.inner.propose(batch, budget)
-        self.proposed.append(
-            {row.request_id: len(row.tokens) + length for row, length in zip(batch, draft.lengths, strict=True)}
-        )
-        return draft
-
-    def observe(self, outcome: Outcome) -> None:
-        lengths, accepted = outcome.draft.lengths, [len(nodes) for nodes in outcome.accepted]
-        self.trace.append(list(zip(outcome.batch.request_ids, lengths, accepted, strict=True)))
-        self.inner.observe(outcome)
-
-    def release(self, request_ids: Iterable[str]) -> None:
-        self.released += (names := list(request_ids))
-        self.inner.release(names)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from random import Random
-from tempfile import mkdtemp
 from typing import Any
 
 import torch
 from emssd_rest.build import build_store
 
 from emssd.model import BorrowedTarget
-from tests.support.heads import Weights, eagle3_shapes, layer_weights, random_weights, write_head
+from tests.support.heads import Weights, eagle3_shapes, layer_weights, new_folder, random_weights, write_head
 from tests.support.right_drafters import target
 
 _WRITTEN: dict[str, str] = {}
@@ -31,7 +29,7 @@ def _written(
     key = f"{config} {shapes}"
     if key not in _WRITTEN:
         weights = random_weights(shapes, seed) | (more or {})
-        _WRITTEN[key] = write_head(Path(mkdtemp(prefix="emssd-head-")), config, weights, file or "model.safetensors")
+        _WRITTEN[key] = write_head(new_folder(), config, weights, file or "model.safetensors")
     return _WRITTEN[key]
 
 
@@ -118,6 +116,6 @@ def random_head(kind: str, seed: int = 0) -> str:
 @cache
 def random_store(vocab_size: int) -> str:
     """A store of random text in a small alphabet, so that something is found, and often wrong."""
-    draw, folder = Random(0), Path(mkdtemp(prefix="emssd-store-")) / "store"
+    draw, folder = Random(0), new_folder() / "store"
     build_store(folder, [[draw.randrange(min(vocab_size, 11)) for _ in range(300)] for _ in range(6)])
     return str(folder)

@@ -7,7 +7,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import emssd_early_exit
@@ -35,7 +34,7 @@ from emssd.errors.ranges import check_options
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sampling import SamplingParams
 from emssd.sequences import Batch, Generation
-from tests.support.heads import Weights, write_head
+from tests.support.heads import Weights, new_folder, write_head
 from tests.support.looking_back import BLOCK, DISTANCE, looking_back_model, write_looking_back_block
 from tests.support.looking_back import VOCAB as SAID
 from tests.support.perfect_head import perfect_target, write_perfect_eagle, write_perfect_eagle3, write_perfect_mtp
@@ -76,7 +75,7 @@ def _looking_back(*sizes: int) -> TargetModel:
 @cache
 def perfect_path(write: Callable[..., str], *options: Any, **config: Any) -> str:
     """The folder of a perfect head of a kind."""
-    return write(Path(mkdtemp(prefix="emssd-head-")), *options, **config)
+    return write(new_folder(), *options, **config)
 
 
 @cache

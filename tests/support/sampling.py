@@ -141,10 +141,10 @@ kept_logits = cache(logits_behind)
 
 @cache
 def kept_text(
-    model: Any, prompt: tuple[int, ...], num_new: int, params: SamplingParams | None, request_id: str, sample: int = 0
+    model: Any, prompt: tuple[int, ...], num_new: int, params: SamplingParams | None, request_id: str
 ) -> tuple[int, ...]:
     """What is `sampled` from a model that nobody changes."""
-    return sampled(model, prompt, num_new, params, request_id, sample=sample, logits_of=kept_logits)
+    return sampled(model, prompt, num_new, params, request_id, logits_of=kept_logits)
 
 
 @st.composite

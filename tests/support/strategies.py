@@ -11,10 +11,8 @@ def prompt_batches(vocab_size: int, max_prompts: int = 4, max_length: int = 12) 
     return st.lists(prompts, min_size=1, max_size=max_prompts)
 
 
-def step_histories(
-    num_rows: int, max_steps: int = 6, max_drafted: int = 7
-) -> st.SearchStrategy[list[list[tuple[int, int]]]]:
+def step_histories(num_rows: int) -> st.SearchStrategy[list[list[tuple[int, int]]]]:
     """Decoding steps: of each step, per row, how many tokens are drafted and how many of them are accepted."""
-    row = st.integers(0, max_drafted).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
+    row = st.integers(0, 7).flatmap(lambda drafted: st.tuples(st.just(drafted), st.integers(0, drafted)))
     step = st.lists(row, min_size=num_rows, max_size=num_rows)
-    return st.lists(step, min_size=1, max_size=max_steps)
+    return st.lists(step, min_size=1, max_size=6)

@@ -68,6 +68,10 @@ class MixedDrafter(TreeDrafter):
         return Draft.from_trees(trees).shallow([max(0, row.num_remaining - 1) for row in batch])
 
 
+def sequence(tokens: Seq[int], name: str = "a", max_new_tokens: int = 100) -> Row:
+    return Row(Request(name, tuple(tokens), max_new_tokens))
+
+
 def row_of(prompt: Seq[int], output: Seq[int] = (), name: str = "a", max_new_tokens: int = 100) -> Row:
     """A row whose prompt is `prompt`, and that has generated `output`."""
     return Row(Request(name, tuple(prompt), max_new_tokens), [*prompt, *output])

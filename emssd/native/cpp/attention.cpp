@@ -35,25 +35,16 @@ struct Layer : Attention {
   using Sum = typename L::Sum;
   using Vector = typename L::Vector;
 
-  const T *query, *key, *value;
-  Cell *keys, *values;
-  T* out;
-  Sum scale, softcap;
-  const Sum* sinks;
+  const T *query = static_cast<const T*>(Attention::query), *key = static_cast<const T*>(Attention::key);
+  const T* value = static_cast<const T*>(Attention::value);
+  Cell *keys = static_cast<Cell*>(Attention::keys), *values = static_cast<Cell*>(Attention::values);
+  T* out = static_cast<T*>(Attention::out);
+  Sum scale = static_cast<Sum>(Attention::scale), softcap = static_cast<Sum>(Attention::softcap);
+  const Sum* sinks = static_cast<const Sum*>(Attention::sinks);
   const Tree* trees = nullptr;  // [R]; null if no row has a tree
   Cell* joined = nullptr;       // [kv heads] of each tree after the other, [1 + nodes, value_lanes]: see `join`
 
-  explicit Layer(const Attention& of)
-      : Attention(of),
-        query(static_cast<const T*>(of.query)),
-        key(static_cast<const T*>(of.key)),
-        value(static_cast<const T*>(of.value)),
-        keys(static_cast<Cell*>(of.keys)),
-        values(static_cast<Cell*>(of.values)),
-        out(static_cast<T*>(of.out)),
-        scale(static_cast<Sum>(of.scale)),
-        softcap(static_cast<Sum>(of.softcap)),
-        sinks(static_cast<const Sum*>(of.sinks)) {}
+  explicit Layer(const Attention& of) : Attention(of) {}
 
   Cell* key_page(int64_t page, int64_t head) const {
     return keys + (page * num_kv_heads + head) * key_cells * kPage;
@@ -118,13 +109,15 @@ struct Layer : Attention {
 
   int64_t num_queries(int64_t row) const { return (query_indptr[row + 1] - query_indptr[row]) * group; }
 
-  // How many of the queries that are left share the next pass.
-  static int64_t pass(int64_t left) {
-    if (kMaxQueries == 8 && left >= 7) return 8;
-    return std::min<int64_t>(left, 4);
+  // Queries [first, last) of the row's tokens x heads of one KV head, in passes of as many as there are kernels for.
+  void attend_some(int64_t row, int64_t head, int64_t first, int64_t last) const {
+    for (int64_t count; first < last; first += count) {
+      count = kMaxQueries == 8 && last - first >= 7 ? 8 : std::min<int64_t>(last - first, 4);
+      attend(row, head, first, count);
+    }
   }
 
-  // Queries [first, first + count) of the row's tokens x heads of one KV head, `count` as of `pass`.
+  // One pass: queries [first, first + count).
   //
   // A pass reads the values of all tokens that any of its queries sees, and a weight of 0 hides every value but NaN and
   // infinity. So where a result is not finite, each query is computed again by itself, `alone`, from what it sees.
@@ -437,45 +430,29 @@ void run_tasks(int64_t count, const Task& task) {
 template <class T>
 void attend_rows(const Layer<T>& layer) {
   const int64_t num_rows = layer.num_rows, num_kv_heads = layer.num_kv_heads;
-  struct Pass {
-    int32_t row, head, first, count;
+  int64_t most = 0;  // queries of a row and head
+  for (int64_t row = 0; row < num_rows; ++row) most = std::max(most, layer.num_queries(row));
+  const auto store = [&](int64_t row, int64_t head) {
+    layer.store(row, head);
+    if (layer.trees != nullptr) layer.join(row, head);
   };
-  static thread_local std::vector<Pass> passes;
-  passes.clear();
-  int64_t longest = 0;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    longest = std::max<int64_t>(longest, layer.query_indptr[row + 1] - layer.query_indptr[row]);
-  }
-  if (longest <= kShortRow) {
-    const int64_t heads_together = num_rows >= 4 * num_threads() ? num_kv_heads : 1;
-    run_tasks(num_rows * num_kv_heads / heads_together, [&](int64_t task) {
-      for (int64_t each = task * heads_together; each < (task + 1) * heads_together; ++each) {
-        const int64_t row = each / num_kv_heads, head = each % num_kv_heads, queries = layer.num_queries(row);
-        layer.store(row, head);
-        if (layer.trees != nullptr) layer.join(row, head);
-        for (int64_t first = 0, count; first < queries; first += count) {
-          layer.attend(row, head, first, count = Layer<T>::pass(queries - first));
-        }
-      }
+  if (most > kShortRow * layer.group) {
+    run_tasks(num_rows * num_kv_heads, [&](int64_t task) { store(task / num_kv_heads, task % num_kv_heads); });
+    const int64_t parts = (most + kMaxQueries - 1) / kMaxQueries;
+    run_tasks(num_rows * num_kv_heads * parts, [&](int64_t task) {
+      const int64_t row = task / parts / num_kv_heads, head = task / parts % num_kv_heads;
+      const int64_t first = task % parts * kMaxQueries;
+      layer.attend_some(row, head, first, std::min(first + kMaxQueries, layer.num_queries(row)));
     });
     return;
   }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    const int64_t queries = layer.num_queries(row);
-    for (int64_t head = 0; head < num_kv_heads; ++head) {
-      for (int64_t first = 0, count; first < queries; first += count) {
-        count = Layer<T>::pass(queries - first);
-        passes.push_back({int32_t(row), int32_t(head), int32_t(first), int32_t(count)});
-      }
+  const int64_t heads_together = num_rows >= 4 * num_threads() ? num_kv_heads : 1;
+  run_tasks(num_rows * num_kv_heads / heads_together, [&](int64_t task) {
+    for (int64_t each = task * heads_together; each < (task + 1) * heads_together; ++each) {
+      const int64_t row = each / num_kv_heads, head = each % num_kv_heads;
+      store(row, head);
+      layer.attend_some(row, head, 0, layer.num_queries(row));
     }
-  }
-  run_tasks(num_rows * num_kv_heads, [&](int64_t task) {
-    layer.store(task / num_kv_heads, task % num_kv_heads);
-    if (layer.trees != nullptr) layer.join(task / num_kv_heads, task % num_kv_heads);
-  });
-  const Pass* all = passes.data();  // of the calling thread: the name means another vector on the others
-  run_tasks(static_cast<int64_t>(passes.size()), [&](int64_t task) {
-    layer.attend(all[task].row, all[task].head, all[task].first, all[task].count);
   });
 }
 

@@ -356,6 +356,15 @@ class Sampler {
     return maxima_[k - 1];
   }
 
+  // The tokens of a chunk, and the random bits of each.
+  void draw_bits(Noise noise, int64_t at, uint32_t* tokens, uint32_t* bits) const {
+    if (tokens_ != nullptr) std::copy_n(tokens_ + at, kChunk, tokens);
+    for (int64_t lane = 0; lane < kChunk; ++lane) {
+      if (tokens_ == nullptr) tokens[lane] = static_cast<uint32_t>(at + lane);
+      bits[lane] = noise.bits(tokens[lane]);
+    }
+  }
+
   // The largest total of values above a floor, which is below the largest value, and the next one if it is near.
   //
   // A total is above another one only if -log(u) < e^(score - other). There 1 - u stands for -log(u), from below, and what
@@ -375,11 +384,7 @@ class Sampler {
       }
       if (any == 0) return;
       uint32_t tokens[kChunk], bits[kChunk];
-      if (tokens_ != nullptr) std::copy_n(tokens_ + at, kChunk, tokens);
-      for (int64_t lane = 0; lane < kChunk; ++lane) {
-        if (tokens_ == nullptr) tokens[lane] = static_cast<uint32_t>(at + lane);
-        bits[lane] = noise.bits(tokens[lane]);
-      }
+      draw_bits(noise, at, tokens, bits);
       int open[kChunk];
       any = 0;
       for (int64_t lane = 0; lane < kChunk; ++lane) {
@@ -410,18 +415,14 @@ class Sampler {
     Sum most[kChunk];
     std::fill_n(most, kChunk, kNone);
     each_chunk([&](const Sum* values, int64_t at) {
-      uint32_t tokens[kChunk];
+      uint32_t tokens[kChunk], bits[kChunk];
       Sum noises[kChunk];
-      if (tokens_ != nullptr) std::copy_n(tokens_ + at, kChunk, tokens);
-      for (int64_t lane = 0; lane < kChunk; ++lane) {
-        if (tokens_ == nullptr) tokens[lane] = static_cast<uint32_t>(at + lane);
-        tokens[lane] = noise.bits(tokens[lane]);
-      }
+      draw_bits(noise, at, tokens, bits);
       for (int64_t lane = 0; lane < kChunk; ++lane) {
         if constexpr (std::is_same_v<Sum, float>) {
-          noises[lane] = gumbel_in_float(tokens[lane]);
+          noises[lane] = gumbel_in_float(bits[lane]);
         } else {
-          noises[lane] = gumbel(tokens[lane]);
+          noises[lane] = gumbel(bits[lane]);
         }
       }
       Sum* to = exponents_.data() + at;
@@ -434,19 +435,8 @@ class Sampler {
     return *std::max_element(most, most + kChunk);
   }
 
-  // e^((value - high) * by) of a page of values that are not above `high`; e^kLowest where it is less.
-  static Vector weights(const Sum* values, Sum high, Sum by) {
-    Sum below[kPage];
-    for (int64_t lane = 0; lane < kPage; ++lane) {
-      const Sum exponent = (values[lane] - high) * by;
-      below[lane] = exponent > kLowest ? exponent : kLowest;
-    }
-    if constexpr (std::is_same_v<Sum, float>) {
-      return exponential_within(load<Floats>(below));
-    } else {
-      return exponential(load<Doubles>(below));
-    }
-  }
+  // e^((value - high) * by) of a page of values that are not above `high`.
+  static Vector weights(const Sum* values, Sum high, Sum by) { return exponential((load<Vector>(values) - high) * by); }
 
   // The least value that top-p leaves: the last one, from the largest on, before which values have less than top_p.
   Sum nucleus_floor(double top_p) {
@@ -484,17 +474,12 @@ class Sampler {
   double share_above(Sum value) const {
     Doubles all = {}, above = {};
     each_chunk([&](const Sum* values, int64_t) {
-      float below[kChunk];
-      int32_t mask[kChunk];
-      for (int64_t lane = 0; lane < kChunk; ++lane) {
-        const float exponent = static_cast<float>((values[lane] - high_) * by_);
-        below[lane] = exponent > kLowest ? exponent : kLowest;
-        mask[lane] = values[lane] > value ? -1 : 0;
-      }
       for (int64_t page = 0; page < kChunk; page += kPage) {
-        const Floats weights = exponential_within(load<Floats>(below + page));
-        all += converted<double>(weights);
-        above += converted<double>(as<Floats>(as<Ints>(weights) & load<Ints>(mask + page)));
+        Sum is_above[kPage];
+        for (int64_t lane = 0; lane < kPage; ++lane) is_above[lane] = values[page + lane] > value;
+        const Vector shares = weights(values + page, high_, by_);
+        all += converted<double>(shares);
+        above += converted<double>(shares * load<Vector>(is_above));
       }
     });
     return total(above) / total(all);

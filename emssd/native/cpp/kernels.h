@@ -64,7 +64,7 @@ int64_t panel_width();
 bool takes_pairs();  // whether weights in bfloat16 of an even number of inputs are pairs
 int64_t panel_inputs(const Linear& layer);  // how many inputs a panel has place for, zeros behind the last
 void to_panels(const void* weight, const Linear& layer, void* panels);
-void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out);
+void linear(const Linear& layer, const void* input, int64_t num_rows, void* out);
 
 // A weight [outputs, in] of integers: value * scale + minimum, by groups of inputs. It stands before the panels of `pack`.
 struct Packed {

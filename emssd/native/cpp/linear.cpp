@@ -80,17 +80,6 @@ constexpr int64_t kLanesOf = Wide<typename Kind::Sum>::kOfPart;
 template <class Kind>
 constexpr int64_t kPanelOf = kVectors * kLanesOf<Kind>;
 
-// weight [out, cells] as [panels, all cells, kPanel], in memory that holds zeros.
-template <class Cell>
-void panels_of(const Cell* from, int64_t out, int64_t cells, int64_t all_cells, Cell* to) {
-  parallel_for((out + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t output = begin * kPanel; output < std::min(end * kPanel, out); ++output) {
-      Cell* panel = to + output / kPanel * all_cells * kPanel + output % kPanel;
-      for (int64_t cell = 0; cell < cells; ++cell) panel[cell * kPanel] = from[output * cells + cell];
-    }
-  });
-}
-
 // What a pass over a panel fetches beside it: with each cell, `step` bytes on from `from`.
 struct Ahead {
   const char* from;
@@ -104,12 +93,7 @@ void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell
   using Sums = typename Wide<typename Kind::Sum>::Part;
   constexpr int64_t kLanes = kLanesOf<Kind>, kPanel = kPanelOf<Kind>;
   constexpr int kNear = N < kManyRows ? 3 : 2;  // which cache
-  Sums sum[N][kVectors];
-#pragma GCC unroll 16
-  for (int row = 0; row < N; ++row) {
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
-  }
+  Sums sum[N][kVectors] = {};
 #pragma GCC unroll 1
   for (int64_t cell = 0; cell < cells; ++cell) {
     const auto* place = panel + cell * kPanel;
@@ -127,12 +111,7 @@ void multiply_panel(const typename Kind::Input* input, const typename Kind::Cell
     }
   }
 #pragma GCC unroll 16
-  for (int row = 0; row < N; ++row) {
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) {
-      std::memcpy(to + row * kPanel + vector * kLanes, &sum[row][vector], sizeof(Sums));
-    }
-  }
+  for (int row = 0; row < N; ++row) std::memcpy(to + row * kPanel, sum[row], sizeof(sum[row]));
 }
 
 template <class Kind, int... kRows>
@@ -248,7 +227,8 @@ void finish(const double* sums, const double* bias, int64_t outputs, double* to)
 
 // Rows [num_rows, in] by all panels: [num_rows, outputs]. panel_at(panel) gives the cells of one, on the thread that asks.
 template <class Way, class T, class PanelAt>
-void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Way::Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Way::Kind::Sum* bias, T* to,
+                 const PanelAt& panel_at) {
   using Kind = typename Way::Kind;
   constexpr int64_t kPanel = kPanelOf<Kind>;
   constexpr int64_t kCellBytes = kPanel * sizeof(typename Kind::Cell);
@@ -289,7 +269,8 @@ void multiply_by(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, c
 }
 
 template <class T, class Kind, class PanelAt>
-void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* bias, T* to, const PanelAt& panel_at) {
+void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, const typename Kind::Sum* bias, T* to,
+              const PanelAt& panel_at) {
 #ifdef TILES
   if constexpr (std::is_base_of_v<PairCells, Kind>) {
     constexpr int64_t kSome = 256;  // rows whose inputs stay in a cache
@@ -301,25 +282,6 @@ void multiply(const T* rows, int64_t num_rows, int64_t in, int64_t outputs, cons
   }
 #endif
   multiply_by<Vectors<Kind>>(rows, num_rows, in, outputs, bias, to, panel_at);
-}
-
-template <class T, class Kind>
-void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
-  const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
-  const int64_t size = cells_of<Kind>(layer.in) * kPanelOf<Kind>;
-  multiply<T, Kind>(rows, num_rows, layer.in, layer.outputs, layer.bias, to,
-                    [=](int64_t panel) { return weights + panel * size; });
-}
-
-template <class T>
-void multiply(const T* rows, int64_t num_rows, const Linear& layer, T* to) {
-  if constexpr (std::is_same_v<T, float>) {
-    multiply<T, FloatCells>(rows, num_rows, layer, to);
-  } else if (layer.pairs) {
-    multiply<T, PairCells>(rows, num_rows, layer, to);
-  } else {
-    multiply<T, HalfCells>(rows, num_rows, layer, to);
-  }
 }
 
 // 16 x 16 cells of 4 bytes: column by column, `to_step` apart.
@@ -374,6 +336,13 @@ void lay_out(const typename Kind::Cell* from, int64_t output_step, int64_t cell_
   }
 }
 
+// use(how the weights of a layer are stored, a number of its type).
+template <class Use>
+void with_kind(const Linear& layer, const Use& use) {
+  if (layer.type == Type::float32) return use(FloatCells(), 0.0f);
+  layer.pairs ? use(PairCells(), BFloat16()) : use(HalfCells(), BFloat16());
+}
+
 // Weights stay where they are: the thread that multiplies by a panel lays it out first.
 template <class T, class Kind>
 void multiply_plain(const PlainLinear& layer, const void* input, int64_t num_rows, void* out) {
@@ -412,20 +381,28 @@ bool takes_pairs() { return kPairs; }
 int64_t panel_inputs(const Linear& layer) { return layer.pairs ? 2 * cells_of<PairCells>(layer.in) : layer.in; }
 
 void to_panels(const void* weight, const Linear& layer, void* panels) {
-  const auto pack = [&](auto cell, int64_t width) {
-    using Cell = decltype(cell);
-    panels_of(static_cast<const Cell*>(weight), layer.outputs, layer.in / width, panel_inputs(layer) / width,
-              static_cast<Cell*>(panels));
-  };
-  if (layer.type == Type::float32) return pack(uint32_t{}, 1);
-  layer.pairs ? pack(uint32_t{}, 2) : pack(uint16_t{}, 1);
+  with_kind(layer, [&](auto kind, auto) {
+    using Kind = decltype(kind);
+    using Cell = typename Kind::Cell;
+    const int64_t cells = layer.in / Kind::kWidth, size = cells_of<Kind>(layer.in) * kPanel;
+    parallel_for((layer.outputs + kPanel - 1) / kPanel, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        lay_out<Kind>(static_cast<const Cell*>(weight) + panel * kPanel * cells, cells, 1,
+                      std::min(kPanel, layer.outputs - panel * kPanel), cells, static_cast<Cell*>(panels) + panel * size);
+      }
+    });
+  });
 }
 
-void linear(const Linear& layer, Type type, const void* input, int64_t num_rows, void* out) {
-  if (type == Type::float32) {
-    return multiply(static_cast<const float*>(input), num_rows, layer, static_cast<float*>(out));
-  }
-  multiply(static_cast<const BFloat16*>(input), num_rows, layer, static_cast<BFloat16*>(out));
+void linear(const Linear& layer, const void* input, int64_t num_rows, void* out) {
+  with_kind(layer, [&](auto kind, auto number) {
+    using Kind = decltype(kind);
+    using T = decltype(number);
+    const auto* weights = static_cast<const typename Kind::Cell*>(layer.weights);
+    const int64_t size = cells_of<Kind>(layer.in) * kPanel;
+    multiply<T, Kind>(static_cast<const T*>(input), num_rows, layer.in, layer.outputs, layer.bias, static_cast<T*>(out),
+                      [=](int64_t panel) { return weights + panel * size; });
+  });
 }
 
 }  // namespace emssd

@@ -139,12 +139,7 @@ INLINE void fetch_ahead(const uint8_t* block) {
 // N rows of inputs, as [blocks, N], by a panel: sums [N, kPanel].
 template <class K, int N>
 void multiply_panel(const Inputs* input, const uint8_t* block, int64_t blocks, float* to) {
-  Sums sum[N][kVectors];
-#pragma GCC unroll 16
-  for (int row = 0; row < N; ++row) {
-#pragma GCC unroll 16
-    for (int vector = 0; vector < kVectors; ++vector) sum[row][vector] = Sums{};
-  }
+  Sums sum[N][kVectors] = {};
 #pragma GCC unroll 1
   for (const uint8_t* end = block + blocks * K::kBytes; block < end; block += K::kBytes, input += N) {
     fetch_ahead<K>(block);

@@ -59,7 +59,7 @@ struct Module {
   Weights weights;
   std::vector<Layer> linears;
   std::unique_ptr<torch::inductor::AOTIModelPackageLoader> program;
-  const Step* step = nullptr;  // none: attention is Python's
+  c10::intrusive_ptr<Step> step;  // none: attention is Python's
 };
 
 // `values` [size] in float32, zeros if there are none, and zeros behind them up to the end of a panel.
@@ -72,10 +72,10 @@ Tensor padded(const std::optional<Tensor>& values, int64_t size) {
 Layer layer_of(Weights& memory, const Tensor& weight, const std::optional<Tensor>& bias) {
   Layer layer{};
   Linear& linear = layer.linear;
-  linear.type = type_of(weight);
-  if (linear.type == Type::packed) {
-    linear.outputs = packed_of(weight.const_data_ptr<uint8_t>()).outputs, layer.weight = weight;
+  if (weight.scalar_type() == at::kByte) {
+    linear.type = Type::packed, linear.outputs = packed_of(weight.const_data_ptr<uint8_t>()).outputs, layer.weight = weight;
   } else {
+    linear.type = type_of(weight);
     TORCH_CHECK(linear.type != Type::float64, "no kernel for ", weight.scalar_type());
     linear.outputs = weight.size(0), linear.in = weight.size(1);
     linear.pairs = takes_pairs() && linear.type != Type::float32 && linear.in % 2 == 0;
@@ -116,6 +116,17 @@ Tensor pack(const Tensor& values, const Tensor& scale, const std::optional<Tenso
   return result;
 }
 
+// The result [..., outputs] of use(rows, how many, result) for rows [..., in].
+template <class Use>
+Tensor product(const Tensor& input, int64_t outputs, const Use& use) {
+  const Tensor rows = input.contiguous();
+  auto sizes = rows.sizes().vec();
+  sizes.back() = outputs;
+  Tensor out = at::empty(sizes, rows.options());
+  if (out.numel() > 0) use(rows.const_data_ptr(), out.numel() / outputs, out.mutable_data_ptr());
+  return out;
+}
+
 // input [..., in] by a packed weight, plus a bias as `padded` makes it: [..., outputs].
 Tensor packed_product(const Tensor& input, const Tensor& weight, const Tensor& bias, int64_t outputs) {
   const auto* bytes = weight.const_data_ptr<uint8_t>();
@@ -124,13 +135,9 @@ Tensor packed_product(const Tensor& input, const Tensor& weight, const Tensor& b
   TORCH_CHECK(type == Type::float32 || type == Type::bfloat16, "no kernel for ", input.scalar_type());
   TORCH_CHECK(input.size(-1) == in && outputs == packed_of(bytes).outputs, "inputs of ", input.size(-1),
               " numbers for a packed weight of ", in);
-  const Tensor rows = input.contiguous();
-  auto sizes = rows.sizes().vec();
-  sizes.back() = outputs;
-  Tensor out = at::empty(sizes, rows.options());
-  const float* added = bias.const_data_ptr<float>();
-  if (rows.numel() > 0) emssd::linear(bytes, added, type, rows.const_data_ptr(), rows.numel() / in, out.mutable_data_ptr());
-  return out;
+  return product(input, outputs, [&](const void* rows, int64_t count, void* out) {
+    emssd::linear(bytes, bias.const_data_ptr<float>(), type, rows, count, out);
+  });
 }
 
 Tensor packed_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, int64_t outputs) {
@@ -159,17 +166,13 @@ Tensor plain_linear(const Tensor& input, const Tensor& weight, const std::option
               weight.sizes());
   TORCH_CHECK(input.scalar_type() == weight.scalar_type() && (!bias || bias->scalar_type() == weight.scalar_type()),
               "inputs, weight and bias must be of one type");
-  const Tensor rows = input.contiguous();
   const Tensor own = weight.stride(1) == 1 || weight.stride(0) == 1 ? weight : weight.contiguous();
   const std::optional<Tensor> added = bias ? std::optional(bias->contiguous()) : std::nullopt;
-  TORCH_CHECK(type_of(own) != Type::packed, "no kernel for bytes");
   const PlainLinear layer{type_of(own), own.const_data_ptr(), added ? added->const_data_ptr() : nullptr,
                           own.stride(0), own.stride(1), own.size(1), own.size(0)};
-  auto sizes = rows.sizes().vec();
-  sizes.back() = layer.outputs;
-  Tensor out = at::empty(sizes, rows.options());
-  if (out.numel() > 0) emssd::linear(layer, rows.const_data_ptr(), out.numel() / layer.outputs, out.mutable_data_ptr());
-  return out;
+  return product(input, layer.outputs, [&](const void* rows, int64_t count, void* out) {
+    emssd::linear(layer, rows, count, out);
+  });
 }
 
 // By the number that stands in its handle. A module stays where it is until it is freed.
@@ -213,20 +216,16 @@ void free_module(int64_t number) {
 Tensor linear(const Tensor& input, const Tensor& handle, int64_t index, int64_t) {
   const auto& [layer, weight, bias] = module_of(handle).linears.at(index);
   if (layer.type == Type::packed) return packed_product(input, weight, bias, layer.outputs);
-  const Tensor rows = input.contiguous();
-  const Type type = type_of(rows);
-  TORCH_CHECK(type == layer.type, "no kernel for ", rows.scalar_type());
-  TORCH_CHECK(rows.size(-1) == layer.in, "inputs of ", rows.size(-1), " numbers for a layer of ", layer.in);
-  auto sizes = rows.sizes().vec();
-  sizes.back() = layer.outputs;
-  Tensor out = at::empty(sizes, rows.options());
-  if (rows.numel() > 0) emssd::linear(layer, type, rows.const_data_ptr(), rows.numel() / layer.in, out.mutable_data_ptr());
-  return out;
+  TORCH_CHECK(type_of(input) == layer.type, "no kernel for ", input.scalar_type());
+  TORCH_CHECK(input.size(-1) == layer.in, "inputs of ", input.size(-1), " numbers for a layer of ", layer.in);
+  return product(input, layer.outputs, [&, &layer = layer](const void* rows, int64_t count, void* out) {
+    emssd::linear(layer, rows, count, out);
+  });
 }
 
 // The attention of a layer of a compiled program: of the step that runs, or in Python if that is not known here.
 Tensor attend_layer(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& handle, int64_t layer) {
-  if (const Step* step = module_of(handle).step) return attend(query, key, value, *step, layer);
+  if (const auto& step = module_of(handle).step) return attend(step, query, key, value, layer);
   static const auto in_python = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow("emssd::attend", "")
                                     .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t)>();
@@ -248,12 +247,12 @@ void load_constants(const Tensor& handle, const std::vector<std::string>& names,
   module_of(handle).program->load_constants(constants, false, true, true);
 }
 
-std::vector<Tensor> run(Module& module, const Tensor& handle, std::vector<Tensor> inputs, const Step* step) {
+std::vector<Tensor> run(Module& module, const Tensor& handle, std::vector<Tensor> inputs, const c10::intrusive_ptr<Step>& step) {
   struct Attending {  // also where the program throws
     Module& module;
-    Attending(Module& module, const Step* step) : module(module) { module.step = step; }
-    ~Attending() { module.step = nullptr; }
-  } attending(module, step);
+    ~Attending() { module.step.reset(); }
+  } attending{module};
+  module.step = step;
   inputs.push_back(handle);
   return module.program->boxed_run(std::move(inputs));
 }
@@ -265,7 +264,7 @@ std::vector<Tensor> run_program(const Tensor& handle, std::vector<Tensor> inputs
 
 // Runs the program of a module once, on inputs without padding; attention is done here.
 std::vector<Tensor> run_step(const c10::intrusive_ptr<Step>& step, const Tensor& handle, std::vector<Tensor> inputs) {
-  return run(module_of(handle), handle, std::move(inputs), step.get());
+  return run(module_of(handle), handle, std::move(inputs), step);
 }
 
 }  // namespace

@@ -23,7 +23,6 @@ Type type_of(const Tensor& tensor) {
     case at::kBFloat16: return Type::bfloat16;
     case at::kFloat: return Type::float32;
     case at::kDouble: return Type::float64;
-    case at::kByte: return Type::packed;
     default: TORCH_CHECK(false, "no kernel for ", tensor.scalar_type());
   }
 }
@@ -44,16 +43,9 @@ struct Step : torch::CustomClassHolder {
        const Integers& page_indptr, const Integers& pages, const std::optional<Integers>& tree_indptr,
        const std::optional<Integers>& parents, std::vector<double> scales, Integers windows, std::vector<double> softcaps,
        std::vector<std::optional<Tensor>> sinks)
-      : keys(std::move(keys)),
-        values(std::move(values)),
-        query_indptr(narrow(query_indptr)),
-        kv_lens(narrow(kv_lens)),
-        page_indptr(narrow(page_indptr)),
-        pages(narrow(pages)),
-        scales(std::move(scales)),
-        windows(std::move(windows)),
-        softcaps(std::move(softcaps)),
-        sinks(std::move(sinks)) {
+      : keys(std::move(keys)), values(std::move(values)), query_indptr(narrow(query_indptr)), kv_lens(narrow(kv_lens)),
+        page_indptr(narrow(page_indptr)), pages(narrow(pages)), scales(std::move(scales)), windows(std::move(windows)),
+        softcaps(std::move(softcaps)), sinks(std::move(sinks)) {
     const size_t rows = kv_lens.size();
     TORCH_CHECK(query_indptr.size() == rows + 1 && page_indptr.size() == rows + 1 &&
                 static_cast<int64_t>(pages.size()) >= page_indptr.back(), "each row has its tokens and pages");
@@ -67,13 +59,13 @@ struct Step : torch::CustomClassHolder {
 
 // Stores the keys and values of a step's new tokens, and attends. query [nnz, heads, key_dim], key [nnz, kv_heads, key_dim],
 // value [nnz, kv_heads, value_dim]. Returns [nnz, heads, value_dim].
-Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const Step& step, int64_t layer) {
+Tensor attend(const c10::intrusive_ptr<Step>& of, const Tensor& query, const Tensor& key, const Tensor& value, int64_t layer) {
+  const Step& step = *of;
   TORCH_CHECK(query.stride(2) == 1 && key.stride(2) == 1 && value.stride(2) == 1, "heads must be contiguous");
   const Tensor &keys = step.keys.at(layer), &values = step.values.at(layer);
   const auto type = query.scalar_type();
   TORCH_CHECK(key.scalar_type() == type && value.scalar_type() == type && keys.scalar_type() == type &&
               values.scalar_type() == type, "queries, keys, values and the pool must be of one type");
-  TORCH_CHECK(type != at::kChar, "no kernel for ", type);
   const std::optional<Tensor>& sinks = step.sinks.at(layer);
   TORCH_CHECK(!sinks || sinks->scalar_type() == (type == at::kDouble ? type : at::kFloat), "sinks must be of the type of sums");
   Tensor out = at::empty({query.size(0), query.size(1), value.size(2)}, query.options());
@@ -96,16 +88,10 @@ Tensor attend(const Tensor& query, const Tensor& key, const Tensor& value, const
   return out;
 }
 
-Tensor attend_step(const c10::intrusive_ptr<Step>& step, const Tensor& query, const Tensor& key, const Tensor& value,
-                   int64_t layer) {
-  return attend(query, key, value, *step, layer);
-}
-
 // pages: the pool's keys or values; sources and targets [n] int64.
 void move(Tensor& pages, const Tensor& sources, const Tensor& targets, bool are_values) {
   TORCH_CHECK(sources.numel() == targets.numel(), "as many sources as targets");
   TORCH_CHECK(sources.is_contiguous() && targets.is_contiguous() && pages.is_contiguous(), "tensors must be contiguous");
-  TORCH_CHECK(pages.scalar_type() != at::kChar, "no kernel for ", pages.scalar_type());
   const Pages all{type_of(pages), pages.mutable_data_ptr(), pages.size(1), pages.size(2), pages.size(3), pages.size(4), are_values};
   emssd::move(all, sources.const_data_ptr<int64_t>(), targets.const_data_ptr<int64_t>(), sources.numel());
 }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from emssd.drafting import BudgetPolicy
 from emssd.hooks import BudgetSpec, offering
+from emssd_adaptive.policy import AdaptiveBudget
 
 __all__ = ["AdaptiveConfig"]
 
@@ -15,10 +15,4 @@ class AdaptiveConfig:
     """`budget=adaptive` has no options."""
 
 
-def _build(config: AdaptiveConfig) -> BudgetPolicy:
-    from emssd_adaptive.policy import AdaptiveBudget
-
-    return AdaptiveBudget()
-
-
-emssd_budget_policies = offering(BudgetSpec("adaptive", AdaptiveConfig, _build))
+emssd_budget_policies = offering(BudgetSpec("adaptive", AdaptiveConfig, lambda _: AdaptiveBudget()))

@@ -12,7 +12,7 @@ __all__ = ["KNOWN", "Allowance", "CostLine", "StepCost"]
 
 KNOWN = 24  # steps, after which the pace is told from the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
-_SHARE, _STEPS = 1 / 8, 32  # a line is fitted anew with so many more observations, and after so many steps
+_SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
 _TRY_SHARE = 0.005  # of all time
@@ -76,7 +76,6 @@ class StepCost:
 
     def __init__(self) -> None:
         self.pace, self.line, self.largest = 1.0, CostLine(len(_KNOTS) + 3), 0
-        self._rises = [(0, 1 << 62, 0.0)]  # of tokens from one number to another, seconds of each
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
         """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
@@ -87,12 +86,6 @@ class StepCost:
             speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), _MOST)
             self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
         self.line.observe(features, seconds / pace)
-        total, *slopes = self.line.coefficients[:-2]
-        self._rises = []
-        for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(slopes), strict=True):
-            # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
-            self._rises.append((knot, end, rise := min(slope, total / max(knot, 1))))
-            total += rise * (end - knot)
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""
@@ -101,9 +94,13 @@ class StepCost:
 
     def rises(self, num_tokens: int, count: int) -> list[float]:
         """``[count]`` seconds that each of `count` tokens adds to a step of `num_tokens`; 0 or more, never falling."""
+        total, *slopes = self.line.coefficients[:-2]
         rises, stop = list[float](), num_tokens + count
-        for knot, end, rise in self._rises:
+        for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(slopes), strict=True):
+            # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
+            rise = min(slope, total / max(knot, 1))
             rises += [rise] * (min(end, stop) - max(knot, num_tokens))  # none where that is negative
+            total += rise * (end - knot)
         return rises
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import compress
@@ -17,11 +18,12 @@ __all__ = ["DrafterRecord"]
 _FIRST, _LATER, _SPREAD, _BINS = 0, 1, 2, 3
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of the bins
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
+_OTHERS = _BINS + len(_MIDDLES)
 _GUESSES = [0.5, 0.8, 0.0, *_MIDDLES, *_MIDDLES]  # until something is known
 _UNSURE = (0.5, 0.8)  # of first tokens and of later ones, if a drafter tells no confidence; to the power of the rank
 _GUESSED, _OF_RUN = 2.0, 6.0  # drafts or nodes that a guess counts for, and that the run does in a row
 _OF_BINS = 4.0  # accepted nodes of a row that the shares of bins count for
-_FADE, _FADE_UNDRAFTED = 0.99, 0.97  # a step with drafts, of the run; a step without, of a row
+_FADE, _FADE_UNDRAFTED, _FADE_ROW = 0.99, 0.97, 15 / 16  # of the run; of a row in a step without drafts, by a token
 _TRIED_BEFORE = 4.0  # nodes that count beside those of a try, as they are old
 
 
@@ -45,9 +47,10 @@ class DrafterRecord:
     """Learns the chances of a drafter's nodes, each given that its parent is accepted and that no earlier sibling is.
 
     A node's kind is the bin of its confidence. Its chance is the share of nodes of this kind that were accepted in the
-    run, times the factor of its row: the accepted nodes among about the last `memory`, ÷ those that ought to be.
+    run, times the factor of its row: the accepted nodes among about the last 16, ÷ those that ought to be.
 
     Attributes:
+        counts: of each row, by request id.
         firsts, laters: ``[B]`` the worth of the first token of a draft that is yet to be made; and of a later one, as a
             share of the one before it.
         unseen: ``[B]`` tokens that the drafter has not seen.
@@ -57,65 +60,62 @@ class DrafterRecord:
         spread: from 0, if drafts are worth what was expected, to 1, if each turns out to be right or wrong.
     """
 
-    def __init__(self, memory: float, interval: int) -> None:
+    def __init__(self, interval: int) -> None:
         self.cost, self.tries, self.is_try = CostLine(4), Allowance(interval), False
-        self._keep, self._run, self._counts = 1.0 - 1.0 / memory, _Counts(len(_GUESSES)), dict[str, _Counts]()
+        self._run, self.counts = _Counts(len(_GUESSES)), defaultdict[str, _Counts](lambda: _Counts(4))
 
     def enter(self, request_ids: Iterable[str], lengths: Seq[int]) -> None:
         """Work out the chances in the rows of a step, of which each has so many tokens."""
         self.is_try = False
         run = zip(self._run.right, self._run.tried, _GUESSES, strict=True)
         self._shares = [(right + _GUESSED * guess) / (tried + _GUESSED) for right, tried, guess in run]
-        self._rows = [self._counts.get(name) or self._counts.setdefault(name, _Counts(4)) for name in request_ids]
+        self._rows = [self.counts[name] for name in request_ids]
         self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
         self.spread = min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
         self.firsts = [(row.right[_FIRST] + first) / (row.tried[_FIRST] + _OF_RUN) for row in self._rows]
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]
 
-    def release(self, request_ids: Iterable[str]) -> None:
-        """Forget these rows."""
-        for request_id in request_ids:
-            self._counts.pop(request_id, None)
-
     def see(self, draft: Draft) -> None:
         """Work out what the nodes of a draft are worth."""
         self._nodes, self.worths = list[list[tuple[int, int]]](), list[list[float]]()
         for index, row in enumerate(self._rows):
             factors = [(row.right[kind] + _OF_BINS) / (row.tried[kind] + _OF_BINS) for kind in (2, 3)]
-            nodes, worths = [*zip(draft.tree(index), _kinds(draft, index), strict=True)], list[float]()
-            left = [1.0] + [0.0] * len(nodes)  # by parent: that it is accepted, and none of its children so far is
-            for node, (parent, kind) in enumerate(nodes):
-                worth = left[node + 1] = left[parent + 1] * min(factors[parent >= 0] * self._shares[kind], 1.0)
+            nodes, worths = list[tuple[int, int]](), list[float]()
+            left, ranks = [1.0], dict[int, int]()  # by parent: that it is accepted, and none of its children so far is
+            for node, parent in enumerate(draft.tree(index), start=draft.indptr[index]):
+                rank = ranks.get(parent, 0)
+                ranks[parent] = rank + 1
+                number = _UNSURE[parent >= 0] ** (rank + 1) if draft.confidence is None else draft.confidence[node]
+                kind = bisect_right(_EDGES, number) + (_OTHERS if rank else _BINS)
+                worth = left[parent + 1] * min(factors[parent >= 0] * self._shares[kind], 1.0)
                 left[parent + 1] -= worth
+                left.append(worth)
+                nodes.append((parent, kind))
                 worths.append(worth)
             self._nodes.append(nodes)
             self.worths.append(worths)
 
-    def observe(self, outcome: Outcome, stats: StageStats, seconds: float, pace: float) -> None:
-        """Learn from a step of so many `seconds` ÷ `pace`. What comes after the target's choice teaches nothing."""
+    def observe(self, outcome: Outcome, stats: StageStats, seconds: float) -> None:
+        """Learn from a step whose drafts took so many seconds. What comes after the target's choice teaches nothing."""
         budget, drafted = stats.budget, stats.drafted
-        self.tries.count(seconds, is_other=any(drafted), is_try=self.is_try)
         if any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
             features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]
-            self.cost.observe(features, stats.seconds / pace)
+            self.cost.observe(features, seconds)
         if any(drafted):
             self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if self.is_try else _FADE)
         for index, (row, limit) in enumerate(zip(self._rows, budget, strict=True)):
+            path, decided = {-1, *outcome.accepted[index]}, set[int]()
+            row.fade(_FADE_ROW ** len(path) if drafted[index] else _FADE_UNDRAFTED)
             if not limit:
-                row.fade(_FADE_UNDRAFTED)
                 continue
-            path, decided, seen = {-1, *outcome.accepted[index]}, set[int](), list[tuple[int, int, bool]]()
+            row.num_shown = self._lengths[index]
             for node, (parent, kind) in enumerate(self._nodes[index][: drafted[index]]):
                 if parent in path and parent not in decided:
-                    seen.append((2 + (parent >= 0), kind, node in path))
+                    self._run.add(kind, node in path, 1.0)
+                    row.add(2 + (parent >= 0), node in path, self._shares[kind])
                     if node in path:
                         decided.add(parent)
-            row.fade(self._keep ** len(seen) if seen else _FADE_UNDRAFTED)
-            row.num_shown = self._lengths[index]
-            for kind_of_row, kind, right in seen:
-                self._run.add(kind, right, 1.0)
-                row.add(kind_of_row, right, self._shares[kind])
             # What drafts are worth that are yet to be made is learnt from this one, also if it has no node.
             worths, expected = self.worths[index], self.firsts[index]
             self._run.add(_SPREAD, (sum(worths[:1]) - expected) ** 2, expected * (1.0 - expected))
@@ -123,18 +123,3 @@ class DrafterRecord:
             for counts in (self._run, row):
                 counts.add(_FIRST, sum(worths[:1]), 1.0)
                 counts.add(_LATER, sum(worths[1:]), sum(worths[: limit - 1]))
-
-
-def _kinds(draft: Draft, index: int) -> list[int]:
-    """The kind of each node of a row: the bin of its confidence."""
-    start, stop, tree = draft.indptr[index], draft.indptr[index + 1], draft.tree(index)
-    ranks, num_children = [0] * len(tree), [0] * (len(tree) + 1)
-    for node, parent in enumerate(tree if draft.parents else ()):
-        ranks[node] = num_children[parent + 1]
-        num_children[parent + 1] += 1
-    if draft.confidence is None:
-        numbers: Seq[float] = [_UNSURE[parent >= 0] ** (rank + 1) for parent, rank in zip(tree, ranks, strict=True)]
-    else:
-        numbers = draft.confidence[start:stop]
-    others = _BINS + len(_MIDDLES)
-    return [bisect_right(_EDGES, n) + (others if rank else _BINS) for rank, n in zip(ranks, numbers, strict=True)]

@@ -7,11 +7,11 @@ verification makes free (EMS-SD paper, §3.2).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import compress
+from itertools import accumulate, compress
 from operator import ge, mul
-from statistics import fmean
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd_adaptive.cost import KNOWN, Allowance, StepCost
@@ -23,6 +23,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
+_REST = 16  # steps from one look at the rows to the next, while nothing pays
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -32,17 +33,14 @@ class AdaptiveBudget(BudgetPolicy):
     seconds × the rate at which the run makes tokens.
 
     Args:
-        memory: about how many drafted tokens of a row its estimate of acceptance looks back on.
-        probe_interval: after so many steps without a draft, some rows draft once more to see whether it pays by now;
-            after a quarter as many steps with drafts, one step goes without, to compare. Both take at most 0.5 % of
-            the time; where they would take more, they wait longer.
+        probe_interval: steps without a draft, after which some rows draft once more to see whether it pays by now;
+            after a quarter as many steps with drafts, one goes without. Each waits until it takes 0.5 % of the time.
     """
 
-    def __init__(self, memory: float = 16.0, probe_interval: int = 32) -> None:
-        self._memory, self._interval = memory, probe_interval
-        self._cost, self._records = StepCost(), list[DrafterRecord]()
-        # Steps without drafts, while drafts pay.
-        self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False
+    def __init__(self, probe_interval: int = 32) -> None:
+        self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](lambda: DrafterRecord(probe_interval))
+        self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False  # while drafts pay
+        self._rest, self._names = 0, tuple[str, ...]()  # steps until the next look at these rows
         self._lengths: list[int] = []  # tokens of each row before this step
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
@@ -55,20 +53,22 @@ class AdaptiveBudget(BudgetPolicy):
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
+            before, self._names = self._names, step.batch.request_ids
+            self._rest = max(self._rest - 1, 0) if self._names == before else 0
+        if step.is_first and not self._rest:
             self._lengths = [len(row.tokens) for row in step.batch]
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
             gain = max(1.0, self._gain)
             self._rate = len(step.batch) / self._plain * gain
             self._is_control = self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
-        while len(self._records) <= step.stage:
-            self._records.append(DrafterRecord(self._memory, self._interval))
+        if self._rest:
+            return [0] * len(step.limits)
         record = self._records[step.stage]
-        record.enter(step.batch.request_ids, self._lengths)
+        record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
-        if record.tries.seconds and any(budget := self._try(step, record)):
-            return budget
-        return self._choose(step, record)
+        budget = self._try(step, record) if record.tries.seconds else []
+        return budget or self._choose(step, record)
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
         """``[B]`` how much of each row to draft, the time of drafting included."""
@@ -86,9 +86,8 @@ class AdaptiveBudget(BudgetPolicy):
                 price, number = rise + prices[row], spread * worth
                 value = worth if price < worth else number
                 number += 1.0 - spread if price < worth else 0.0
-                surplus = value - price * number - per_token - catch_up[row]
+                surplus = value - price * number - per_token - catch_up[row] * (depth == 1)
                 if surplus > 0.0:
-                    catch_up[row] = 0.0
                     lengths[row], total, count = depth, total + surplus, count + number
                     if depth < step.limits[row]:
                         deeper[row] = worth * laters[row]
@@ -98,7 +97,7 @@ class AdaptiveBudget(BudgetPolicy):
         return [min(length, best_depth) for length in lengths]
 
     def _try(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
-        """``[B]`` a few tokens of rows that the drafter is least behind, if there is time for a try; or nothing."""
+        """``[B]`` a few tokens of rows that the drafter is least behind, or nothing if there is no time."""
         unseen, budget = record.unseen, [0] * len(step.limits)
         able = sorted((row for row, limit in enumerate(step.limits) if limit), key=unseen.__getitem__)
         for row in able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]:
@@ -106,12 +105,13 @@ class AdaptiveBudget(BudgetPolicy):
         seconds = record.cost.seconds([1, max(budget), sum(budget), sum(compress(unseen, budget))])
         seconds += sum(self._prices(step, sum(budget))[0]) / self._rate
         record.is_try = seconds < record.tries.seconds
-        return budget if record.is_try else [0] * len(budget)
+        return budget if record.is_try else []
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         record = self._records[step.stage]
-        record.see(draft)
-        if record.is_try:
+        if not self._rest:
+            record.see(draft)
+        if self._rest or record.is_try:
             return draft.lengths
         return best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
@@ -125,23 +125,28 @@ class AdaptiveBudget(BudgetPolicy):
         return [self._rate * rise for rise in rises], [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        pace, total = self._cost.pace, sum(stats.seconds.values())
-        for record, stage in zip(self._records, stats.stages, strict=False):
-            record.observe(outcome, stage, total / pace, pace)
+        pace, total, schedule = self._cost.pace, sum(stats.seconds.values()), stats.seconds["schedule"]
+        for record, stage in zip(self._records.values(), stats.stages, strict=False):
+            record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
+            if not self._rest:
+                # Choosing is a part of drafting. What is learnt after a step takes as long, and is not in its seconds.
+                record.observe(outcome, stage, (stage.seconds + 2 * schedule / len(stats.stages)) / pace)
         self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
-        if stats.is_prefill:
+        if self._rest or stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
-        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - stats.seconds["draft"])
+        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - schedule - stats.seconds["draft"])
         if self._cost.line.num_seen > KNOWN:
             plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
             self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
             self._gain = self._seconds[0] / self._seconds[1]
+            self._rest = 0 if self._is_control or any(any(stage.budget) for stage in stats.stages) else _REST
 
     def release(self, request_ids: Iterable[str]) -> None:
-        request_ids = list(request_ids)
-        for record in self._records:
-            record.release(request_ids)
+        self._rest = 0
+        for request_id in request_ids:
+            for record in self._records.values():
+                record.counts.pop(request_id, None)
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
@@ -166,13 +171,11 @@ def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float])
 
 
 def _falling(worths: Seq[float]) -> Seq[float]:
-    """Worths that never rise: blocks of nodes whose worth rises count for their mean."""
+    """Worths that never rise: the beginning with the largest mean counts for that, and so does the next one."""
     if all(map(ge, worths, worths[1:])):
         return worths
-    blocks = list[list[float]]()
-    for worth in worths:
-        blocks.append([worth])
-        while len(blocks) > 1 and fmean(blocks[-2]) < fmean(blocks[-1]):
-            last = blocks.pop()
-            blocks[-1] += last
-    return [fmean(block) for block in blocks for _ in block]
+    falling = list[float]()
+    while len(falling) < len(worths):
+        means = [total / (node + 1) for node, total in enumerate(accumulate(worths[len(falling) :]))]
+        falling += [max(means)] * (means.index(max(means)) + 1)
+    return falling

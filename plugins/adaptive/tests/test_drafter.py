@@ -30,12 +30,12 @@ def worths(record: DrafterRecord, name: str, draft: Draft) -> list[float]:
 def observe(record: DrafterRecord, name: str, draft: Draft, path: Seq[int], limit: int = 4) -> None:
     worths(record, name, draft)
     stats = StageStats((limit,), tuple(draft.lengths), 0.0)
-    record.observe(Outcome(Batch(()), draft, (path,), ()), stats, 1.0, 1.0)
+    record.observe(Outcome(Batch(()), draft, (path,), ()), stats, 1.0)
 
 
-def learnt(memory: float = 16, num_steps: int = 60, **accepted: int) -> DrafterRecord:
+def learnt(num_steps: int = 60, **accepted: int) -> DrafterRecord:
     """From chains of 4, of which so many were accepted in each row."""
-    record = DrafterRecord(memory, 32)
+    record = DrafterRecord(32)
     for _ in range(num_steps):
         for name, number in accepted.items():
             observe(record, name, chain(4), range(number))
@@ -47,12 +47,12 @@ def test_each_row_is_learnt_and_new_ones_start_at_the_average() -> None:
     good, bad, new = (worths(record, name, chain(4)) for name in ("good", "bad", "new"))
     assert good[0] > 0.6 > 0.55 > new[0] > 0.4 > 0.3 > bad[0]
     assert good[3] > 0.5
-    record.release(["good", "bad", "never seen"])
+    record.counts.clear()
     assert worths(record, "good", chain(4)) == worths(record, "bad", chain(4)) == new
 
 
 def test_a_row_that_changes_is_followed() -> None:
-    record = learnt(memory=8, a=4)
+    record = learnt(a=4)
     for _ in range(50):
         observe(record, "a", chain(4), ())
     first, second = worths(record, "a", chain(2))
@@ -76,7 +76,7 @@ def test_what_a_try_finds_outweighs_what_is_old() -> None:
     record = learnt(num_steps=200, a=0)
     worths(record, "b", chain(2))
     record.is_try = True
-    record.observe(Outcome(Batch(()), chain(2), (range(2),), ()), StageStats((2,), (2,), 0.0), 1.0, 1.0)
+    record.observe(Outcome(Batch(()), chain(2), (range(2),), ()), StageStats((2,), (2,), 0.0), 1.0)
     worths(record, "new", chain(1))
     assert record.firsts[0] > 0.25
 
@@ -98,7 +98,7 @@ def test_worths_are_probabilities_of_paths(
     history: list[tuple[str, tuple[Draft, list[int]]]], drawn: tuple[Draft, list[int]]
 ) -> None:
     """One child of a node is right, or none."""
-    record = DrafterRecord(16, 32)
+    record = DrafterRecord(32)
     for name, (seen, path) in history:
         observe(record, name, seen, path, limit=12)
     draft, _ = drawn
@@ -114,7 +114,7 @@ def test_worths_are_probabilities_of_paths(
 
 @looped("truth", [lambda confidence: confidence, lambda confidence: 1 - confidence, lambda confidence: 0.3])
 def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: Callable[[float], float]) -> None:
-    confidences, record, random = [0.01, 0.25, 0.55, 0.85, 0.99], DrafterRecord(16, 32), np.random.default_rng(0)
+    confidences, record, random = [0.01, 0.25, 0.55, 0.85, 0.99], DrafterRecord(32), np.random.default_rng(0)
     assert worths(record, "new", chain(2, [1.0, 0.5])) == pytest.approx([0.985, 0.985 * 0.55])
     for number in range(1500):
         confidence = float(random.choice(confidences))
@@ -124,14 +124,14 @@ def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: 
 
 
 def test_siblings_are_learnt_given_that_no_earlier_one_was_right() -> None:
-    tree, record = Draft(torch.ones(3, dtype=torch.int64), (0, 3), (-1, -1, -1)), DrafterRecord(16, 32)
+    tree, record = Draft(torch.ones(3, dtype=torch.int64), (0, 3), (-1, -1, -1)), DrafterRecord(32)
     for number in range(800):
         observe(record, str(number), tree, ([0], [1], [2], [])[number % 4])
     assert worths(record, "new", tree) == pytest.approx([0.25] * 3, abs=0.04)
 
 
 def test_drafts_that_are_not_yet_made_are_worth_what_they_were_worth_until_now() -> None:
-    record = DrafterRecord(16, 32)
+    record = DrafterRecord(32)
     for _ in range(200):
         observe(record, "good", chain(3, [0.85] * 3), [0, 1, 2])
         observe(record, "nothing is found", Draft.empty(1), ())

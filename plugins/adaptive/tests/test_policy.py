@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from emssd_adaptive.drafter import DrafterRecord
 from emssd_adaptive.policy import AdaptiveBudget, best_lengths
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,38 +41,17 @@ def test_no_other_first_nodes_bring_more_where_worths_fall_or_rises_are_equal(
     assert brings(lengths) >= max(map(brings, every)) - 1e-9
 
 
-def steep(num_tokens: int) -> float:
-    return 0.01 * num_tokens
+def line(start: float, per_token: float) -> Curve:
+    return lambda num_tokens: start + per_token * num_tokens
 
 
-def flat(num_tokens: int) -> float:
-    return 0.05
-
-
-def rising(num_tokens: int) -> float:
-    return 0.02 + 0.004 * num_tokens
-
-
-def gentle(num_tokens: int) -> float:
-    return 0.05 + 0.001 * num_tokens
+steep, flat, rising, gentle = line(0, 0.01), line(0.05, 0), line(0.02, 0.004), line(0.05, 0.001)
 
 
 def batch_of(*lengths: int) -> Batch:
     return Batch(
         tuple(Row(Request(str(i), (1,) * length, 10**6), num_cached=length - 1) for i, length in enumerate(lengths))
     )
-
-
-class FixedChances(DrafterRecord):
-    """Chances of first tokens, by row, and of later ones that are given."""
-
-    def __init__(self, first: Seq[float], later: float) -> None:
-        super().__init__(16, 1000)
-        self._given = [*first], [later] * len(first)
-
-    def enter(self, request_ids: Iterable[str], lengths: Seq[int]) -> None:
-        super().enter(request_ids, lengths)
-        self.firsts, self.laters = self._given
 
 
 def policy_of(
@@ -82,11 +61,12 @@ def policy_of(
     """A policy that knows chances and costs: a plain step takes a second, and `per_token` for each row."""
     policy = AdaptiveBudget(probe_interval=1000)
     policy._cost.line.num_seen = 1000
-    policy._cost.line.coefficients = [1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
-    policy._cost._rises, policy._cost.largest = [(0, 1000, per_token)], 100
-    record = FixedChances(first, later)
-    record.cost.coefficients = [0.0, per_level, 0.0, per_unseen]
-    policy._records = [record]
+    policy._cost.line.coefficients = [1.0, per_token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
+    policy._cost.largest = 100
+    policy._records[0].cost.coefficients = [0.0, per_level, 0.0, per_unseen]
+    for index, chance in enumerate(first):
+        counts = policy._records[0].counts[str(index)]
+        counts.right[:2], counts.tried[:2] = [1e9 * chance, 1e9 * later], [1e9, 1e9]
     return policy
 
 
@@ -145,7 +125,7 @@ def test_the_first_hundred_steps_are_hardly_slower_than_without_drafts(num_rows:
 
 
 def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on_drafting() -> None:
-    world = World(AdaptiveBudget(), 8, lambda tokens: 6 * steep(tokens), drafts_by_chance(0.6)).run_with(8, 0)
+    world = World(AdaptiveBudget(), 8, line(0, 0.06), drafts_by_chance(0.6)).run_with(8, 0)
     world.seconds = steep
     kept = world.run_with(8, 2).run_with(8, 7).run(150, 7)[-50:]
     assert sum(map(sum, kept)) <= 8, "a drafted token takes as long as one that is sure, and is right in 6 of 10 cases"
@@ -161,7 +141,7 @@ def test_it_says_what_drafts_gain() -> None:
 
 
 def test_each_row_has_a_length_of_its_own() -> None:
-    world = World(AdaptiveBudget(), 2, lambda tokens: 0.04 + 0.01 * tokens, lambda row, drafted: drafted if row else 0)
+    world = World(AdaptiveBudget(), 2, line(0.04, 0.01), lambda row, drafted: drafted if row else 0)
     kept = [lengths for lengths in world.warm().run(100, 5)[-60:] if any(lengths)]  # a few compare, without drafts
     assert len(kept) >= 58
     assert all(good >= 4 for _, good in kept)
@@ -180,6 +160,17 @@ def test_the_other_choice_is_tried_for_half_a_percent_of_the_time(accepts: int, 
             lost += seconds(8) - seconds(48) / 6 if pays else seconds(8 + sum(lengths)) - seconds(8)
     assert num_tries > 2
     assert lost < 0.006 * world.time
+
+
+def test_where_nothing_pays_it_looks_every_sixteenth_step_and_at_new_rows_at_once() -> None:
+    world = World(AdaptiveBudget(probe_interval=10**6), 8, steep, drafts_by_chance(0.0)).warm()
+    world.run(40, 5)
+    with patch.object(record := world.policy._records[0], "enter", wraps=record.enter) as looks:
+        world.run(48, 5)
+        for name in ("new", "newer"):
+            world.rows[0] = Row(Request(name, (1,) * 10, 10**6), num_cached=9)
+            world.run(1, 5)
+    assert looks.call_count == 3 + 2
 
 
 SHAPE = (-1, 0, 1, -1, 2, 0, 3, 1, -1, 5)  # the first three are a chain
@@ -210,7 +201,7 @@ def test_the_chain_is_taken_of_a_tree_whose_siblings_are_never_right(
     confidence: Callable[[int], float] | None,
 ) -> None:
     shape = (-1, 0, 1, 2, -1, -1, -1, 0, 0, 0)
-    world = TreeWorld(AdaptiveBudget(), shape, lambda n: 0.05 + 0.004 * n, (0.95, 0.0, 0.0, 0.0), confidence).warm()
+    world = TreeWorld(AdaptiveBudget(), shape, line(0.05, 0.004), (0.95, 0.0, 0.0, 0.0), confidence).warm()
     world.run(200, 10)
     kept = [length for lengths in world.run(60, 10) for length in lengths if any(lengths)]
     assert len(kept) >= 4 * 56
@@ -219,7 +210,7 @@ def test_the_chain_is_taken_of_a_tree_whose_siblings_are_never_right(
 
 @looped("confidence", CONFIDENCES[::2])
 def test_trees_that_become_good_are_found_out(confidence: Callable[[int], float] | None) -> None:
-    world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, lambda n: 0.05 + 0.005 * n, (), confidence).warm()
+    world = TreeWorld(AdaptiveBudget(probe_interval=4), SHAPE, line(0.05, 0.005), (), confidence).warm()
     assert sum(map(sum, world.run(150, 10)[-50:])) < 50
     world.chances = (0.9, 0.08)
     kept = [lengths for lengths in world.run(500, 10)[-50:] if any(lengths)]

@@ -24,10 +24,9 @@ from tests.support.draft_trees import (
     probabilities,
     propose,
     same,
-    sequence,
 )
 from tests.support.tiers import looped
-from tests.support.trees import eagle2_tree
+from tests.support.trees import eagle2_tree, sequence
 
 PROMPTS = [[3, 4, 5, 6, 7, 3, 4, 5], [8], [9, 10, 9]]
 

@@ -29,10 +29,10 @@ from tests.support.draft_trees import (
     nodes,
     propose,
     same,
-    sequence,
 )
 from tests.support.spies import failing
 from tests.support.tiers import looped
+from tests.support.trees import sequence
 
 TOKENS = st.integers(3, VOCAB_SIZE - 1)
 TREES = ["static", "dynamic", "sequoia"]

@@ -16,6 +16,7 @@ import pytest
 import torch
 from emssd_early_exit import EarlyExitConfig
 from emssd_testing.models import tiny_model
+from emssd_testing.oracle import greedy_reference
 
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
@@ -54,14 +55,11 @@ def model_of(architecture: str) -> TargetModel:
 def naive(model: Any, tokens: Seq[int], count: int, num_layers: int) -> list[int]:
     """Continue as the first layers do: the whole text again for each token, and no layer after them."""
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    behind, text = list(layers)[num_layers:], list(tokens)
-    hooks = [layer.register_forward_hook(lambda module, inputs, out: inputs[0]) for layer in behind]
-    with torch.inference_mode():
-        for _ in range(count):
-            text.append(int(model(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()))
+    hooks = [layer.register_forward_hook(lambda module, inputs, out: inputs[0]) for layer in layers[num_layers:]]
+    text = greedy_reference(model, tokens, count)
     for hook in hooks:
         hook.remove()
-    return text[len(tokens) :]
+    return text
 
 
 @looped("architecture", ["llama", "qwen2", "gpt_neox", "opt", "gemma2"])

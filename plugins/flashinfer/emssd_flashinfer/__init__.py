@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Annotated
 
 from emssd.attention import AttentionBackend, PagedBackend
@@ -11,14 +10,7 @@ from emssd.errors import PluginError
 from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.hooks import BackendSpec, hookimpl
 
-__all__ = ["FlashInferConfig", "PrefillKernel", "unavailable"]
-
-
-class PrefillKernel(str, Enum):
-    """FlashInfer's kernels for prompts."""
-
-    fa2 = "fa2"
-    fa3 = "fa3"
+__all__ = ["FlashInferConfig", "unavailable"]
 
 
 @dataclass
@@ -27,8 +19,6 @@ class FlashInferConfig:
 
     Attributes:
         page_size: tokens per KV page. Memory is held in whole pages.
-        prefill_kernel: for steps with a prompt of 256 tokens or more. ``fa3`` needs a Hopper GPU and compiles for
-            minutes when it is first used. Verification always uses ``fa2``.
         cuda_graphs: replay the forward passes of small steps as CUDA graphs, one for each of a ladder of token counts.
         max_graph_tokens: steps with more tokens, which are prompts, run without a graph.
         fused_kernels: Inductor compiles the forward pass of recorded steps, all but attention, which takes about a
@@ -39,7 +29,6 @@ class FlashInferConfig:
     """
 
     page_size: AtLeastOne = 16
-    prefill_kernel: PrefillKernel = PrefillKernel.fa2
     cuda_graphs: bool = True
     max_graph_tokens: AtLeastOne = 512
     fused_kernels: bool = True
@@ -62,7 +51,6 @@ def _build(config: FlashInferConfig) -> AttentionBackend:
     from emssd_flashinfer.recorded import CudaGraphCapture
 
     kernels = FlashInferKernels(
-        PrefillKernel(config.prefill_kernel).value,
         capture=CudaGraphCapture() if config.cuda_graphs else None,
         max_graph_tokens=config.max_graph_tokens,
         passes=CompiledPasses() if config.cuda_graphs and config.fused_kernels else None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from emssd_flashinfer.tables import FixedShape, PagedMetadata, TreeMask, largest
 __all__ = ["FlashInferKernels"]
 
 HEAD_DIMS = (64, 128, 256)
-_FA3_MIN_TOKENS = 256  # FA3 works in tiles of 128 queries; with fewer than two it wastes work
 _BUILD_FAILED = "Ninja build failed"  # so begins FlashInfer's message
 _MIB = 1 << 20
 # `fa2` reads no lengths of KV beside the page tables, but FlashInfer's Python looks for the longest, row by row, in a
@@ -31,19 +31,13 @@ class FlashInferKernels(PlannedKernels):
 
     ``fa2`` is asked for by name. FlashInfer would choose ``fa3`` on Hopper; it takes no mask, does not split long KV,
     and works in tiles of 128 queries, while a row to verify has a few. All kernels share one workspace for partial
-    results, as they run one after another. The arguments are those of `emssd_flashinfer.FlashInferConfig` and of
-    `PlannedKernels`.
+    results, as they run one after another. The arguments are those of `PlannedKernels`.
     """
 
     def __init__(
-        self,
-        prefill_kernel: str,
-        capture: Capture | None = None,
-        max_graph_tokens: int = 512,
-        passes: CompiledPasses | None = None,
+        self, capture: Capture | None = None, max_graph_tokens: int = 512, passes: CompiledPasses | None = None
     ) -> None:
         super().__init__(HEAD_DIMS, capture, max_graph_tokens, passes)
-        self._prefill_kernel = prefill_kernel
 
     def unsupported(self, spec: KVCacheSpec, page_size: int) -> list[str]:
         reasons = []
@@ -52,9 +46,6 @@ class FlashInferKernels(PlannedKernels):
             reasons.append(f"its kernels compute in float16 and bfloat16, not {dtype} (set model.dtype=bfloat16)")
         if spec.device.type != "cuda":
             reasons.append(f"its kernels run on CUDA, and the model is on {spec.device} (set model.device=cuda)")
-        elif self._prefill_kernel == "fa3" and torch.cuda.get_device_capability(spec.device)[0] != 9:
-            name = torch.cuda.get_device_name(spec.device)
-            reasons.append(f"prefill_kernel=fa3 needs a Hopper GPU, not {name} (set backend.prefill_kernel=fa2)")
         return reasons + super().unsupported(spec, page_size)
 
     def allocate(self, spec: KVCacheSpec, pool: KVPool) -> None:
@@ -74,27 +65,20 @@ class FlashInferKernels(PlannedKernels):
         self, layer: LayerSpec, *, masked: bool = False, static: StaticInputs | None = None
     ) -> FlashInferAttention:
         """The first use of a kernel on a machine compiles it."""
-        fa3 = self._prefill_kernel == "fa3" and not masked and static is None
-        for_prompts = self._wrapper("fa3") if fa3 else None
         staging = self._mask_of(layer) if masked and static is not None else None
-        wrapper = self._wrapper("fa2", static, staging)
-        attention = FlashInferAttention(layer, self._spec.dtype, wrapper, for_prompts, staging)
+        attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper(static, staging), staging)
         if masked and static is None:
             return attention
-        shape, page_size = static.shape if static is not None else FixedShape(1, 1, 1), self._pool.page_size
+        shape = static.shape if static is not None else FixedShape(1, 1, 1)
         # Compiles; and FlashInfer takes the first plan of a recording for the largest there will be.
-        largest = largest_metadata(shape, page_size)
-        # As many bits; a plan reads none of them.
-        bits = [np.zeros(-(-(length**2) // 8), dtype=np.uint8) for length in largest.kv_lens]
+        largest = largest_metadata(shape, self._pool.page_size)
+        bits = [np.zeros(-(-(length**2) // 8), dtype=np.uint8) for length in largest.kv_lens]  # a plan reads none
         mask = TreeMask.of(bits) if masked else None
         try:
             what = f"a recorded step of {shape.num_tokens} tokens"
             if static is not None and self._reserve(attention.workspace_size(largest), what):
-                wrapper = self._wrapper("fa2", static, staging)
-                attention = FlashInferAttention(layer, self._spec.dtype, wrapper, for_masks=staging)
+                attention = FlashInferAttention(layer, self._spec.dtype, self._wrapper(static, staging), staging)
             attention.plan(largest, mask)
-            if fa3:
-                attention.plan(largest_metadata(FixedShape(1, _FA3_MIN_TOKENS, 0), page_size))
         except RuntimeError as error:
             if _BUILD_FAILED not in str(error):
                 raise
@@ -133,11 +117,12 @@ class FlashInferKernels(PlannedKernels):
             self._masks[layer] = Staging(num_bytes, self._spec.device)
         return self._masks[layer]
 
-    def _wrapper(self, name: str, static: StaticInputs | None = None, mask: Staging | None = None) -> Any:
+    def _wrapper(self, static: StaticInputs | None = None, mask: Staging | None = None) -> Any:
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
+        make = partial(BatchPrefillWithPagedKVCacheWrapper, self._workspace, "NHD", backend="fa2")
         if static is None:
-            return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=name)
+            return make()
         tables, shape = static.tables, static.shape
         buffers = {
             "qo_indptr_buf": tables.qo_indptr,
@@ -148,36 +133,19 @@ class FlashInferKernels(PlannedKernels):
         if mask is not None:  # with these, FlashInfer attends by the mask and by nothing else
             buffers["custom_mask_buf"] = mask.memory[_begin_of_bits(shape.num_rows) :]
             buffers["mask_indptr_buf"] = mask.memory[: 4 * (shape.num_rows + 1)].view(torch.int32)
-        return BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", use_cuda_graph=True, backend=name, **buffers)
+        return make(use_cuda_graph=True, **buffers)
 
 
 class FlashInferAttention:
-    """A `PagedAttention`: a wrapper of FlashInfer's, and maybe another one for prompts.
+    """A `PagedAttention`: a wrapper of FlashInfer's. Masks of recorded steps come through `for_masks`."""
 
-    Masks of recorded steps come through `for_masks`.
-    """
-
-    def __init__(
-        self,
-        layer: LayerSpec,
-        dtype: torch.dtype,
-        wrapper: Any,
-        for_prompts: Any = None,
-        for_masks: Staging | None = None,
-    ) -> None:
-        self.layer, self._for_masks = layer, for_masks
-        self._dtype = dtype
-        self._wrapper = wrapper
-        self._for_prompts = for_prompts
-        self._active = wrapper
+    def __init__(self, layer: LayerSpec, dtype: torch.dtype, wrapper: Any, for_masks: Staging | None = None) -> None:
+        self.layer, self._dtype, self._wrapper, self._for_masks = layer, dtype, wrapper, for_masks
         self._num_tokens = 0
         self._planned: Any = None  # a torch.cuda.Event, which torch does not annotate
 
     def plan(self, metadata: PagedMetadata, mask: TreeMask | None = None) -> None:
-        device, max_q_len = self._wrapper.device, metadata.max_q_len
-        long = self._for_prompts is not None and max_q_len >= _FA3_MIN_TOKENS
-        self._active = self._for_prompts if long else self._wrapper
-        self._num_tokens = metadata.num_tokens
+        device, self._num_tokens = self._wrapper.device, metadata.num_tokens
         if self._planned is None:
             self._planned = torch.cuda.Event()  # type: ignore[no-untyped-call]  # as above
         elif not self._planned.query():
@@ -191,13 +159,13 @@ class FlashInferAttention:
         elif mask is not None:
             bits = on_device(torch.from_numpy(mask.bits), device, torch.uint8)
         # Never `disable_split_kv=True`: the blocks that pad a recorded plan are told to stop only where KV is split.
-        self._active.plan(
+        self._wrapper.plan(
             *self._tables(metadata),
             **self._rules(causal=mask is None),
             packed_custom_mask=bits,
             sm_scale=self.layer.scale,
-            max_token_per_sequence=max_q_len,
-            seq_lens=None if long else _NOT_READ,
+            max_token_per_sequence=metadata.max_q_len,
+            seq_lens=_NOT_READ,
         )
         if mask is not None:
             self._write(mask, len(metadata.kv_last_page_len))
@@ -241,7 +209,7 @@ class FlashInferAttention:
     def run(self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, out: torch.Tensor) -> None:
         # A recorded graph holds only addresses and shapes of heads; the device reads the number of queries from the
         # plan. So the slices of the recorded step bind no later step.
-        self._active.run(query[: self._num_tokens], (keys, values), out=out[: self._num_tokens])
+        self._wrapper.run(query[: self._num_tokens], (keys, values), out=out[: self._num_tokens])
 
 
 def _begin_of_bits(num_rows: int) -> int:

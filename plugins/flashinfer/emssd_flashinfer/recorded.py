@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -175,7 +174,8 @@ def _tables(memory: torch.Tensor, shape: FixedShape) -> StepTables[torch.Tensor]
 
 def _write(array: NDArray[Any], values: NDArray[Any], rest: int | NDArray[np.int64]) -> None:
     array[: len(values)] = values
-    array[len(values) :] = rest
+    if len(values) < len(array):
+        array[len(values) :] = rest
 
 
 class CudaGraphCapture:
@@ -186,10 +186,8 @@ class CudaGraphCapture:
     """
 
     _WARM_UPS = 2  # passes that compile, tune and allocate what must not be allocated while recording
-
-    def __init__(self) -> None:
-        self._pool: Any = None
-        self._side: Any = None
+    _pool: Any = None
+    _side: Any = None
 
     def __call__(self, compute: Compute) -> Compute:
         main = torch.cuda.current_stream()
@@ -203,8 +201,10 @@ class CudaGraphCapture:
         main.wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
         recording = torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local")
+        was_enabled = gc.isenabled()
+        gc.disable()  # to free another graph, say, can break the recording of one
         try:
-            with _no_garbage_collection(), recording:
+            with recording:
                 result = compute()
         except torch.OutOfMemoryError:
             raise
@@ -213,6 +213,9 @@ class CudaGraphCapture:
                 f"backend 'flashinfer' cannot record this model's forward pass as a CUDA graph: "
                 f"{str(error).splitlines()[0].rstrip('.')}. Set backend.cuda_graphs=false"
             ) from error
+        finally:
+            if was_enabled:
+                gc.enable()
         self._pool = graph.pool()
 
         def replay() -> Any:
@@ -220,15 +223,3 @@ class CudaGraphCapture:
             return result
 
         return replay
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Within, no garbage is collected: to free another graph, say, can break the recording of one."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -13,15 +13,7 @@ from numpy.typing import NDArray
 
 from emssd.attention import PackedInputs, PageTable, ancestors, runs
 
-__all__ = [
-    "FixedShape",
-    "PagedMetadata",
-    "StepPages",
-    "TreeMask",
-    "largest_metadata",
-    "step_pages",
-    "tree_mask",
-]
+__all__ = ["FixedShape", "PagedMetadata", "StepPages", "TreeMask", "largest_metadata", "step_pages", "tree_mask"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,7 @@ class FakeModule:
         for table in arguments[3:6]:
             assert table.device.type == "cpu", "planning reads tables on the host"
             assert table.dtype == torch.int32
-        if arguments[11] and self.name == "fa2":
+        if arguments[11]:
             assert arguments[16:18] == (-1, False), "padding of a recorded plan is told to stop only where KV is split"
         num_bytes, _ = self.workspace_size(arguments[0], *arguments[3:])
         assert num_bytes <= arguments[0].numel(), (
@@ -73,8 +73,6 @@ class FakeModule:
         *rest: Any,
     ) -> tuple[int, int]:
         """``PrefillSplitQOKVIndptr`` of FlashInfer's ``scheduler.cuh``, in as many words."""
-        if self.name != "fa2":
-            return 0, 0
         group, most = num_qo_heads // num_kv_heads, 2 * NUM_SMS // num_kv_heads
         packed = [length * group for length in qo_indptr.diff().tolist()]
         pages = [max(length, 1) for length in kv_indptr.diff().tolist()]

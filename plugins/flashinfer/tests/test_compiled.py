@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-import weakref
-from collections import Counter
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -13,20 +10,15 @@ import pytest
 import torch
 from emssd_testing.drafters import RandomDrafter
 from emssd_testing.models import tiny_model
-from emssd_testing.oracle import greedy_reference
 
 from emssd.attention import PagedBackend
-from emssd.cli.turns import Turns
 from emssd.decoding.engine import Engine
 from emssd.decoding.packing import pack_nodes
-from emssd.errors import PluginError
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.compile.inductor import Compile, CompiledPasses, compiled
 from emssd.model.compile.linears import join_products, lay_together
 from emssd.model.compile.tracing import export
 from emssd.model.run.target import Computed
-from emssd.sampling import SamplingParams
-from emssd.sequences import Request
 from tests.support.backends import runner_of as reference_runner
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
@@ -281,72 +273,3 @@ def test_a_program_goes_with_the_tensors_that_it_reads_and_follows_their_values(
     assert all(map(torch.equal, history(runner_of(model, None)), history(runner)))
     assert len(compiled_times) == (1 if change == "values" else 2)
     assert outcomes(runner) == [False]
-
-
-def test_a_pass_stays_as_long_as_its_recording() -> None:
-    """A CUDA graph holds addresses, and no tensor."""
-    passes = list[weakref.ref[Any]]()
-
-    def graph_of(compute: Any) -> Any:
-        passes.append(weakref.ref(compute))
-        return rerun(weakref.proxy(compute))
-
-    runner = runner_of(model_of(), traced, graph_of)
-    Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3).generate([[1, 5]], 3)
-    assert passes
-    assert all(held() is not None for held in passes)
-    runner.backend.forget_steps()
-    assert all(held() is None for held in passes)
-
-
-@pytest.mark.parametrize(
-    ("which", "warning"),
-    [("all", "here on, steps run without"), ("one size", "here on, steps of 4 tokens run without"), ("once", "")],
-)
-def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(which: str, warning: str) -> None:
-    """The others are recorded, if any has been."""
-    attempts = Counter[int]()
-
-    def capture(compute: Any) -> Any:
-        attempts[size := len(compute().logits)] += 1
-        if which == "all" or (size == 4 and (which == "one size" or attempts[size] == 1)):
-            raise PluginError("backend 'flashinfer' cannot record this")
-        return compute
-
-    model = model_of()
-    runner: Any = runner_of(model, None, capture)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        logits = history(runner, 6)
-    assert all(map(torch.equal, history(runner_of(model, None), 6), logits))
-    assert [warning in str(one.message) for one in caught] == [True] * bool(warning)
-    assert attempts.total() == 2 if which == "all" else attempts[4] == 2
-    assert bool(runner.backend._kernels.recorded_sizes) == (len(attempts) > 3) == (which != "all")
-
-
-@pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
-def test_an_untimed_start_records_chains_of_all_sizes_the_largest_first(sampling: SamplingParams | None) -> None:
-    sizes = list[int]()
-
-    def capture(compute: Any) -> Any:
-        sizes.append(len(compute().logits))
-        return compute
-
-    runner = runner_of(model_of(), None, capture, frozen=True)
-    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    requests = [Request(str(row), (1 + row, 2), 9, sampling=sampling) for row in range(3)]
-    list(Turns([engine], requests).run())
-    assert sizes[:10] == [12, 10, *range(8, 0, -1)]
-    assert min(sizes[10:], default=16) > 12, "only with prompts there are larger steps"
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "lfm2"])
-def test_a_model_that_keeps_states_is_not_recorded(architecture: str) -> None:
-    """A recording would read the states of the rows that it was made with."""
-    model = tiny_model(architecture, dtype=torch.float64)
-    expected = [greedy_reference(model, prompt, 6) for prompt in PROMPTS]
-    runner = runner_of(model, traced)
-    assert runner._states is not None
-    engine = Engine(runner, RandomDrafter(runner.vocab_size, 3, {}, seed=1), batch_size=3)
-    done = engine.generate(PROMPTS, 6, ignore_eos=True)
-    assert [list(row.token_ids) for row in done] == expected

@@ -179,7 +179,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
     def test_precisions_that_the_kernels_lack(self, dtype: torch.dtype) -> None:
-        kernels = FlashInferKernels("fa2")
+        kernels = FlashInferKernels()
         reasons = kernels.unsupported(replace(SPEC, dtype=dtype), 16)
         assert str(dtype).removeprefix("torch.") in reasons[0]
         assert "model.dtype=bfloat16" in reasons[0]

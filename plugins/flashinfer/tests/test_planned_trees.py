@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_flashinfer.kernels import FlashInferKernels
 from emssd_testing.drafters import TreeDrafter
 from emssd_testing.models import tiny_model
 from emssd_testing.oracle import greedy_reference
@@ -17,6 +16,7 @@ from emssd.decoding.packing import pack
 from emssd.drafting import Draft
 from emssd.model import TargetModel
 from emssd.sequences import Request, Row
+from plugins.flashinfer.tests.test_wrapper import CpuKernels
 from tests.support.backends import engine_of
 from tests.support.reference_kernels import ReferenceKernels, rerun
 from tests.support.tiers import looped
@@ -41,11 +41,6 @@ class Watching(PagedBackend):
     def commit(self, kept: Kept) -> None:
         self.moved += len(kept.moves())
         super().commit(kept)
-
-
-class CpuKernels(FlashInferKernels):
-    def unsupported(self, *spec: Any) -> list[str]:
-        return []
 
 
 def generate(backend: AttentionBackend, target: TargetModel, references: dict[str, list[int]], **options: Any) -> None:
@@ -81,7 +76,7 @@ def test_random_trees_give_the_tokens_of_greedy_decoding(
 def test_flashinfers_masked_wrappers_of_recorded_steps_do_too(
     case: tuple[TargetModel, dict[str, list[int]]], modules: list[Any]
 ) -> None:
-    kernels = CpuKernels("fa2", capture=rerun, max_graph_tokens=20)
+    kernels = CpuKernels(capture=rerun, max_graph_tokens=20)
     backend = Watching(kernels, page_size=4, memory_fraction=1.0)
     generate(backend, *case)
     assert backend.moved > 0

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from emssd_flashinfer.recorded import CudaGraphCapture, Staging, StaticInputs, ladder, rung
+from emssd_flashinfer.recorded import Staging, StaticInputs, ladder, rung
 from emssd_flashinfer.tables import FixedShape, step_pages
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +18,6 @@ from emssd.attention.packed import Drafted
 from emssd.attention.pages import PageTable
 from emssd.decoding.packing import pack, pack_nodes
 from emssd.drafting import Draft
-from emssd.errors import PluginError
 from emssd.sequences import Row
 from plugins.flashinfer.tests.test_planned import CPU, SPEC, allocated, sequence
 from tests.support.reference_kernels import ReferenceAttention, ReferenceKernels, rerun
@@ -194,92 +189,6 @@ def test_a_recorded_step_reads_no_tensor_of_its_packed_inputs() -> None:
     for tensor in (packed.input_ids, packed.position_ids, packed.logit_rows):
         tensor.fill_(11)
     assert all(map(torch.equal, wanted, (plan.input_ids, plan.position_ids, plan.logits_to_keep)))
-
-
-class FakeCuda:
-    """As much of `torch.cuda` as recording touches, noting what happens in which order."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
-        self.log: list[str] = []
-        self.sides: list[SimpleNamespace] = []
-        self.error = error
-        for name in ("CUDAGraph", "Stream", "current_stream", "graph", "stream"):
-            monkeypatch.setattr(torch.cuda, name, getattr(self, f"_{name}"))
-
-    def _current_stream(self) -> SimpleNamespace:
-        return SimpleNamespace(wait_stream=lambda other: self.log.append("main waits"))
-
-    def _Stream(self) -> SimpleNamespace:
-        self.sides.append(SimpleNamespace(wait_stream=lambda other: self.log.append("side waits")))
-        return self.sides[-1]
-
-    def _CUDAGraph(self) -> SimpleNamespace:
-        return SimpleNamespace(replay=lambda: self.log.append("replay"), pool=lambda: (1, 2))
-
-    @contextmanager
-    def _stream(self, stream: object) -> Iterator[None]:
-        self.log.append("on side")
-        yield
-
-    @contextmanager
-    def _graph(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        assert capture_error_mode == "thread_local", "what other threads allocate ends the recording"
-        assert stream is self.sides[-1], "a stream that has not been warmed up"
-        assert not gc.isenabled(), "what is freed meanwhile can break the recording"
-        self.log.append(f"recording into {pool}")
-        if self.error is not None:
-            raise self.error
-        yield
-
-
-class TestCudaGraphCapture:
-    def test_it_warms_up_aside_records_once_and_replays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        cuda, capture = FakeCuda(monkeypatch), CudaGraphCapture()
-        result = torch.zeros(1)
-
-        def compute() -> torch.Tensor:
-            cuda.log.append("compute")
-            return result
-
-        for pool in (None, (1, 2)):  # the second graph shares the memory of the first
-            cuda.log.clear()
-            replay = capture(compute)
-            assert cuda.log == [
-                "side waits", "on side", "compute", "compute", "main waits", f"recording into {pool}", "compute",
-            ]  # fmt: skip
-            cuda.log.clear()
-            assert replay() is replay() is result
-            assert cuda.log == ["replay", "replay"]
-        assert len(cuda.sides) == 1, "cuBLAS keeps a workspace for each stream"
-        assert gc.isenabled()
-
-    def test_garbage_collection_stays_off_where_it_was(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        FakeCuda(monkeypatch)
-        gc.disable()
-        try:
-            CudaGraphCapture()(lambda: torch.zeros(1))
-            assert not gc.isenabled()
-        finally:
-            gc.enable()
-
-    @pytest.mark.parametrize(
-        ("error", "kind", "message"),
-        [
-            (
-                RuntimeError("operation not permitted\nmore"),
-                PluginError,
-                r"not permitted\. Set backend\.cuda_graphs=false",
-            ),
-            (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError, "CUDA out of memory"),
-        ],
-    )
-    def test_a_model_that_cannot_be_recorded_is_told_with_the_option_and_no_memory_is_not_its_fault(
-        self, error: Exception, kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        FakeCuda(monkeypatch, error)
-        with pytest.raises(kind, match=message):
-            CudaGraphCapture()(lambda: torch.zeros(1))
-        assert gc.isenabled()
 
 
 def test_passes_of_chains_are_planned_beforehand_and_ended_rows_write_to_the_page_of_padding() -> None:

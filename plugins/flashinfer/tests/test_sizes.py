@@ -49,7 +49,7 @@ SPEC = KVCacheSpec((LAYER,), torch.float16, CPU, max_batch_size=256, max_model_l
 
 
 def allocated() -> FlashInferKernels:
-    kernels = FlashInferKernels("fa2")
+    kernels = FlashInferKernels()
     kernels.allocate(SPEC, KVPool([], 16, SPEC.dtype, CPU))
     return kernels
 

@@ -38,7 +38,7 @@ class CpuKernels(FlashInferKernels):
 
 
 def backend(page_size: int = 16, **options: Any) -> PagedBackend:
-    return PagedBackend(CpuKernels("fa2", **options), page_size=page_size, memory_fraction=1.0)
+    return PagedBackend(CpuKernels(**options), page_size=page_size, memory_fraction=1.0)
 
 
 def step(made: PagedBackend, length: int, name: str = "a") -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_it_equals_the_dense_reference_after_any_history(recorded: bool, modules
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_tree_attends_as_it_does_with_the_reference_kernels(window: int | None, modules: list[Any]) -> None:
     layer = LayerSpec(4, 2, 64, 64, 0.3, sliding_window=window, softcap=4.0)
-    kernels = (CpuKernels("fa2"), ReferenceKernels((64,)))
+    kernels = (CpuKernels(), ReferenceKernels((64,)))
     outs = [tree_attention(one, replace(SPEC, layers=(layer,)), page_size=3) for one in kernels]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
@@ -83,15 +83,6 @@ def test_a_plan_waits_for_the_one_before_to_be_fetched(events: Any) -> None:
     for number in range(3):
         step(made, 5, str(number))
         assert events.waited == events.recorded[:-1]
-
-
-def test_long_prompts_take_the_other_kernel_where_it_is_asked_for(modules: list[Any]) -> None:
-    made = PagedBackend(CpuKernels("fa3"), memory_fraction=1.0)
-    made.allocate(replace(SPEC, max_model_len=300))
-    assert [module.name for module in modules] == ["fa2", "fa3"], "both are compiled before the first step"
-    for length, name in ((255, "fa2"), (256, "fa3")):
-        step(made, length, name)
-        assert modules[-1].name == name
 
 
 def test_what_the_compiler_says_is_told_with_what_to_check(modules: list[Any], use_module: Callable[..., None]) -> None:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import emssd_heads.kangaroo
@@ -17,7 +15,7 @@ import torch
 from emssd_heads.kangaroo import KangarooConfig
 
 from tests.support import right_drafters
-from tests.support.heads import Weights, refusal, write_head
+from tests.support.heads import Weights, new_folder, refusal, write_head
 from tests.support.perfect_head import SIZE, VOCAB
 from tests.support.right_drafters import loading, perfect_adapter
 from tests.support.right_drafts import PROMPTS, Trial
@@ -25,7 +23,7 @@ from tests.support.tiers import looped
 
 
 def written(config: dict[str, Any], weights: Weights, file: str = "pytorch_model.bin") -> str:
-    return write_head(Path(mkdtemp(prefix="emssd-adapter-")), config, weights, file)
+    return write_head(new_folder(), config, weights, file)
 
 
 def trial(options: Mapping[str, Any] | None = None, **loaded: Any) -> Trial:

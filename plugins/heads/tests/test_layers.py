@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -51,8 +50,8 @@ WRONG = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
 
 
 @pytest.mark.parametrize("layer_ids", ["hs", "output"])
-def test_the_user_says_which_hidden_states_a_head_reads(layer_ids: str) -> None:
-    path = write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **WRONG)
+def test_the_user_says_which_hidden_states_a_head_reads(layer_ids: str, tmp_path: Path) -> None:
+    path = write_perfect_eagle3(tmp_path, **WRONG)
     engine = trial("eagle3").make_engine(CHAIN | {"path": path, "layer_ids": layer_ids})
     decode(engine)
     report = engine.report

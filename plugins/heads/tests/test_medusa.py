@@ -11,7 +11,6 @@ from collections.abc import Sequence as Seq
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from emssd.drafting import Draft
 from emssd.errors import ConfigError
 from emssd.sequences import Batch
 from tests.support import right_drafters
-from tests.support.heads import Weights, changed, numbers, random_weights, refusal, write_head
+from tests.support.heads import Weights, changed, new_folder, numbers, random_weights, refusal, write_head
 from tests.support.hidden import right_states
 from tests.support.perfect_medusa import SIZE, VOCAB
 from tests.support.right_drafts import Trial
@@ -43,13 +42,7 @@ def trial() -> Trial:
 def random_heads(seed: int) -> tuple[str, Weights]:
     """Heads that know nothing, of two layers each."""
     weights = head_weights(2, VOCAB, 3, SIZE, seed)
-    return write_head(Path(mkdtemp(prefix="emssd-heads-")), {}, weights, "medusa_lm_head.pt"), weights
-
-
-def probabilities(weights: Weights, tokens: list[int]) -> list[list[float]]:
-    """By head, the probability of each token, from the state of the token before the newest one."""
-    (states,) = right_states(trial().target.model, tokens[:-1], [-1])
-    return [dense_logits(weights, head, states[-1], num_layers=2).softmax(0).tolist() for head in range(3)]
+    return write_head(new_folder(), {}, weights, "medusa_lm_head.pt"), weights
 
 
 def best_combinations(by_head: list[list[float]], ways: set[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
@@ -89,7 +82,8 @@ def test_the_most_probable_combinations_are_drafted(shape: str, monkeypatch: pyt
             paths, start = paths_of(draft, at), draft.indptr[at]
             if paths:
                 num_compared += 1
-                by_head = probabilities(weights, list(row.tokens))
+                (states,) = right_states(trial().target.model, row.tokens[:-1], [-1])
+                by_head = [dense_logits(weights, head, states[-1], 2).softmax(0).tolist() for head in range(3)]
                 ways = {way for way in all_ways(shape) if len(way) < row.num_remaining}
                 assert paths == best_combinations(by_head, ways, limit)
                 assert draft.confidence is not None

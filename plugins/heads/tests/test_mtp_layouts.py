@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache, partial
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +24,7 @@ from tests.support.heads import (
     assert_same,
     changed,
     dense_rms,
+    new_folder,
     refusal,
     run_ragged,
     write_head,
@@ -80,7 +80,7 @@ class Made(NamedTuple):
 def made(kind: str, own_tables: bool = False) -> Made:
     """A random checkpoint. Its further layer was written by Transformers, as one more of the model's own."""
     model_type, more = KINDS[kind]
-    folder = Path(mkdtemp(prefix="emssd-mtp-"))
+    folder = new_folder()
     config = AutoConfig.for_model(model_type, **(COMMON | more), num_hidden_layers=NUM_LAYERS + 1)
     with torch.random.fork_rng():
         torch.manual_seed(7)

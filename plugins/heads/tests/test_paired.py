@@ -6,7 +6,6 @@ Oracles: plain decoding by hand, without a cache, float64; the module itself, wi
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import emssd_heads.states
@@ -42,9 +41,9 @@ def test_rows_that_seldom_draft(num_waiting: int, monkeypatch: pytest.MonkeyPatc
     assert sum(generation.num_drafted for generation in done) > 2 * DEPTH
 
 
-def test_a_head_with_a_longest_row_drafts_no_further() -> None:
+def test_a_head_with_a_longest_row_drafts_no_further(tmp_path: Path) -> None:
     longest = {"max_position_embeddings": 20, "rope_scaling": {"type": "dynamic", "factor": 2.0}}
-    path = write_perfect_eagle3(Path(mkdtemp(prefix="emssd-head-")), **longest)
+    path = write_perfect_eagle3(tmp_path, **longest)
     case = trial("eagle3")
     case.make_engine({"tree": "dynamic", "num_nodes": 14, "top_k": 3, "path": path})
     long = case.decode()[3]

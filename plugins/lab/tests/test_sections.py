@@ -117,12 +117,16 @@ def crossover(*rates: dict[tuple[bool, str], float], batch_size: int = 8) -> lis
     ]  # fmt: skip
 
 
-def test_never_slower_has_the_worst_cell_first() -> None:
-    rows = crossover({PLAIN: 100, ALWAYS: 90, ADAPTIVE: 99}) + crossover(
-        {PLAIN: 100, ALWAYS: 200, ADAPTIVE: 180}, batch_size=4
-    )
+def test_never_slower_has_the_worst_cell_first_and_its_errors() -> None:
+    rows = crossover({PLAIN: 100, ALWAYS: 90, ADAPTIVE: 99}, {PLAIN: 200, ALWAYS: 180, ADAPTIVE: 198})
+    rows += crossover({PLAIN: 100, ALWAYS: 200, ADAPTIVE: 180}, {PLAIN: 100, ALWAYS: 200, ADAPTIVE: 184}, batch_size=4)
+    rows += crossover({PLAIN: 100, ADAPTIVE: 98}, batch_size=2)
     cells, *_ = tables_of([{**row, "experiment": "never_slower"} for row in rows], "never_slower")
-    assert [line[1:] for line in cells.lines] == [["4", "1.80", "0.90"], ["8", "0.99", "0.99"]]
+    assert [line[1:] for line in cells.lines] == [
+        ["4", "1.820 ± 0.040", "0.910 ± 0.020"],
+        ["2", "0.980 ± inf", "0.980 ± inf"],
+        ["8", "0.990 ± 0.000", "0.990 ± 0.000"],
+    ]
 
 
 @given(st.floats(1.05, 60), st.floats(0.05, 0.5))

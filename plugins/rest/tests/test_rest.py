@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast
 from emssd import Engine
 from emssd.drafting import DrafterContext
 from emssd.errors import ConfigError
-from emssd.sequences import Batch, Request, Row
-from tests.support.trees import chains_of, paths_of, row_of, tree_of
+from emssd.sequences import Batch
+from tests.support.trees import chains_of, paths_of, row_of, sequence, tree_of
 
 VOCAB_SIZE = 13
 
@@ -34,10 +34,6 @@ def target(architecture: str = "llama") -> Any:
 def made(folder: Path, documents: list[list[int]], **options: Any) -> str:
     build_store(folder / "store", documents, **options)
     return str(folder / "store")
-
-
-def sequence(tokens: list[int], name: str = "a") -> Row:
-    return Row(Request(name, tuple(tokens), 100))
 
 
 def make_context(tokenizer: Any = None, vocab_size: int = VOCAB_SIZE) -> DrafterContext:

@@ -109,6 +109,8 @@ class SuffixDrafter(Drafter):
         self.drafts_trees = config.branches > 1
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        if not any(budget):
+            return Draft.empty(len(batch))
         rows = [self._draft(row, limit) for row, limit in zip(batch, budget, strict=True)]
         return joined_trees(rows, chains=not self.drafts_trees)
 

@@ -21,10 +21,10 @@ __all__ = ["DenseBackend", "References", "greedy_reference", "next_logits", "see
 
 
 @torch.inference_mode()
-def next_logits(model: Any, tokens: Seq[int]) -> torch.Tensor:
-    """``[vocab]``: what a causal LM says after exactly these tokens, by its own eager attention and without a cache."""
+def next_logits(model: Any, tokens: Seq[int], attention: str = "eager") -> torch.Tensor:
+    """``[vocab]``: what a causal LM says after exactly these tokens, by an attention of its own, without a cache."""
     before = model.config._attn_implementation
-    model.config._attn_implementation = "eager"
+    model.config._attn_implementation = attention
     try:
         inputs = torch.tensor([list(tokens)], device=model.device)
         logits: torch.Tensor = model(input_ids=inputs, use_cache=False).logits[0, -1]

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-import platform
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import transformers
 from rich.console import Console
 
 from emssd.cli.progress import Bar
+from emssd.cli.provenance import hardware, versions
 from emssd.decoding.options import OnDrafterError
 from emssd.errors import ConfigError, OutputError
 from emssd.model import ModelOptions, load_model
@@ -81,13 +80,8 @@ def run(options: TrainOptions, console: Console) -> dict[str, Any] | None:
     _train(folder, texts, recipe, options, console)
     acceptance = _acceptance(decoder, recipe.drafter, held_out, console) if held_out else None
     record = {
-        "emssd": version("emssd"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "device": target.device.type,
-        "threads": torch.get_num_threads(),
+        **versions(),
+        **hardware(target.device),
         "options": options.decisive(),
         "held_out": acceptance,
         "wall_seconds": round(time.perf_counter() - began),

@@ -101,7 +101,7 @@ class TraceDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows, law = zip(batch, budget, strict=True), self._law
         if law is None:
-            return Draft.from_chains(self._chain(row, limit) for row, limit in rows)
+            return Draft.from_chains(self._chain(row, limit) if limit else [] for row, limit in rows)
         trees = [self._tree(law, row, limit) for row, limit in rows]
         draft = Draft.from_trees(trees, [law.chances[: len(tree)] for tree in trees] if self._tells else None)
         return draft.shallow([max(0, row.num_remaining - 1) for row in batch])

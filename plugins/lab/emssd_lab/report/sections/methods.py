@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from math import log2
+from math import inf, log2
 
 import pandas as pd
 
@@ -111,11 +111,14 @@ def never_slower(section: Section, rows: pd.DataFrame) -> None:
     lines = list[tuple[float, list[str]]]()
     for grid in grids(rows):
         for size, cells in grid.rows.groupby("batch_size"):
-            lines_of = cells.groupby("line")
-            gains = {str(name): spread.median for name, line in lines_of if (spread := Spread.of(line.speedup))}
-            adaptive = [gains.pop(name) for name in list(gains) if name.startswith("adaptive")]
-            best = max([1.0, *gains.values()])
-            lines += [(gain / best, [grid.title, str(size), f"{gain:.2f}", f"{gain / best:.2f}"]) for gain in adaptive]
+            by_name = {str(name): line for name, line in cells.groupby("line")}
+            adaptive = [by_name.pop(name) for name in list(by_name) if name.startswith("adaptive")]
+            for line in adaptive if by_name else ():
+                best = max(by_name.values(), key=lambda other: float(other.rate.median()))
+                ratios = pd.DataFrame({"plain": line.speedup, "best": over(line, best)})
+                middle, error = ratios.median(), 2 * ratios.sem().fillna(inf)
+                texts = [f"{ratio:.3f} ± {spread:.3f}" for ratio, spread in zip(middle, error, strict=True)]
+                lines.append((middle.best, [grid.title, str(size), *texts]))
     columns = ["setting", "batch", "÷ plain", "÷ the best of plain and fixed lengths"]
     section.table(Table(columns, [line for _, line in sorted(lines)], left=1))
     crossover(section, rows)
