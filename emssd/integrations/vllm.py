@@ -163,7 +163,8 @@ class Proposer:
         chains: list[list[int]] = [[] for _ in self._known]
         self._draft = Draft.empty(0)
         if places:
-            self._draft = self._stages.propose(Batch(tuple(self._drafted_for)), [self._num_drafted] * len(places), 0)
+            limits = [min(self._num_drafted, row.num_remaining - 1) for row in self._drafted_for]
+            self._draft = self._stages.propose(Batch(tuple(self._drafted_for)), limits, 0)
             token_ids = self._draft.token_ids.tolist()
             for index, start, stop in zip(places, self._draft.indptr, self._draft.indptr[1:], strict=False):
                 chains[index] = token_ids[start:stop]

@@ -179,6 +179,7 @@ def test_ctrl_c_ends_the_server_and_answers_what_runs(
     monkeypatch.setattr(serve, "_GRACE", grace)
     monkeypatch.setattr(serve, "_listening", ask)
     monkeypatch.setattr(Engine, "step", interrupts)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have it ignored, as `&` in a script does
     try:
         result = emssd("serve", chat_model, "port=0", "model.compile=false", "drafter=none")
     finally:
