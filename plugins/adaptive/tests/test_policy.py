@@ -245,9 +245,9 @@ def relative_rate(chance: float, wander: float, seed: int, num_rows: int) -> flo
     return num_tokens / steady / (num_rows / kneed(num_rows))
 
 
-@looped("wander", [0.0, 0.15])
+@pytest.mark.parametrize("wander", [0.0, 0.15])
 @looped("seed", range(3))
-@looped(("chance", "num_rows", "least"), [(0.5, 8, 0.98), (0.6, 4, 0.9)])
+@pytest.mark.parametrize(("chance", "num_rows", "least"), [(0.5, 8, 0.98), (0.6, 4, 0.9)])
 def test_a_machine_that_wanders_makes_no_drafts_that_do_not_pay_and_ends_none(
     chance: float, num_rows: int, least: float, wander: float, seed: int
 ) -> None:
