@@ -1,4 +1,4 @@
-"""Folders whose weights others have quantised: whether Transformers can compute with them here."""
+"""Quantised weights: a folder is refused if Transformers cannot compute with its format here."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class DrafterRecord:
             self.worths.append(worths)
 
     def observe(self, outcome: Outcome, stats: StageStats, seconds: float) -> None:
-        """Learn from a step whose drafts took so many seconds. What comes after the target's choice teaches nothing."""
+        """Learn from a step; drafting took `seconds`. Nodes behind the target's choice teach nothing."""
         budget, drafted = stats.budget, stats.drafted
         if any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
             features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]

@@ -1,4 +1,4 @@
-"""The recordings of passes: how a CUDA graph is made, what it holds, which steps have one, and which cannot."""
+"""Recordings of passes: how a CUDA graph is made, what it holds, and the steps without one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.reference_kernels import rerun
 
 
 class FakeCuda:
-    """As much of `torch.cuda` as recording touches, noting what happens in which order."""
+    """The part of `torch.cuda` that recording touches. It notes all calls in their order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.log: list[str] = []
@@ -130,16 +130,16 @@ def test_a_pass_stays_as_long_as_its_recording() -> None:
 
 
 @pytest.mark.parametrize(
-    ("which", "warning"),
+    ("failing", "warning"),
     [("all", "here on, steps run without"), ("one size", "here on, steps of 4 tokens run without"), ("once", "")],
 )
-def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(which: str, warning: str) -> None:
+def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(failing: str, warning: str) -> None:
     """The others are recorded, if any has been."""
     attempts = Counter[int]()
 
     def capture(compute: Any) -> Any:
         attempts[size := len(compute().logits)] += 1
-        if which == "all" or (size == 4 and (which == "one size" or attempts[size] == 1)):
+        if failing == "all" or (size == 4 and (failing == "one size" or attempts[size] == 1)):
             raise PluginError("backend 'flashinfer' cannot record this")
         return compute
 
@@ -150,8 +150,8 @@ def test_a_step_that_cannot_be_recorded_twice_runs_without_a_graph(which: str, w
         logits = history(runner, 6)
     assert all(map(torch.equal, history(runner_of(model, None), 6), logits))
     assert [warning in str(one.message) for one in caught] == [True] * bool(warning)
-    assert attempts.total() == 2 if which == "all" else attempts[4] == 2
-    assert bool(runner.backend._kernels.recorded_sizes) == (len(attempts) > 3) == (which != "all")
+    assert attempts.total() == 2 if failing == "all" else attempts[4] == 2
+    assert bool(runner.backend._kernels.recorded_sizes) == (len(attempts) > 3) == (failing != "all")
 
 
 @pytest.mark.parametrize("sampling", [None, SamplingParams(temperature=0.8, seed=1)], ids=["greedy", "sampled"])
