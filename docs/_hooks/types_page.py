@@ -167,7 +167,7 @@ def _what(kind: type) -> str:
     if inspect.isabstract(kind):
         return "Interface"
     parameters = getattr(kind, "__dataclass_params__", None)
-    return "Value" if parameters is not None and parameters.frozen else "Class"
+    return "Value" if issubclass(kind, tuple) or (parameters is not None and parameters.frozen) else "Class"
 
 
 def _fields(kind: type) -> Iterator[str]:
@@ -177,7 +177,8 @@ def _fields(kind: type) -> Iterator[str]:
     if is_dataclass(kind):
         annotations = {field.name.removeprefix("_"): field.type for field in fields(kind)}  # a property may read one
     for name in [name for name in annotations if is_dataclass(kind) or name in texts]:
-        yield f"- `{name}` · `{annotations[name]}`: {texts.get(name, '–')}"
+        annotation = getattr(annotations[name], "__forward_arg__", annotations[name])  # as a NamedTuple has them
+        yield f"- `{name}` · `{annotation}`: {texts.get(name, '–')}"
     for name, member in vars(kind).items():
         if isinstance(member, property) and name not in annotations:
             assert member.fget is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import sub
 from typing import NamedTuple
 
@@ -36,8 +35,7 @@ class StepInputs(NamedTuple):
     logit_rows: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PackedInputs:
+class PackedInputs(NamedTuple):
     """The ragged input of one step, on the host. Row ``i`` owns tokens ``qo_indptr[i]:qo_indptr[i + 1]``.
 
     Its tokens are the last of its KV: token ``j`` of row ``i`` has the index ``kv_lens[i] - q_len + j`` there. It

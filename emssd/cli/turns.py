@@ -130,5 +130,5 @@ def _record(engine: Engine, requests: Seq[Request]) -> None:
         names = list(map(str, range(len(lengths))))
         if runner.fits(dict(zip(names, lengths, strict=True))):
             packed = pack_nodes(names, torch.zeros(size, dtype=torch.int64), lengths, lengths)
-            runner.run(replace(packed, greedy=greedy))
+            runner.run(packed._replace(greedy=greedy))
             runner.release(names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -133,7 +132,7 @@ class StepTimer:
     def timed(self, stats: StepStats) -> StepStats:
         """`stats` with the seconds of each phase up to now; those since the latest lap are ``other``."""
         self.lap("other")
-        return dataclasses.replace(stats, seconds=dict(self.seconds))
+        return stats._replace(seconds=dict(self.seconds))
 
 
 class SharedTimer(StepTimer):
@@ -152,5 +151,5 @@ class SharedTimer(StepTimer):
         self._is_shared = True
         seconds = self._group.first([*stats.seconds.values(), *(stage.seconds for stage in stats.stages)])
         pairs = zip(stats.stages, seconds[len(PHASES) :], strict=True)
-        stages = tuple([dataclasses.replace(stage, seconds=number) for stage, number in pairs])
-        return dataclasses.replace(stats, seconds=dict(zip(PHASES, seconds, strict=False)), stages=stages)
+        stages = tuple([stage._replace(seconds=number) for stage, number in pairs])
+        return stats._replace(seconds=dict(zip(PHASES, seconds, strict=False)), stages=stages)

@@ -40,8 +40,10 @@ def pack(
         prefills: further rows, of each the number of tokens after the cached ones; no logits of theirs are wanted.
         greedy: see `PackedInputs`.
     """
-    request_ids, input_ids = list[str](), list[int]()
-    cached, uncached = list[int](), list[int]()  # tokens of each row, its draft included
+    request_ids: list[str] = []
+    input_ids: list[int] = []
+    cached: list[int] = []
+    uncached: list[int] = []  # tokens of each row, its draft included
     lengths, on_host = draft.lengths, draft.on_host
     drafted = draft.token_ids.tolist() if on_host else [0] * draft.indptr[-1]
     for row, start, length in zip(rows, draft.indptr[:-1], lengths, strict=True):
@@ -56,22 +58,25 @@ def pack(
         cached.append(row.num_cached)
         uncached.append(num_tokens)
         input_ids += row.tokens[row.num_cached : row.num_cached + num_tokens]
-    new_tokens, num_drafted = np.array(uncached, dtype=np.int64), np.array(lengths, dtype=np.int64)
-    stops, kv_lens = new_tokens.cumsum(), np.array(cached, dtype=np.int64) + new_tokens
-    drafts = stops[: len(lengths)] - num_drafted  # where the draft of each row begins
+    new_tokens = np.array(uncached, np.int64)
+    stops, kv_lens = new_tokens.cumsum(), np.array(cached, np.int64) + new_tokens
     places = np.arange(len(input_ids))
     positions = (kv_lens - stops).repeat(new_tokens) + places
+    logit_rows, drafts = places, places[:0]
+    if not (on_host and len(input_ids) == len(lengths) + draft.indptr[-1]):  # else the logits of all are wanted
+        num_drafted = np.array(lengths, dtype=np.int64)
+        begins = stops[: len(lengths)] - num_drafted  # where the draft of each row begins
+        logit_rows, drafts = runs(begins - 1, num_drafted + 1), runs(begins, num_drafted)
     trees = None if draft.parents is None else list(map(_branches, map(draft.tree, range(len(lengths)))))
-    is_decoding = len(input_ids) == len(lengths) + draft.indptr[-1]  # so the logits of all tokens are wanted
     return PackedInputs(
         request_ids=tuple(request_ids),
-        input_ids=torch.from_numpy(np.array(input_ids, dtype=np.int64)),
+        input_ids=torch.from_numpy(np.array(input_ids, np.int64)),
         position_ids=torch.from_numpy(_by_depth(positions, stops, kv_lens, trees or ())),
         qo_indptr=(0, *stops.tolist()),
         kv_lens=tuple(kv_lens.tolist()),
-        logit_rows=torch.from_numpy(places if is_decoding else runs(drafts - 1, num_drafted + 1)),
+        logit_rows=torch.from_numpy(logit_rows),
         trees=(*trees, *[()] * (len(uncached) - len(trees))) if trees is not None and any(trees) else None,
-        drafted=None if on_host else Drafted(torch.from_numpy(runs(drafts, num_drafted)), draft.token_ids),
+        drafted=None if on_host else Drafted(torch.from_numpy(drafts), draft.token_ids),
         greedy=greedy,
     )
 

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import NamedTuple
 
@@ -26,8 +25,7 @@ class Prefill(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Schedule:
+class Schedule(NamedTuple):
     """The work of the next step.
 
     Attributes:

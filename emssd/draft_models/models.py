@@ -37,7 +37,7 @@ class RunnerDrafter(LevelDrafter):
 
     def compute(self, level: Level) -> torch.Tensor:
         packed = pack_level(level)
-        return self._columns(self._runner.run(replace(packed, input_ids=self.own_ids(packed.input_ids))).logits)
+        return self._columns(self._runner.run(packed._replace(input_ids=self.own_ids(packed.input_ids))).logits)
 
     def follow(self, rows: Seq[GrowingRow], tokens: torch.Tensor, depth: int) -> torch.Tensor:
         return self._columns(self._runner.run(pack_chain(rows, self.own_ids(tokens), depth)).logits)

@@ -247,8 +247,7 @@ def _check_rows(draft: Draft, batch: Batch, budget: Seq[int]) -> None:
     for name, rule, values in (("parents", "tree", draft.parents), ("confidence", "confidence", draft.confidence)):
         if values is not None and len(values) != count:
             raise DraftError(f"its draft has {len(values)} {name} for {count} tokens; give one for each", rule)
-    confidence = np.array(draft.confidence or ())
-    if not ((confidence >= 0) & (confidence <= 1)).all():
+    if draft.confidence and not all(0.0 <= number <= 1.0 for number in draft.confidence):
         raise DraftError("its confidence has numbers outside of 0 to 1, or NaN; give probabilities", "confidence")
 
 

@@ -69,6 +69,7 @@ class DraftStages:
     @policy.setter
     def policy(self, policy: BudgetPolicy) -> None:
         self._policy = policy
+        self._trims = getattr(policy.trim, "__func__", None) is not BudgetPolicy.trim
         ends = getattr(policy.goes_on, "__func__", None) is not BudgetPolicy.goes_on
         for drafter in self.drafters:
             drafter.end_by(self._going_on if ends else None)
@@ -106,7 +107,9 @@ class DraftStages:
 
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
-        still, num_other, parts, stats = list(limits), num_prefill_tokens, list[Draft](), list[StageStats]()
+        parts: list[Draft] = []
+        stats: list[StageStats] = []
+        still, num_other = list(limits), num_prefill_tokens
         self.seconds, num_rows = 0.0, len(batch.rows)
         every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
         self._most, self._step = [], None
@@ -129,7 +132,7 @@ class DraftStages:
             if depth is not None and not is_forced:
                 proposed = proposed.shallow([depth] * num_rows)
             drafted = proposed.lengths
-            lengths = self._asked("trim", drafted, step, proposed)
+            lengths = self._asked("trim", drafted, step, proposed) if self._trims else drafted
             if is_forced:
                 lengths = drafted
             elif lengths != drafted:

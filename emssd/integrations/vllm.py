@@ -149,7 +149,7 @@ class Proposer:
             targets.append([*tokens[: right + 1], *[-1] * (len(chain) - right)])
         if rows:
             self._stages.stats = tuple(
-                replace(stage, drafted=tuple(map(min, stage.drafted, verified))) for stage in self._stages.stats
+                stage._replace(drafted=tuple(map(min, stage.drafted, verified))) for stage in self._stages.stats
             )
             outcome = Outcome(Batch(tuple(rows)), self._draft.cut(verified), tuple(accepted), tuple(targets))
             self._stages.observe(outcome)

@@ -6,7 +6,8 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from emssd.attention import KVUsage
 
@@ -23,8 +24,7 @@ _HISTOGRAMS = ("acceptance_histogram", "draft_length_histogram", "draft_depth_hi
 PHASES = ("schedule", "draft", "plan", "forward", "mask", "verify", "other")
 
 
-@dataclass(frozen=True, slots=True)
-class StageStats:
+class StageStats(NamedTuple):
     """The figures of one drafter in a step.
 
     Attributes:
@@ -37,8 +37,7 @@ class StageStats:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepStats:
+class StepStats(NamedTuple):
     """One step of the engine.
 
     Attributes:
@@ -70,7 +69,7 @@ class StepStats:
     kv_padding: int
     num_preempted: int
     num_adopted_tokens: int = 0
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = MappingProxyType({})
     stages: tuple[StageStats, ...] = ()
     depths: tuple[int, ...] = ()
     drafted_by_depth: tuple[int, ...] = ()

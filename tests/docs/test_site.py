@@ -106,8 +106,9 @@ def test_the_page_of_types_has_every_field_and_method_of_the_interfaces(module) 
     page = (REFERENCE / "types.md").read_text(encoding="utf-8")
     parts = {part.partition("\n")[0]: part for part in page.split("\n### ")}
     for kind in (kind for kinds in types_page.CLASSES.values() for kind in kinds):
-        for field in dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ():
-            assert f"\n- `{field.name.removeprefix('_')}` · `" in parts[kind.__name__]
+        names = [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else ()
+        for name in getattr(kind, "_fields", names):
+            assert f"\n- `{name.removeprefix('_')}` · `" in parts[kind.__name__]
     assert "@abstractmethod\ndef propose(self, batch: Batch, budget: Seq[int]) -> Draft\n" in page
     for name in ("observe", "release"):
         assert f"def {name}(self, " in page

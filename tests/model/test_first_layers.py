@@ -139,7 +139,7 @@ def test_their_hidden_states_are_those_of_the_target() -> None:
     runner = BorrowedTarget(whole).first_layers(2, cache_of(whole, 2))
     runner.take_hidden((2, 0, -1))
     packed = pack([Row("a", TEXTS["a"]), Row("b", TEXTS["b"])], Draft.empty(2))
-    output = runner.run(replace(packed, logit_rows=packed.logit_rows[:0]))
+    output = runner.run(packed._replace(logit_rows=packed.logit_rows[:0]))
     assert output.logits.shape == (0, whole.vocab_size)
     states = whole.model(torch.tensor([TEXTS["a"]]), use_cache=False, output_hidden_states=True).hidden_states
     for index in (0, 2):

@@ -176,8 +176,8 @@ class PlannedKernels(PagedKernels):
         for number in range(num_passes):
             later = [min(number, length - 1) for length in lengths]
             kv_lens = tuple(map(add, packed.kv_lens, later))
-            step = replace(packed, kv_lens=kv_lens, position_ids=torch.tensor(kv_lens) - 1)
-            step = replace(step, drafted=None) if number else step
+            step = packed._replace(kv_lens=kv_lens, position_ids=torch.tensor(kv_lens) - 1)
+            step = step._replace(drafted=None) if number else step
             pages = step_pages(table, step)
             ended = [row for row, length in enumerate(lengths) if number >= length]
             pages.slots[ended] = self._scrap_slots[: len(ended)]

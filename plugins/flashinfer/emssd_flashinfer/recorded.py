@@ -78,6 +78,7 @@ class Staging:
         make_event = make_event or (torch.cuda.Event if on_gpu else None)
         self._read = [] if make_event is None else [make_event() for _ in self.buffers]
         self._turn = 0
+        self._parts: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}  # by turn and size: to, from
 
     def next(self) -> int:
         """Return the buffer to write, the other one. The host waits until nobody reads it any more."""
@@ -87,8 +88,12 @@ class Staging:
         return self._turn
 
     def move(self, num_bytes: int) -> None:
-        """Copy the beginning of the buffer that is being written to the device."""
-        self.memory[:num_bytes].copy_(self.buffers[self._turn][:num_bytes], non_blocking=True)
+        """Copy the beginning of the buffer that is being written to the device, in units of 256 bytes."""
+        key = self._turn, -(-num_bytes // _MOVED)
+        if key not in self._parts:
+            self._parts[key] = self.memory[: key[1] * _MOVED], self.buffers[self._turn][: key[1] * _MOVED]
+        to, source = self._parts[key]
+        to.copy_(source, non_blocking=True)
 
     def done(self) -> None:
         """Note that later launches do not read the buffer that was written."""
@@ -153,7 +158,7 @@ class StaticInputs:
         self._staging.done()
 
 
-_INT32, _ALIGNMENT = 4, 64  # bytes
+_INT32, _ALIGNMENT, _MOVED = 4, 64, 256  # bytes
 
 
 def _sections(shape: FixedShape) -> list[tuple[int, int, torch.dtype]]:

@@ -16,8 +16,7 @@ from emssd.attention import PackedInputs, PageTable, ancestors, runs
 __all__ = ["FixedShape", "PagedMetadata", "StepPages", "TreeMask", "largest_metadata", "step_pages", "tree_mask"]
 
 
-@dataclass(frozen=True, slots=True)
-class PagedMetadata:
+class PagedMetadata(NamedTuple):
     """The page tables of one step, on the host, in the layout of FlashInfer and others.
 
     Row ``i`` has the queries ``qo_indptr[i]:qo_indptr[i + 1]`` and the pages at ``kv_indptr[i]:kv_indptr[i + 1]`` of
@@ -77,15 +76,16 @@ def step_pages(table: PageTable, packed: PackedInputs) -> StepPages:
     """The page tables of one step. The pages of its new tokens are reserved in `table` already."""
     size, qo_indptr, kv_lens = table.page_size, np.array(packed.qo_indptr), np.array(packed.kv_lens)
     q_lens, num_pages = qo_indptr[1:] - qo_indptr[:-1], (kv_lens + (size - 1)) // size
-    kv_indptr = np.zeros_like(qo_indptr)
-    np.add.accumulate(num_pages, out=kv_indptr[1:])
+    kv_indptr = np.empty(len(qo_indptr), np.int64)
+    kv_indptr[0] = 0
+    num_pages.cumsum(out=kv_indptr[1:])
     kv_indices = table.indices(packed.request_ids, num_pages.tolist())
     # Without trees, the positions of the tokens are their places in the KV.
     tokens = packed.position_ids.numpy() if packed.trees is None else runs(kv_lens - q_lens, q_lens)
     nth_page = tokens // size
     pages = kv_indices[kv_indptr[:-1].repeat(q_lens) + nth_page].astype(np.int64)
     slots = (pages - nth_page) * size + tokens
-    return StepPages(qo_indptr, kv_indptr, kv_indices, (kv_lens - 1) % size + 1, slots, size)
+    return StepPages(qo_indptr, kv_indptr, kv_indices, kv_lens - (num_pages - 1) * size, slots, size)
 
 
 class TreeMask(NamedTuple):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -71,7 +70,7 @@ class TestStaticInputs:
             if not on_host:
                 places = (packed.input_ids == 7).nonzero().flatten()
                 blank = packed.input_ids.masked_fill(packed.input_ids == 7, 0)
-                packed = replace(packed, input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
+                packed = packed._replace(input_ids=blank, drafted=Drafted(places, torch.full_like(places, 7)))
             table.reserve_step(packed)
             metadata, padding = step_pages(table, packed).metadata(), 16 - packed.num_tokens
             filled = static.fill(packed, step_pages(table, packed), np.full(16, 99))
@@ -128,13 +127,14 @@ class TestStaging:
         assert [line for line in log if "waited" in line] == waits
         assert [line for line in log if "recorded" in line] == ["recorded event 1", "recorded event 0"] * 2
 
-    def test_the_beginning_is_moved_and_the_rest_stays(self) -> None:
-        staging = Staging(4, CPU)
-        for number, num_bytes in ((1, 4), (2, 2)):
+    def test_the_beginning_is_moved_in_units_of_256_bytes_and_the_rest_stays(self) -> None:
+        staging = Staging(600, CPU)
+        for number, num_bytes, moved in ((1, 600, 600), (2, 257, 512), (3, 256, 256), (4, 513, 600), (5, 200, 256)):
+            before = staging.memory.tolist()
             staging.buffers[staging.next()].fill_(number)
             staging.move(num_bytes)
             staging.done()
-        assert staging.memory.tolist() == [2, 2, 1, 1]
+            assert staging.memory.tolist() == [number] * moved + before[moved:]
 
     def test_the_buffer_of_a_plan_is_given_back_when_all_layers_are_planned(self) -> None:
         log: list[str] = []

@@ -166,7 +166,7 @@ class StatesDrafter(LevelDrafter):
             kv_lens.append(row.tree.num_tokens + num_masks)
             logit_rows += range(len(token_ids) - 1 - num_masks, len(token_ids))
         packed = pack_nodes([row.request_id for row in rows], torch.tensor(token_ids), lengths, kv_lens)
-        return replace(packed, logit_rows=torch.tensor(logit_rows)), torch.cat(features)
+        return packed._replace(logit_rows=torch.tensor(logit_rows)), torch.cat(features)
 
     def _make_features(self, request_ids: Iterable[str]) -> None:
         waiting = [states for name in request_ids if (states := self._states.get(name)) and states.waiting]

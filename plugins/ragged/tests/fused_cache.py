@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -85,7 +84,7 @@ class Cache:
             trees=tuple(parents) if parents and any(parents) else None,
         )
         rows = (packed.kv_positions(row)[-length:] for row, length in enumerate(lengths))
-        packed = replace(packed, position_ids=torch.tensor([position for row in rows for position in row]))
+        packed = packed._replace(position_ids=torch.tensor([position for row in rows for position in row]))
         together = [torch.cat(tensors) for tensors in zip(*new.values(), strict=True)]
         if strided:
             together = [_spread(tensor) for tensor in together]

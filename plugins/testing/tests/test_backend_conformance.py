@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "ignores windows": ("backend.attention", but(Fault, allocate=without_windows)),
     "keeps rejected siblings": (
         "backend.attention",
-        but(Fault, commit=lambda self, kept: DenseBackend.commit(self, replace(kept, sources=()))),
+        but(Fault, commit=lambda self, kept: DenseBackend.commit(self, kept._replace(sources=()))),
     ),
     "multiplies siblings by zero": ("backend.isolation", MultipliesSiblingsByZero),
     # It hides the values of other rows behind a weight of zero; NaN and infinity shine through.

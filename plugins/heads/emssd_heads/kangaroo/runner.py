@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from emssd.attention import KVUsage, PackedInputs
 from emssd.draft_models import DraftCache
 from emssd.model import BorrowedTarget, ModelOutput, ModelRunner
@@ -30,7 +28,7 @@ class KangarooRunner(DraftCache, ModelRunner):
         shallow.take_hidden((num_layers,))
 
     def run(self, packed: PackedInputs) -> ModelOutput:
-        output = self._shallow.run(replace(packed, logit_rows=packed.logit_rows[:0]))  # none of these layers' own
+        output = self._shallow.run(packed._replace(logit_rows=packed.logit_rows[:0]))  # none of these layers' own
         adapted = self._adapter.run(packed, output.hidden[self._num_layers])
         return ModelOutput(self._target.project(adapted), output.num_padding)
 

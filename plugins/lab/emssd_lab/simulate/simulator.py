@@ -127,14 +127,14 @@ class SimulatedTimer(StepTimer):
 
     def timed(self, stats: StepStats) -> StepStats:
         stages = tuple(
-            dataclasses.replace(stage, seconds=self._curve.draft_seconds(
+            stage._replace(seconds=self._curve.draft_seconds(
                 index, max(stage.budget, default=0), sum(stage.budget), stats.num_kv_tokens))
             for index, stage in enumerate(stats.stages)
         )  # fmt: skip
         seconds = dict.fromkeys(PHASES, 0.0)
         seconds["draft"] = sum(stage.seconds for stage in stages)
         seconds["forward"] = self._curve.verify_seconds(stats.num_tokens, stats.num_kv_tokens)
-        return dataclasses.replace(stats, seconds=seconds, stages=stages)
+        return stats._replace(seconds=seconds, stages=stages)
 
 
 def warm_up(

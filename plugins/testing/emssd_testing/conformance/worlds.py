@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from random import Random
 from typing import ClassVar, Literal, Self, get_args
 
@@ -169,8 +168,8 @@ class _Formula(StepTimer):
 
     def timed(self, stats: StepStats) -> StepStats:
         seconds = dict.fromkeys(PHASES, 1e-5) | {"forward": 1e-3 * (1 + stats.num_tokens / 64)}
-        stages = tuple(replace(stage, seconds=1e-5 * max(stage.budget, default=0)) for stage in stats.stages)
-        return replace(stats, seconds=seconds | {"draft": sum(stage.seconds for stage in stages)}, stages=stages)
+        stages = tuple(stage._replace(seconds=1e-5 * max(stage.budget, default=0)) for stage in stats.stages)
+        return stats._replace(seconds=seconds | {"draft": sum(stage.seconds for stage in stages)}, stages=stages)
 
 
 class _ScriptDrafter(Drafter):
