@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Container, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from emssd.drafting.draft import Draft, Outcome
@@ -36,8 +35,7 @@ class GoesOn(Protocol):
     def __call__(self, newest: Mapping[str, Seq[DraftedNode]], /) -> Container[str]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class BudgetStep:
+class BudgetStep(NamedTuple):
     """A step in which a drafter is about to be asked, or has just drafted.
 
     Attributes:
