@@ -40,7 +40,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        """Draft for every row of `batch`.
+        """Draft for every row of `batch`. Called in steps in which some row has a budget.
 
         Args:
             batch: the rows of this step, which can be read only.
@@ -61,7 +61,7 @@ class Drafter(ABC):
     def observe(self, outcome: Outcome) -> None:
         """Learn what was accepted: roll back an own cache, adapt.
 
-        Called once after every step. A step that fails has none: its rows are proposed for again, as they were. A
+        Called once after every step, also if nothing was asked for. A step that fails has none: its rows are proposed for again, as they were. A
         drafter with `hidden_layers` is also called after steps of nothing but pieces of prompts, with an empty batch.
         """
 

@@ -122,6 +122,10 @@ class DraftStages:
             is_forced = isinstance(drafter.drafter, ForcedTokens)  # each is accepted, so it saves a step
             budget = self._asked("allot", step.limits, step)
             budget = list(step.limits) if is_forced else budget
+            if not any(budget):  # the drafter is not asked
+                parts.append(Draft.empty(num_rows))
+                stats.append(StageStats((0,) * num_rows, (0,) * num_rows, 0.0))
+                continue
             depth = self._of_policy("max_depth")
             start = time.perf_counter()
             proposed = drafter.propose(batch, budget)

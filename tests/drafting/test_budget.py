@@ -121,7 +121,7 @@ def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     script: list[tuple[int, int]], num_steps: int, oracle: Any, make_ragged: Any
 ) -> None:
     drafter: Any = PerfectDrafter(11, 5, oracle.references([[1, 2, 3]], 12))
-    drafter.observe = Mock(wraps=drafter.observe)
+    drafter.propose, drafter.observe = Mock(wraps=drafter.propose), Mock(wraps=drafter.observe)
     engine = build(oracle, make_ragged, drafter, budget=ScriptedBudget(script))
     (done,) = engine.generate([[1, 2, 3]], 12)
     assert done.token_ids == oracle.reference([1, 2, 3], 12)
@@ -129,6 +129,8 @@ def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     assert done.num_accepted == done.num_drafted == 12 - num_steps
     observed = [call.args[0].draft.lengths[0] for call in drafter.observe.call_args_list]
     assert max(observed) <= min(script[0]), "a drafter hears of what was verified, not of what it drafted"
+    assert len(observed) == num_steps
+    assert all(any(call.args[1]) for call in drafter.propose.call_args_list), "it is not asked for nothing"
 
 
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ class World:
         budget = list(self.policy.allot(step))
         assert all(0 <= length <= limit for length, limit in zip(budget, limits, strict=True))
         draft = self.draft(budget)
-        kept = list(self.policy.trim(step, draft))
+        kept = list(self.policy.trim(step, draft)) if any(budget) else budget  # as the engine does
         assert all(0 <= length <= limit for length, limit in zip(kept, budget, strict=True))
         draft = draft.cut(kept)
         accepted = self.accepted(draft)

@@ -70,6 +70,7 @@ class DrafterRecord:
         run = zip(self._run.right, self._run.tried, _GUESSES, strict=True)
         self._shares = [(right + _GUESSED * guess) / (tried + _GUESSED) for right, tried, guess in run]
         self._rows = [self.counts[name] for name in request_ids]
+        self._nodes, self.worths = [[]] * len(lengths), [[]] * len(lengths)
         self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
         self.spread = min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]

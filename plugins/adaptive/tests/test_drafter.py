@@ -64,6 +64,14 @@ def test_a_row_that_changes_is_followed() -> None:
     assert worths(record, "a", chain(1))[0] > 0.75
 
 
+def test_what_was_not_asked_for_teaches_nothing_of_the_cost_of_drafting() -> None:
+    record = learnt(num_steps=3, a=4)
+    record.enter(["a", "b"], [9, 9])  # without a draft to see
+    nothing = Draft.empty(2)
+    record.observe(Outcome(Batch(()), nothing, ((), ()), ()), StageStats((0, 0), (0, 0), 0.0), 1.0)
+    assert record.cost.num_seen == 3
+
+
 def test_a_row_that_drafts_nothing_is_forgotten_in_time() -> None:
     record = learnt(num_steps=20, bad=0, good=4)
     assert worths(record, "bad", chain(1))[0] < 0.7 * worths(record, "new", chain(1))[0]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from emssd.drafting import Draft, Drafter, DrafterContext
+from emssd.drafting import Draft, Drafter, DrafterContext, Outcome
 from emssd.hooks import DrafterSpec, offering
 from emssd.sequences import Batch
 
@@ -44,15 +44,18 @@ class FewRows(Drafter):
         return 0 if self._wait else self.depth
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
-        if len(batch) > _MOST_ROWS:
-            self._wait = _PATIENCE if self._drafter is None else 1
-        elif self._wait:
-            self._wait -= 1
-        elif self._drafter is not None:
+        if len(batch) <= _MOST_ROWS and self._drafter is not None:
             return self._drafter.propose(batch, budget)
-        else:  # in a step without a draft, whose time tells nothing of drafts
+        if len(batch) <= _MOST_ROWS:  # in a step without a draft, whose time tells nothing of drafts
             self._drafter = self._make()
         return Draft.empty(len(batch))
+
+    def observe(self, outcome: Outcome) -> None:
+        """Wait from a step of many rows on; also while nothing is asked for."""
+        if len(outcome.batch) > _MOST_ROWS:
+            self._wait = _PATIENCE if self._drafter is None else 1
+        else:
+            self._wait = max(self._wait - 1, 0)
 
 
 def why_not_self(context: DrafterContext) -> str | None:

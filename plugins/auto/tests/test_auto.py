@@ -12,6 +12,7 @@ from emssd_auto import AutoConfig, FewRows
 from emssd_testing.drafters import PerfectDrafter
 
 from emssd.decoding.engine import Engine
+from emssd.drafting import Draft, Outcome
 from emssd.model import BorrowedTarget
 from emssd.sequences import Batch, Request, Row
 from tests.support.right_drafters import decode, target
@@ -50,8 +51,11 @@ def test_it_is_made_when_few_rows_run_and_waits_while_there_are_more(
     steps, made_in = list[int](), list[int]()
     few = FewRows(lambda: made_in.append(len(steps)) or DRAFTS)  # type: ignore[func-returns-value]
     for number in numbers:
-        rows = [Row(Request(str(row), (1, 2, 3), 50)) for row in range(number)]
-        steps.append(few.propose(Batch(tuple(rows)), [few.num_speculative_tokens] * number).lengths[0])
+        batch = Batch(tuple(Row(Request(str(row), (1, 2, 3), 50)) for row in range(number)))
+        asked = few.num_speculative_tokens  # it is not asked for nothing
+        draft = few.propose(batch, [asked] * number) if asked else Draft.empty(number)
+        few.observe(Outcome(batch, draft, (), ()))
+        steps.append(draft.lengths[0])
     assert [step for step, length in enumerate(steps) if length] == drafting
     assert made_in == [made]
 

@@ -124,11 +124,14 @@ class LookaheadDrafter(Drafter):
         """Fill the pools with what the target said after the windows, and move these on."""
         width, length = self._config.window, (self._config.ngram - 1) * self._config.window - 1
         for row, verified, target_ids in zip(outcome.batch, outcome.draft.lengths, outcome.target_ids, strict=True):
-            kept = self._rows[row.request_id]
-            if kept.num_guesses is not None and verified == kept.num_guesses + length:
+            kept = self._rows.get(row.request_id)
+            if kept is None or kept.num_guesses is None:  # it is not drafted for, or without the window
+                continue
+            if verified == kept.num_guesses + length:
                 behind = [target_ids[0], *target_ids[1 + kept.num_guesses :]]  # the newest token, and the window
                 for gram in kept.window.advance(kept.newest, behind[-width:]):
                     kept.pool.add(gram)
+            kept.num_guesses = None
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -118,6 +118,7 @@ def test_a_window_that_was_cut_stands_still(verified: int) -> None:
     before = drafter._rows["a"].window.tree()
     drafter.observe(Outcome(Batch((row,)), draft.cut([verified]), ((),), (list(range(verified + 1)),)))
     assert drafter._rows["a"].window.tree() == before
+    draft = drafter.propose(Batch((row,)), [9])
     drafter.observe(Outcome(Batch((row,)), draft, ((),), (list(range(10)),)))
     assert drafter._rows["a"].window.tree() != before
 

@@ -51,7 +51,7 @@ class NGrammysDrafter(NGramDrafter):
     def reset(self) -> None:
         super().reset()
         self._bigrams: dict[int, tuple[int, ...]] = {}
-        self._newest: dict[str, int] = {}  # token of each row of the running step
+        self._newest: dict[str, int] = {}  # token of each row that is being drafted for
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._newest = {row.request_id: row.tokens[-1] for row in batch}
@@ -63,7 +63,7 @@ class NGrammysDrafter(NGramDrafter):
         if outcome.candidates is None:
             return
         for number, (row, candidates) in enumerate(zip(outcome.batch, outcome.candidates, strict=True)):
-            tokens = [self._newest[row.request_id], *outcome.draft.tokens(number)]
+            tokens = [self._newest.pop(row.request_id, row.tokens[-2]), *outcome.draft.tokens(number)]
             self._bigrams.update(zip(tokens, map(tuple, candidates), strict=True))
 
     def more(self, token: int, chances: dict[int, float]) -> None:

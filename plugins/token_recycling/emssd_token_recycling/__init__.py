@@ -60,7 +60,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def reset(self) -> None:
         self._table: dict[int, list[int]] = {}
-        self._origins: dict[str, int] = {}  # the newest token of each row of the running step
+        self._origins: dict[str, int] = {}  # the newest token of each row that is being drafted for
         # How often the target took the candidate of each rank. What these begin with weighs as much as a dozen tokens.
         self._taken = [6 * 0.5**rank for rank in range(self.num_candidates)]
         self._seen = 13.0
@@ -79,7 +79,7 @@ class TokenRecyclingDrafter(Drafter):
             return
         rows = zip(outcome.batch, outcome.accepted, outcome.target_ids, outcome.candidates, strict=True)
         for number, (row, accepted, targets, candidates) in enumerate(rows):
-            tokens = [self._origins[row.request_id], *outcome.draft.tokens(number)]
+            tokens = [self._origins.pop(row.request_id, row.tokens[-2]), *outcome.draft.tokens(number)]
             for node in (-1, *accepted):
                 self._count(tokens[node + 1], targets[node + 1])
             self._table.update(zip(tokens, map(list, candidates), strict=True))

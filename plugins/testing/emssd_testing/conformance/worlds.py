@@ -139,6 +139,8 @@ class _KeepScripted(BudgetPolicy):
         self.drafts: dict[str, list[Nodes]] = {}
 
     def allot(self, step: BudgetStep) -> Seq[int]:
+        if not any(step.limits):  # the drafter is not asked
+            self.trim(step, Draft.empty(len(step.batch)))
         return step.limits
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
