@@ -216,9 +216,7 @@ class DecodeLoop:
 
 def _kept(verified: Seq[Verified], pieces: Seq[Prefill]) -> Kept:
     """The KV that stays of rows, with their accepted nodes, and of pieces of prompts; nodes that lie together stay."""
-    names: list[str] = []
-    kv_lens: list[int] = []
-    sources: list[tuple[int, ...]] = []
+    names, kv_lens, sources = [], [], []
     for result in verified:
         num_tokens, nodes = len(result.row.tokens), result.accepted
         names.append(result.row.request_id)

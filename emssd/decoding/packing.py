@@ -40,10 +40,7 @@ def pack(
         prefills: further rows, of each the number of tokens after the cached ones; no logits of theirs are wanted.
         greedy: see `PackedInputs`.
     """
-    request_ids: list[str] = []
-    input_ids: list[int] = []
-    cached: list[int] = []
-    uncached: list[int] = []  # tokens of each row, its draft included
+    request_ids, input_ids, cached, uncached = [], list[int](), [], []  # tokens of each row, its draft included
     lengths, on_host = draft.lengths, draft.on_host
     drafted = draft.token_ids.tolist() if on_host else [0] * draft.indptr[-1]
     for row, start, length in zip(rows, draft.indptr[:-1], lengths, strict=True):

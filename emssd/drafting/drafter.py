@@ -61,8 +61,9 @@ class Drafter(ABC):
     def observe(self, outcome: Outcome) -> None:
         """Learn what was accepted: roll back an own cache, adapt.
 
-        Called once after every step, also if nothing was asked for. A step that fails has none: its rows are proposed for again, as they were. A
-        drafter with `hidden_layers` is also called after steps of nothing but pieces of prompts, with an empty batch.
+        Called once after every step, asked or not. A step that fails has none: its rows are proposed for again, as they
+        were. A drafter with `hidden_layers` is also called after steps of nothing but pieces of prompts, with an empty
+        batch.
         """
 
     def release(self, request_ids: Iterable[str]) -> None:

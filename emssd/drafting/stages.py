@@ -107,9 +107,7 @@ class DraftStages:
 
     def propose(self, batch: Batch, limits: Seq[int], num_prefill_tokens: int) -> Draft:
         """Draft for every row of `batch`, each up to its limit ``[B]``, and keep what the policy wants verified."""
-        parts: list[Draft] = []
-        stats: list[StageStats] = []
-        still, num_other = list(limits), num_prefill_tokens
+        still, num_other, parts, stats = list(limits), num_prefill_tokens, [], []
         self.seconds, num_rows = 0.0, len(batch.rows)
         every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
         self._most, self._step = [], None

@@ -70,7 +70,6 @@ class DrafterRecord:
         run = zip(self._run.right, self._run.tried, _GUESSES, strict=True)
         self._shares = [(right + _GUESSED * guess) / (tried + _GUESSED) for right, tried, guess in run]
         self._rows = [self.counts[name] for name in request_ids]
-        self._nodes, self.worths = [[]] * len(lengths), [[]] * len(lengths)
         self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
         self.spread = min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
@@ -100,7 +99,7 @@ class DrafterRecord:
     def observe(self, outcome: Outcome, stats: StageStats, seconds: float) -> None:
         """Learn from a step; drafting took `seconds`. Nodes behind the target's choice teach nothing."""
         budget, drafted = stats.budget, stats.drafted
-        if any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
+        if any(budget) and any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
             features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]
             self.cost.observe(features, seconds)
         if any(drafted):

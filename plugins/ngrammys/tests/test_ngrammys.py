@@ -79,3 +79,9 @@ def test_it_forgets_what_it_should() -> None:
     assert tree_of(drafter, (3, 4, 1), "b").token_ids == [5]
     drafter.reset()
     assert tree_of(drafter, (3, 4, 1), "c").token_ids == []
+
+
+def test_it_learns_from_steps_in_which_it_was_not_asked() -> None:
+    drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, depth=1))
+    seen(drafter, Row(Request("a", (1, 2, 7), 64)), Draft.empty(1), [[7, 5]])  # the target chose 7 after 2
+    assert set(products(tree_of(drafter, (9, 2), "b"))) == {(7,), (5,)}

@@ -89,3 +89,10 @@ def test_ranks_count_by_how_often_the_target_takes_them() -> None:
     drafter.reset()
     assert drafter._shares() == before
     assert not drafter.propose(Batch((row,)), [2]).token_ids.numel()
+
+
+def test_it_learns_from_steps_in_which_it_was_not_asked() -> None:
+    drafter, row = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=2, depth=1)), Row(Request("a", (2, 7), 9))
+    drafter.observe(Outcome(Batch((row,)), Draft.empty(1), ((),), ((7,),), (((7, 5),),)))  # the target chose 7 after 2
+    asked = Row(Request("b", (9, 2), 9))
+    assert drafter.propose(Batch((asked,)), [2]).token_ids.tolist() == [7, 5]
