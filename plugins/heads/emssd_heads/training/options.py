@@ -34,8 +34,8 @@ class TrainOptions:
         seed: of everything that is drawn.
         depth: tokens of a draft that the drafter is trained for, and of drafts where acceptance is measured.
         save_every: training steps between two checkpoints.
-        bf16: multiply matrices in bfloat16 while training, at twice the speed where the processor has instructions for
-            it; weights, norms and losses stay in float32.
+        bf16: multiply matrices in bfloat16 while training, for processors that have instructions for it; weights, norms
+            and losses stay in float32.
         dtype: of the saved weights; by default the target's.
         model_dtype: of the target, as for `emssd.model.load_model`; float32 is the fastest on many CPUs.
         device: of the target, and of the drafter, which is trained in float32: cpu, cuda, or auto.
