@@ -27,6 +27,7 @@ UNKNOWN = (
 )
 """The error for a model whose text is not known."""
 
+_Path = tuple[tuple[int, ...], float]  # the ranks from the root on, and how likely all of them are right
 _MOST_NODES = 4096
 _POSITIONS = 1024  # of each request that have coins of their own; after them the coins begin again
 
@@ -144,7 +145,7 @@ def _check(config: ReplayConfig) -> None:
 
 def _nodes(branches: Seq[int], chances: Seq[Seq[float]]) -> list[tuple[int, int, int]]:
     """Depth, rank and parent of each node of a tree, the likeliest first."""
-    level, paths = [((), 1.0)], list[tuple[tuple[int, ...], float]]()  # ranks from the root on, and the probability
+    level, paths = list[_Path]([((), 1.0)]), list[_Path]()
     for depth, width in enumerate(branches):
         shares = [*chances[min(depth, len(chances) - 1)], *[0.0] * width]
         level = [((*path, rank), worth * shares[rank]) for path, worth in level for rank in range(width)]
