@@ -15,7 +15,6 @@ import yaml
 from emssd_lab.costs import Costs
 from emssd_lab.replay import ReplayConfig
 from emssd_lab.replay.drafter import ReplayDrafter
-from emssd_lab.simulate.recording import logged_steps
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter
 
 from emssd.attention import AttentionBackend, PagedBackend
@@ -27,6 +26,7 @@ from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.model.load.random_weights import counted_on
 from emssd.sequences import Request
+from tests.support.logged_steps import logged_steps
 from tests.support.reference_kernels import ReferenceKernels, rerun
 
 __all__ = ["DRAFTED", "FLASHINFER", "SHAPES", "decode", "engine_of", "make_backend", "median_seconds", "prompts",

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from emssd_lab.simulate.recording import logged_steps
 from gpu_measure import engine_of, make_backend, median_seconds, prompts, stepping, synchronize
 
 from emssd.decoding.engine import Engine
 from emssd.metrics.stats import PHASES
 from emssd.model import TargetModel
 from emssd.sequences import Request
+from tests.support.logged_steps import logged_steps
 
 __all__ = ["host_timeline", "profile_step", "timeline"]
 

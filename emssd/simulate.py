@@ -1,3 +1,3 @@
-"""The old place of `emssd_lab.simulate`."""
+"""The old place of the simulator, which is gone."""
 
-raise ImportError("emssd.simulate is emssd_lab.simulate now: the same names and commands are there")
+raise ImportError("emssd.simulate is gone: drafter=auto and budget=adaptive measure the run itself; see decision 63")

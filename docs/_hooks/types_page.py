@@ -32,7 +32,6 @@ MODULES = (
     "emssd.data",
     "emssd.errors",
     "emssd_testing",
-    "emssd_lab.simulate",
     "emssd.native",
     "emssd.errors.ranges",
     "emssd.cli.terminal",
@@ -55,7 +54,6 @@ PARTS: dict[str, tuple[str, ...]] = {
         "tiny_model",
     ),
     "emssd.model": tuple(name for name in model.__all__ if name != "load_model"),
-    "emssd_lab.simulate": ("RequestTrace", "StageTrace", "Trace", "TreeLaw", "geometric_trace", "load_trace"),
     "emssd.native": ("load_kernels", "why_unavailable"),
     "emssd.cli.terminal": ("steady",),
 }

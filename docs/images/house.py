@@ -37,7 +37,7 @@ STEP = {  # a room's part in a step
     "attention": "4 attend",
 }
 PLUGINS = {  # the room beside which they are drawn: name, contents
-    "integrations": ("emssd_lab", "reports, simulator"),
+    "integrations": ("emssd_lab", "reports, experiments"),
     "draft_models": ("emssd_heads", "trained heads, training"),
     "decoding": ("emssd_testing", "the kit for authors"),
     "drafting": ("drafters", "suffix, union, cascade, …"),

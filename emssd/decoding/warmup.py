@@ -11,7 +11,7 @@ from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
 from emssd.metrics.stats import RunReport
 from emssd.sequences import Request
 
-__all__ = ["PROMPT_TOKENS", "warm_up"]
+__all__ = ["warm_up"]
 
 NEW_TOKENS = 8
 PROMPT_TOKENS = 128  # the end of a prompt is enough to see steps of every size

@@ -14,7 +14,6 @@ import torch
 import transformers
 from emssd_heads.training.cli import main as train_main
 from emssd_lab.report.__main__ import main as report_main
-from emssd_lab.simulate.__main__ import main as simulate_main
 from emssd_rest.cli import main as rest_main
 from emssd_testing.authoring import main as plugins_main
 
@@ -34,7 +33,6 @@ COMMANDS: dict[str, Callable[[], None]] = {
     "emssd-rest": rest_main,
     "emssd-train": train_main,
     "python -m emssd_lab.report": report_main,
-    "python -m emssd_lab.simulate": simulate_main,
 }
 
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 
 import pytest
-from emssd_lab.simulate.__main__ import main as simulate
 from emssd_rest.cli import main as rest
 from emssd_testing.authoring import main as plugins
 from rich.table import Table
@@ -53,7 +52,6 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., io.BytesIO]:
     "command, some",
     [
         (lambda: plugins(["list"]), b"ragged"),
-        (lambda: simulate(["run", "--p", "0.7", "--requests", "4"]), b"simulated"),
         (lambda: rest(["--help"]), b"datastores"),
     ],
 )

@@ -15,7 +15,6 @@ import hydra
 import pytest
 from emssd_heads.training.cli import make_parser as train_parser
 from emssd_lab.report.__main__ import make_parser as report_parser
-from emssd_lab.simulate.__main__ import make_parser as simulate_parser
 from emssd_rest.cli import make_parser as rest_parser
 from emssd_testing.authoring import make_parser as plugins_parser
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -40,7 +39,6 @@ PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "emssd-plugins": plugins_parser,
     "python -m emssd_testing.authoring": plugins_parser,
     "python -m emssd_lab.report": report_parser,
-    "python -m emssd_lab.simulate": simulate_parser,
     "emssd-rest": rest_parser,
     "emssd-train": train_parser,
 }

@@ -102,7 +102,7 @@ def test_walls_stand_around_every_plugin() -> None:
         ("emssd.drafters", "emssd.draft_models, and emssd_heads"),
         ("emssd.plugins", "emssd.hooks"),
         ("emssd.report", "emssd_lab.report"),
-        ("emssd.simulate", "emssd_lab.simulate"),
+        ("emssd.simulate", "drafter=auto and budget=adaptive"),
         ("emssd.testing", "emssd_testing"),
         ("emssd_train", "emssd_heads.training"),
     ],

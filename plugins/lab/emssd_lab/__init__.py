@@ -1,4 +1,4 @@
-"""The lab: experiments, reports of their rows, the simulator of a step's costs, and drafts that are replayed."""
+"""The lab: experiments, reports of their rows, and drafts that are replayed."""
 
 from __future__ import annotations
 

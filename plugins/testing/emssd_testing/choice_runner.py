@@ -1,4 +1,4 @@
-"""A runner without a model: it is told which token comes next. The simulator and the conformance suites use it."""
+"""A runner without a model: it is told which token comes next. The conformance suites use it."""
 
 from __future__ import annotations
 

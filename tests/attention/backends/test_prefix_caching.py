@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from emssd_lab.simulate.recording import logged_steps
 from emssd_none import NoneDrafter
 from emssd_testing.drafters import PerfectDrafter, RandomDrafter, TreeDrafter, WrongDrafter
 from emssd_testing.models import tiny_model
@@ -24,6 +23,7 @@ from emssd.drafting import Draft, Drafter
 from emssd.model import CausalLMRunner, TargetModel
 from emssd.sequences import Request
 from tests.support.backends import BACKENDS, MakeBackend, engine_of, runner_of
+from tests.support.logged_steps import logged_steps
 from tests.support.spies import failing
 from tests.support.tiers import looped
 

@@ -20,8 +20,8 @@ from emssd.cli.provenance import provenance
 from emssd.cli.setting import AROUND, changed_of_run, label_of
 from emssd.errors import ConfigError
 from emssd_lab.costs import Costs
+from emssd_lab.experiment.appendix import appendix_points
 from emssd_lab.report.rows import parse
-from emssd_lab.simulate.appendix import appendix_points
 
 __all__ = ["RowsFile", "row_of", "row_text", "simulated_row"]
 

@@ -1,4 +1,4 @@
-"""Plugin `drafter=replay`: drafts that are right as often as stated or recorded, for studies of hardware."""
+"""Plugin `drafter=replay`: drafts that are right as often as stated, for studies of hardware."""
 
 from __future__ import annotations
 
@@ -17,21 +17,18 @@ class ReplayConfig:
     """Options of `drafter=replay`. Not a way to decode faster: it has to know the output beforehand.
 
     Verification is the real one. The drafter knows what the target will generate, and spoils it on purpose, so that as
-    much is accepted as a distribution or a recorded trace says. Every output that shows its figures calls them replay.
+    much is accepted as the chances say. Every output that shows its figures calls them replay.
 
     Attributes:
         p: probability that a drafted token is right, given that those before it are (the paper's p, Equation 6).
         concentration: gives each request a p of its own, from a Beta distribution of mean `p` whose parameters have
             this sum; ``null`` gives all the same.
         coverage: share of positions at which there is a draft at all, as retrieval does not always find one.
-        num_speculative_tokens: drafted per row and step.
+        num_speculative_tokens: drafted per row and step, in a chain.
         branches: children of each node by level, as in ``[3,2,1]``: drafts are token trees of that shape, best nodes
-            first, in the place of chains. Then `concentration`, `coverage` and `trace` are not used.
-        chances: of trees, by depth a list of how likely each child is the right one, by its rank. The last holds for
-            deeper levels. ``[]`` is ``[[p]]``.
-        trace: file of ``python -m emssd_lab.simulate record FILE``: how much is drafted, and how much of it is right.
-            With `known`, every request must be in it, under its id. Without, it is a sample: a request that is not in
-            it is dealt one by its id.
+            first, in the place of chains.
+        chances: by depth a list of how likely each child is the right one, by its rank, in the place of `p`. The last
+            holds for deeper levels. ``[]`` is ``[[p]]``.
         known: ``generations.jsonl`` of an earlier run of the same prompts: what the target will generate. ``null``
             serves models of ``model.architecture``, whose text is known without; and with ``p=0`` any model, whose
             drafts then are arbitrary tokens and right by chance at most.
@@ -43,7 +40,6 @@ class ReplayConfig:
     num_speculative_tokens: AtLeastZero = 7
     branches: list[AtLeastOne] = field(default_factory=list)
     chances: list[list[Share]] = field(default_factory=list)
-    trace: str | None = None
     known: str | None = None
 
 

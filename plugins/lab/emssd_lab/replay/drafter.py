@@ -1,19 +1,23 @@
-"""The replay drafter: a known continuation, spoiled where a trace or a law says that the drafter was wrong."""
+"""The replay drafter: a known continuation, spoiled where coins say that the drafter was wrong."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from itertools import accumulate, islice
+from operator import mul
 from pathlib import Path
 from zlib import crc32
 
 import msgspec
+import numpy as np
 
 from emssd.data import read_json, typed
+from emssd.drafting import Draft, Drafter
 from emssd.errors import ConfigError
 from emssd.model import counted_on
-from emssd.sequences import Row
+from emssd.sequences import Batch, Row
 from emssd_lab.replay import ReplayConfig
-from emssd_lab.simulate import StageTrace, TreeLaw, geometric_trace, load_trace
-from emssd_lab.simulate.trace_drafter import TraceDrafter
 
 __all__ = ["UNKNOWN", "ReplayDrafter"]
 
@@ -23,71 +27,87 @@ UNKNOWN = (
 )
 """The error for a model whose text is not known."""
 
-_NUM_DRAWN = 512  # requests whose coins are drawn; further ones share theirs
-_DRAWN_TOKENS = 1024  # of each; after them its coins begin again
+_Path = tuple[tuple[int, ...], float]  # the ranks from the root on, and how likely all of them are right
+_MOST_NODES = 4096
+_POSITIONS = 1024  # of each request that have coins of their own; after them the coins begin again
 
 
-class ReplayDrafter(TraceDrafter):
-    """Drafts what the target is going to generate, with a wrong token where the trace has one.
+class ReplayDrafter(Drafter):
+    """Drafts what the target is going to generate, with wrong tokens where coins say so.
 
-    A row's trace depends on its request id and on its position alone, so every batch size and backend is shown the
-    same drafts. With known outputs, the trace has to be of the same requests; else it stands for any.
+    A coin per output position says which rank is right there, or none; a chain is a tree of one rank. The coins depend
+    on the request id alone, so trees of all shapes, all budgets, batch sizes and backends see the same text. The
+    acceptance length of a chain follows the paper's law (Equation 6).
 
     Attributes:
-        replays: the source of the drafts, in words.
+        nodes: depth from 1, rank among siblings from 0, and parent of each node, the likeliest first. The chances
+            along a path are multiplied (SpecInfer's expansion, Miao et al. 2023, §3).
         must_count: whether only its architecture tells the output of the target; see `counted_on`.
+
+    Raises:
+        ConfigError: options that contradict each other, or no file of known outputs.
     """
 
     def __init__(self, config: ReplayConfig, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-        law, chances = None, config.chances or [[config.p]]
-        if config.branches:
-            if config.trace is not None or config.concentration is not None or config.coverage != 1:
-                raise ConfigError(
-                    "drafter.branches replays trees, whose acceptance drafter.chances says; leave out drafter.trace, "
-                    "drafter.concentration and drafter.coverage"
-                )
-            law = TreeLaw(config.branches, chances)
+        self._config, self._vocab_size = config, vocab_size
+        _check(config)
+        branches = config.branches or [1] * config.num_speculative_tokens
+        chances = config.chances or [[config.p]]
+        self.nodes = _nodes(branches, chances)
+        self.num_speculative_tokens, self.drafts_trees = len(self.nodes), bool(config.branches)
+        self._depth, self._widest = len(branches), max(branches, default=1)
         self._known = None if config.known is None else _read_known(Path(config.known).expanduser())
-        if config.trace is not None:
-            trace = load_trace(Path(config.trace).expanduser())
-            dealt = ", dealt out by request id" if self._known is None else ""
-            self.replays = f"acceptance recorded in {Path(config.trace).name}{dealt}"
-        else:
-            trace = geometric_trace(
-                config.p, _NUM_DRAWN, num_speculative_tokens=config.num_speculative_tokens,
-                max_new_tokens=_DRAWN_TOKENS, concentration=config.concentration, coverage=config.coverage,
-            )  # fmt: skip
-            spread = "" if config.concentration is None else f" (Beta of each request, {config.concentration:g})"
-            chance = "" if config.p else " (right by chance at most)"
-            where = "" if config.coverage == 1 else f" at {config.coverage:.0%} of positions"
-            self.replays = (
-                f"acceptance drawn: p = {config.p:g}{spread}{chance}, {config.num_speculative_tokens} drafted{where}"
-            )
-        if law is not None:
-            shape = " × ".join(map(str, config.branches))
-            self.replays = f"acceptance drawn: trees of {shape}, right by depth and rank with {chances}"
-        if len(trace.num_speculative_tokens) != 1:
-            raise ConfigError(
-                f"trace {config.trace} is of {len(trace.num_speculative_tokens)} drafters in turn, and drafter=replay "
-                f"replays one; record it with a single drafter"
-            )
-        super().__init__(trace, law=law)
-        self._stages = [request.stages[0] for request in trace]
-        self._deals = config.trace is None or self._known is None
-        is_right = any(map(any, chances)) if law is not None else config.trace is not None or config.p > 0
-        self.must_count = self._known is None and is_right
+        self.must_count = self._known is None and any(map(any, chances))
+        self.replays = _described(config)
+        self._drawn: dict[str, tuple[list[list[int]], list[bool]]] = {}  # by request id, see `_draw`
 
-    def _stage(self, request_id: str) -> StageTrace:
-        """The trace of the request, or, where the trace stands for any, one that depends on the id."""
-        if request_id in self._traces:
-            return super()._stage(request_id)
-        if not self._deals:
-            raise ConfigError(
-                f"drafter.trace has no request {request_id!r}, but {', '.join(list(self._traces)[:3])}, …; beside "
-                f"drafter.known, it must be of the same requests: give them the trace's ids, as with data.id_field"
-            )
-        return self._stages[crc32(request_id.encode()) % len(self._stages)]
+    def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
+        trees = [self._tree(row, limit) if limit else [] for row, limit in zip(batch, budget, strict=True)]
+        if not self.drafts_trees:
+            return Draft.from_chains([token for token, _ in tree] for tree in trees)
+        return Draft.from_trees(trees).shallow([max(0, row.num_remaining - 1) for row in batch])
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._drawn.pop(request_id, None)
+
+    def right(self, request_id: str, position: int) -> list[int]:
+        """By depth, from 1, the rank that is right after `position` new tokens; empty where there is no draft.
+
+        A rank that no node has: all nodes of this depth are wrong.
+        """
+        if request_id not in self._drawn:
+            self._drawn[request_id] = self._draw(request_id)
+        ranks, is_drafted = self._drawn[request_id]
+        if not is_drafted[position % _POSITIONS]:
+            return []
+        return [ranks[min(depth, len(ranks) - 1)][(position + depth) % _POSITIONS] for depth in range(self._depth)]
+
+    def _draw(self, request_id: str) -> tuple[list[list[int]], list[bool]]:
+        """Draw the ranks that are right, ``[depths][positions]``, and the positions that have a draft, ``[positions]``.
+
+        The last depth holds for deeper ones.
+        """
+        random, p, spread = (
+            np.random.default_rng(crc32(request_id.encode())),
+            self._config.p,
+            self._config.concentration,
+        )
+        if spread is not None:
+            p = random.beta(p * spread, (1 - p) * spread)
+        coins, places = random.random((2, _POSITIONS))
+        bounds = [np.cumsum(np.pad(level, (0, self._widest))) for level in self._config.chances or [[p]]]
+        ranks = [np.searchsorted(bound, coins, side="right").tolist() for bound in bounds]
+        return ranks, (places < self._config.coverage).tolist()
+
+    def _tree(self, row: Row, limit: int) -> list[tuple[int, int]]:
+        """Token and parent of the first nodes."""
+        position = len(row.output_ids)
+        right, tokens = self.right(row.request_id, position), self._upcoming(row, position, self._depth)
+        return [
+            (tokens[depth - 1] if right[depth - 1] == rank else self._wrong(tokens[depth - 1], rank), parent)
+            for depth, rank, parent in islice(self.nodes, limit if right else 0)
+        ]
 
     def _upcoming(self, row: Row, position: int, count: int) -> list[int]:
         """The next `count` tokens of the target; where the known ones end, rows end too, and any will do."""
@@ -103,6 +123,47 @@ class ReplayDrafter(TraceDrafter):
     def _wrong(self, token: int, rank: int) -> int:
         """Another token, and one for each rank."""
         return (token + 1 + (self._vocab_size // 2 - 1 + rank) % (self._vocab_size - 1)) % self._vocab_size
+
+
+def _check(config: ReplayConfig) -> None:
+    if max(config.num_speculative_tokens, sum(accumulate(config.branches, mul))) > _MOST_NODES:
+        raise ConfigError(
+            f"drafter.branches is {config.branches} and drafter.num_speculative_tokens "
+            f"{config.num_speculative_tokens}; give at most {_MOST_NODES} nodes in all"
+        )
+    if any(sum(level) > 1 + 1e-9 for level in config.chances):
+        raise ConfigError(
+            f"drafter.chances is {config.chances}; give for each depth a list of chances by rank, which add up to 1 at "
+            f"most"
+        )
+    if config.concentration is not None and (config.chances or not 0 < config.p < 1):
+        raise ConfigError(
+            f"drafter.concentration spreads drafter.p, which is {config.p}, over requests; give a p between 0 and 1 "
+            f"without drafter.chances, or leave out drafter.concentration"
+        )
+
+
+def _nodes(branches: Seq[int], chances: Seq[Seq[float]]) -> list[tuple[int, int, int]]:
+    """Depth, rank and parent of each node of a tree, the likeliest first."""
+    level, paths = list[_Path]([((), 1.0)]), list[_Path]()
+    for depth, width in enumerate(branches):
+        shares = [*chances[min(depth, len(chances) - 1)], *[0.0] * width]
+        level = [((*path, rank), worth * shares[rank]) for path, worth in level for rank in range(width)]
+        paths += level
+    ordered = [path for path, _ in sorted(paths, key=lambda pair: -pair[1])]  # stable: parents before children
+    numbers = {path: number for number, path in enumerate(ordered)}
+    return [(len(path), path[-1], numbers.get(path[:-1], -1)) for path in ordered]
+
+
+def _described(config: ReplayConfig) -> str:
+    """The source of the drafts, in words."""
+    spread = "" if config.concentration is None else f" (Beta of each request, {config.concentration:g})"
+    by_chance = "" if config.p else " (right by chance at most)"
+    law = f"{config.chances} by depth and rank" if config.chances else f"p = {config.p:g}{spread}{by_chance}"
+    trees = f"trees of {' × '.join(map(str, config.branches))}"
+    shape = trees if config.branches else f"{config.num_speculative_tokens} drafted"
+    where = "" if config.coverage == 1 else f" at {config.coverage:.0%} of positions"
+    return f"acceptance drawn: {law}, {shape}{where}"
 
 
 class _Known(msgspec.Struct):

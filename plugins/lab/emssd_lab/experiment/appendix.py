@@ -10,12 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from emssd.decoding.scheduler import StaticScheduler
-from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError
-from emssd_lab.simulate.curves import Roofline
-from emssd_lab.simulate.simulator import Simulator
-from emssd_lab.simulate.traces import geometric_trace
 
 __all__ = ["appendix_points"]
 
@@ -68,38 +63,29 @@ def expected(pmf: _Array, batch_size: int) -> Expected:
     return Expected(tau_max, max(0.0, tau_max - float(lengths @ pmf)), max(0.0, padding_ratio))
 
 
-_NO_TIME = Roofline(0.0, 0.0, 0.0, 1.0, 1.0)
-
-
 def appendix_points(
     chances: Iterable[float], batch_sizes: Seq[int], *, max_acceptance: int = 8, num_steps: int = 2000, seed: int = 0
 ) -> list[dict[str, Any]]:
     """All pairs of p and batch size, each with a seed of its own, counted up from `seed`.
 
     A point has ``p``, ``batch_size``, the expected values (``exact``), and for each of these the ``mean`` over
-    simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps.
+    simulated steps and its standard ``error``, which is the steps' sample standard deviation ÷ √steps. In a simulated
+    step, a coin for each drafted token of each row says whether it is right; a row's τ ends at its first wrong token.
 
     Args:
         max_acceptance: the longest τ, one more than the tokens drafted; the paper's figure has 8.
-        num_steps: at least 2, of a static batch whose rows are long enough to be there in all of them.
+        num_steps: simulated steps, at least 2.
     """
     points = []
     for number, (batch_size, p) in enumerate(product(batch_sizes, list(chances))):
-        trace = geometric_trace(
-            p,
-            batch_size,
-            num_speculative_tokens=max_acceptance - 1,
-            max_new_tokens=max_acceptance * (num_steps + 1),
-            seed=seed + number,
-        )
-        run = Simulator(trace, StaticScheduler(batch_size), FixedBudget(), _NO_TIME).run(num_steps)
-        taus = np.asarray([step.acceptance for step in run.steps], dtype=np.float64)
+        exact = expected(acceptance_pmf(p, max_acceptance), batch_size)._asdict()
+        coins = np.random.default_rng(seed + number).random((num_steps, batch_size, max_acceptance - 1)) < p
+        taus = 1.0 + np.logical_and.accumulate(coins, axis=2).sum(axis=2)
         longest = taus.max(axis=1)
         padding = longest - taus.mean(axis=1)
         simulated = {
             name: {"mean": float(values.mean()), "error": float(values.std(ddof=1)) / num_steps**0.5}
             for name, values in zip(Expected._fields, (longest, padding, padding / longest), strict=True)
         }
-        exact = expected(acceptance_pmf(p, max_acceptance), batch_size)._asdict()
         points.append({"p": p, "batch_size": batch_size, "exact": exact, "simulated": simulated})
     return points
