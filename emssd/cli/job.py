@@ -19,9 +19,8 @@ from emssd.cli.console import print_check, print_failures, print_report, print_t
 from emssd.cli.intake import Failures, check_options, make_engine, most_steps, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
-from emssd.cli.provenance import description, versions
+from emssd.cli.provenance import description, setting_of, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
-from emssd.cli.setting import setting_of
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TerminalStream
 from emssd.cli.turns import Turns, check_metrics, compared, ratio_interval

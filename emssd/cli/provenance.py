@@ -1,7 +1,11 @@
-"""Provenance of a result: command, commit, versions, machine, and the best rates of that machine."""
+"""Provenance of a result: command, commit, versions, machine and its best rates; and the words for a run.
+
+The words are its plugins with their options, and every option that is not its default.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import platform
@@ -11,6 +15,7 @@ import subprocess
 import sys
 import timeit
 from collections.abc import Callable
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,13 +23,18 @@ from typing import Any
 import torch
 
 from emssd.cli.config import RunConfig
-from emssd.cli.setting import label_of, setting_of
 from emssd.decoding.engine import Engine
 from emssd.hooks.registry import KINDS, Registry
 
-__all__ = ["commit", "description", "hardware", "machine_rates", "processor", "provenance", "versions"]
+__all__ = [
+    "AROUND", "changed", "changed_of_run", "commit", "description", "hardware", "label_of", "machine_rates",
+    "processor", "provenance", "setting_of", "versions",
+]  # fmt: skip
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the speed of arithmetic depends
+AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures", "details"})
+"""Options that say where a run goes and how it is shown."""
+_APART = {"drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check", "data.name"}
 
 
 def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -58,6 +68,42 @@ def description(config: RunConfig, engine: Engine, registry: Registry) -> dict[s
         "hardware": machine,
         "compiled": target.why_compiled,
         "batch_invariance": engine.runner.batch_invariance,
+    }
+
+
+def label_of(options: Any) -> str:
+    """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
+    values = [f"{name}={value}" for name, value in changed(options).items() if name != "name"]
+    return f"{options.name}({', '.join(values)})" if values else str(options.name)
+
+
+def changed(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not the defaults; those without a default are among them."""
+    values = {}
+    for field in dataclasses.fields(options):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        value = getattr(options, field.name)
+        if value != default:
+            values[field.name] = value.value if isinstance(value, Enum) else value
+    return values
+
+
+def changed_of_run(config: RunConfig) -> dict[str, Any]:
+    """The same of a run, its model, its data and its sampling, under full names such as ``model.path``."""
+    groups = {"": config, "model.": config.model, "data.": config.data, "sampling.": config.sampling}
+    return {f"{group}{name}": value for group, part in groups.items() for name, value in changed(part).items()}
+
+
+def setting_of(config: RunConfig) -> dict[str, Any]:
+    """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
+    equal = {name: value for name, value in changed_of_run(config).items() if name not in AROUND | _APART}
+    equal |= {"backend": label_of(config.backend), "data": config.data.name}
+    return {
+        "drafter": label_of(config.drafter) if config.speculate else "none",
+        "budget": label_of(config.budget),
+        "batch_size": config.batch_size,
+        "options": sorted(f"{name}={value}" for name, value in equal.items()),
     }
 
 

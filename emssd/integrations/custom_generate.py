@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
@@ -215,10 +216,8 @@ class Call:
 
     def with_new(self, rows: Seq[Seq[int]]) -> torch.Tensor:
         """``[B, n + longest]``: the inputs and the new tokens of each row, padded on the right."""
-        new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad, dtype=torch.int64)
-        for row, tokens in enumerate(rows):
-            new[row, : len(tokens)] = torch.tensor(tokens, device=new.device)
-        return torch.cat([self.input_ids, new], dim=1)
+        new = pad_sequence([torch.tensor(tokens, dtype=torch.int64) for tokens in rows], True, self.pad)
+        return torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=1)
 
 
 def _all_of_one_length(

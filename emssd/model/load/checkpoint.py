@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, gguf_of, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
-from emssd.model.hf.refusals import check_config, resolve_max_model_len
-from emssd.model.hf.sharding import count_heads, shards_of
+from emssd.model.hf.device_map import count_heads, shards_of
+from emssd.model.hf.refusals import check_config, check_quantized, resolve_max_model_len
 from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
 from emssd.model.load.gguf_model import converted_folder, load_packed, name_model, read_rotary
-from emssd.model.load.quantized import check_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,8 +14,7 @@ from emssd.errors import ConfigError, OutOfMemoryError
 from emssd.errors.faults import described
 from emssd.model.compile.linears import lay_together
 from emssd.model.compile.packed import round_drafter, round_weights
-from emssd.model.hf.device_map import check_device_map
-from emssd.model.hf.sharding import check_heads
+from emssd.model.hf.device_map import check_device_map, check_heads
 from emssd.model.load.checkpoint import load_checkpoint
 from emssd.model.run.parallel import join
 from emssd.model.run.target import TargetModel

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emssd.data.files import atomic_file
+from emssd.cli.lines_file import atomic_file
 from emssd.errors import PluginError
 
 if TYPE_CHECKING:
