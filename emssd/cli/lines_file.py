@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, TypeVar
 from emssd.data.typed import read_json, typed
 from emssd.errors import OutputError
 
-__all__ = ["LinesFile", "atomic_file", "whole_file"]
+__all__ = ["LinesFile", "whole_file"]
 
 _Row = TypeVar("_Row")
 
@@ -161,26 +161,21 @@ class LinesFile:
 
 
 @contextmanager
-def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the body ends; if that fails, `path` stays as it was."""
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the body ends; if that fails, `path` stays as it was.
+
+    Raises OutputError: it cannot be written.
+    """
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("wb") as file:
             yield file
         part.replace(path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             part.unlink()
-        raise
-
-
-@contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """As `atomic_file`. Raises OutputError: it cannot be written."""
-    try:
-        with atomic_file(path) as file:
-            yield file
-    except OSError as error:
+        if not isinstance(error, OSError):
+            raise
         raise OutputError(
             f"cannot write {path}: {error.strerror}; finished rows stay in {path.parent}, and resume=true keeps them"
         ) from error

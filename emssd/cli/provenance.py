@@ -17,6 +17,7 @@ import timeit
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -109,16 +110,7 @@ def setting_of(config: RunConfig) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of the packages that a result depends on."""
-    from importlib.metadata import version
-
-    import transformers
-
-    return {
-        "emssd": version("emssd"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    return {name: version(name) for name in ("emssd", "torch", "transformers")} | {"python": platform.python_version()}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:

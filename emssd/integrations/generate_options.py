@@ -132,11 +132,8 @@ def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 
 def token_ids(value: Any) -> list[int]:
     """A field of one token or of several as a list."""
-    if value is None:
-        return []
-    if isinstance(value, torch.Tensor):
-        return [int(token) for token in value.flatten().tolist()]
-    return [value] if isinstance(value, int) else list(value)
+    ids: list[int] = torch.as_tensor([] if value is None else value).flatten().tolist()
+    return ids
 
 
 def _has_no_effect(processor: Any, width: int) -> bool:
@@ -186,11 +183,9 @@ class Criteria:
         """Whether the row ends here; as in Transformers, a stop string may begin in the prompt."""
         seen = [*self._padding, *tokens] if len(tokens) < self._window else tokens
         ids = torch.tensor([seen[-self._window :]])
-        ended = [bool(item(ids, None)[0]) for item in self._criteria]
-        self.time_is_over = any(
-            over for item, over in zip(self._criteria, ended, strict=True) if type(item) is ends.MaxTimeCriteria
-        )
-        return any(ended)
+        met = [type(item) for item in self._criteria if item(ids, None)[0]]
+        self.time_is_over = ends.MaxTimeCriteria in met
+        return bool(met)
 
     def text_before(self, output: Seq[int]) -> str:
         """Nothing: `generate` gives ids, and nobody reads a text."""

@@ -195,11 +195,7 @@ class CompiledForward(ProvenProgram):
         logits_to_keep = in_one_row(logits_to_keep, batch, num_tokens)
         layers = self._target.layers
         inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
-
-        def attend_layer(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend(layer, layers[layer], query, key, value)
-
-        logits, *states = self._program(inputs, attend_layer, step)
+        logits, *states = self._program(inputs, lambda layer, *qkv: attend(layer, layers[layer], *qkv), step)
         for index, values in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
                 hidden[index] = values.view(batch, num_tokens, -1)

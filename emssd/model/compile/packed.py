@@ -117,6 +117,7 @@ class _Packed(nn.Module):
     """A module whose weight is a stand-in, so its state is none to save. Copies and other dtypes have stand-ins too."""
 
     weight: torch.Tensor
+    panels: torch.Tensor
 
     def _save_to_state_dict(self, *_: Any) -> None:
         raise ConfigError("a packed model cannot be saved; save the model that it was made of")
@@ -150,16 +151,12 @@ class PackedLinear(_Packed, nn.Linear):
         weight: has the shape and dtype of the weight, takes no memory, and is NaN throughout: it is not to be read.
     """
 
-    panels: torch.Tensor
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         return load_kernels().packed_linear.default(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
 
 
 class PackedEmbedding(_Packed, nn.Embedding):
     """An embedding whose table is packed; see `PackedLinear`. Its rows are those of `Rounded.dense`."""
-
-    panels: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
         rows: torch.Tensor = load_kernels().packed_embedding.default(input, self.panels, self.embedding_dim)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -38,12 +38,9 @@ def find_streams(target: HookedModel) -> Streams:
     decoder, layers = _decoder(target.model)
     rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)
 
-    def note(is_input: bool, index: int) -> Callable[[Any], None]:
-        def keep(value: Any) -> None:
-            states = stream_of(value)
-            notes.append(_Noted(is_input, index, type(value), states, states.clone()))
-
-        return keep
+    def note(is_input: bool, index: int, value: Any) -> None:
+        states = stream_of(value)
+        notes.append(_Noted(is_input, index, type(value), states, states.clone()))
 
     def note_call(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if arguments and isinstance(output, torch.Tensor):
@@ -52,9 +49,9 @@ def find_streams(target: HookedModel) -> Streams:
     inside = {decoder}.union(*(layer.modules() for layer in layers))
     with ExitStack() as hooks, target.lock, running(target):
         for index, layer in enumerate(layers):
-            hooks.enter_context(hear_input(layer, note(True, index)))
-            hooks.enter_context(hear_output(layer, note(False, index)))
-        hooks.enter_context(hear_output(decoder, note(False, last)))
+            hooks.enter_context(hear_input(layer, partial(note, True, index)))
+            hooks.enter_context(hear_output(layer, partial(note, False, index)))
+        hooks.enter_context(hear_output(decoder, partial(note, False, last)))
         for module in decoder.modules():
             if module not in inside:
                 hooks.enter_context(module.register_forward_hook(only_here(note_call)))

@@ -79,21 +79,19 @@ def load_checkpoint(
         accept(tokenizer)
     problem = "Transformers cannot make the model of its config.json and weights"
     with _explained(path, problem, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
-        where: dict[str, Any] = {} if options.device_map is None else {"device_map": options.device_map}
         if file is not None and packed:
-            loaded: Any = load_packed(file, config, dtype or torch.bfloat16)
+            model, info = load_packed(file, config, dtype or torch.bfloat16)
         else:
-            loaded = AutoModelForCausalLM.from_pretrained(
+            model, info = AutoModelForCausalLM.from_pretrained(
                 source if file is None else file.parent,
                 dtype=dtype or ("auto" if file is None else torch.bfloat16),
                 trust_remote_code=trust,
                 ignore_mismatched_sizes=True,  # judged below, by name
                 output_loading_info=True,
-                **where,
+                device_map=options.device_map,
                 **({} if file is None else {"gguf_file": file.name, "config": config}),
                 **shards,
             )
-    model, info = loaded
     _check_whole(path, info)
     if file is not None:
         name_model(model, file)
