@@ -13,7 +13,7 @@ from torch import nn
 from emssd.attention import additive_mask, masked_attention
 from emssd.errors import CompileError
 from emssd.model.compile import tracing
-from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile.compilable import Compiling
 from emssd.model.compile.compiled import ProvenProgram, sources
 from emssd.model.compile.fingerprint import fingerprint
 from emssd.model.compile.packed import round_drafter
