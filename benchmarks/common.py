@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from emssd.cli.provenance import provenance
+from emssd_lab.provenance import provenance
 
 __all__ = ["best_ms", "in_large_pages", "make_parser", "save", "show"]
 

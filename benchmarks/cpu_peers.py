@@ -30,7 +30,7 @@ from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
-from emssd.cli.provenance import provenance
+from emssd_lab.provenance import provenance
 from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.errors import EmssdError, PromptError

@@ -1,4 +1,4 @@
-"""Provenance of a result: command, commit, versions, machine and its best rates; and the words for a run.
+"""Provenance of a result: versions, machine and its best rates; and the words for a run.
 
 The words are its plugins with their options, and every option that is not its default.
 """
@@ -6,13 +6,9 @@ The words are its plugins with their options, and every option that is not its d
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import os
 import platform
 import re
-import shlex
-import subprocess
-import sys
 import timeit
 from collections.abc import Callable
 from enum import Enum
@@ -28,28 +24,14 @@ from emssd.decoding.engine import Engine
 from emssd.hooks.registry import KINDS, Registry
 
 __all__ = [
-    "AROUND", "changed", "changed_of_run", "commit", "description", "hardware", "label_of", "machine_rates",
-    "processor", "provenance", "setting_of", "versions",
+    "AROUND", "changed", "changed_of_run", "description", "hardware", "label_of", "machine_rates", "setting_of",
+    "versions",
 ]  # fmt: skip
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the speed of arithmetic depends
 AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures", "details"})
 """Options that say where a run goes and how it is shown."""
 _APART = {"drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check", "data.name"}
-
-
-def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Command, commit, date, versions and hardware of this process, for a result that is kept."""
-    rates = dict(zip(("bytes_per_second", "flops_per_second"), machine_rates(device, dtype), strict=True))
-    script = Path(sys.argv[0]).name
-    program = ["-m", "emssd"] if script in ("__main__.py", "emssd") else [script]
-    return {
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "hardware": hardware(device) | rates,
-    }
 
 
 def description(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
@@ -121,20 +103,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
     }
-
-
-@cache
-def commit() -> str | None:
-    """The checkout that this code runs from, ``-dirty`` if it was changed; ``None`` for an installed wheel."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        return subprocess.check_output(
-            ["git", "describe", "--always", "--dirty"], cwd=root, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a repository that it trusts
-        return None
 
 
 def processor() -> str:

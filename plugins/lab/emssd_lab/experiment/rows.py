@@ -16,9 +16,10 @@ from emssd.cli.busy import BUSY_SHARE
 from emssd.cli.config import RunConfig, no_size
 from emssd.cli.jobs import SweptRun
 from emssd.cli.lines_file import LinesFile
-from emssd.cli.provenance import AROUND, changed_of_run, label_of, provenance
+from emssd.cli.provenance import AROUND, changed_of_run, label_of
 from emssd.errors import ConfigError
 from emssd_lab.costs import Costs
+from emssd_lab.provenance import provenance
 from emssd_lab.report.rows import parse
 from emssd_lab.simulate.appendix import appendix_points
 
