@@ -69,9 +69,12 @@ def check_processors(config: GenerationConfig, processors: Iterable[Any] | None,
     """
     seen, others = set[type](), list[str]()
     for processor in processors or ():
-        if not _has_no_effect(processor, width) and (type(processor) in seen or not _is_of(processor, config, padding)):
-            others.append(type(processor).__name__)
-        seen.add(type(processor))
+        kind = type(processor)
+        has_no_effect = kind is of.LogitNormalization  # probabilities are normalised anyway
+        has_no_effect |= kind is of.MinLengthLogitsProcessor and processor.min_length <= width
+        if not has_no_effect and (kind in seen or not _is_of(processor, config, padding)):
+            others.append(kind.__name__)
+        seen.add(kind)
     if others:
         raise ConfigError(
             f"emssd.custom_generate applies no logits processors but those of its sampling options; these were asked "
@@ -134,12 +137,6 @@ def token_ids(value: Any) -> list[int]:
     """A field of one token or of several as a list."""
     ids: list[int] = torch.as_tensor([] if value is None else value).flatten().tolist()
     return ids
-
-
-def _has_no_effect(processor: Any, width: int) -> bool:
-    if type(processor) is of.MinLengthLogitsProcessor:
-        return bool(processor.min_length <= width)
-    return type(processor) is of.LogitNormalization  # probabilities are normalised anyway
 
 
 def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:

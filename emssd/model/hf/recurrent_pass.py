@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -143,9 +143,8 @@ class StatePass:
         slots = self._slots_of(layer, kept.new_zeros(0, heads, num_keys, num_values))
         if slots.device.type == "cpu" and why_unavailable() is None:
             tables, rates = self._step.tables(), rates if rates is None else rates.contiguous()
-            return cast(
-                "torch.Tensor", load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
-            )
+            out: torch.Tensor = load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
+            return out
         paths = sorted(self._step.paths, key=lambda path: -len(path.inputs))
         starts = torch.tensor([path.slot for path in paths], device=kept.device)
         state = slots[starts.clamp_min(0)].masked_fill((starts < 0)[:, None, None, None], 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,17 +22,15 @@ def rounded_of(blocks: torch.Tensor, kind: str) -> Rounded:
     """
     size, unpack = KINDS[kind]
     rows, piece = len(blocks), max(1, _PIECE // blocks.shape[1])
-    values, scale, minimum = wholes = [
+    wholes: list[Any] = [
         None if part is None else part.new_empty(rows, part.numel()) for part in unpack(blocks[:1].view(-1, size))
     ]
     for start in range(0, rows, piece):
         parts = unpack(blocks[start : start + piece].reshape(-1, size))
         for whole, part in zip(wholes, parts, strict=True):
-            if whole is not None and part is not None:
+            if part is not None:
                 whole[start : start + piece] = part.reshape(-1, whole.shape[1])
-    assert values is not None
-    assert scale is not None
-    return Rounded(values, scale, minimum, bits=4 if kind.startswith("Q4") else 8)
+    return Rounded(*wholes, bits=4 if kind.startswith("Q4") else 8)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
@@ -52,10 +51,6 @@ def _integers(low: torch.Tensor, width: int, above: torch.Tensor | None = None, 
     return (values if above is None else values | above << 4).view(torch.int8) - less
 
 
-def _scale(blocks: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return _half(blocks, 0), None
-
-
 def _scale_and_minimum(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(blocks, 0).float(), _half(blocks, 2).float()
 
@@ -74,11 +69,11 @@ def _q6_k(blocks: torch.Tensor) -> _Parts:
 
 
 KINDS: dict[str, tuple[int, Callable[[torch.Tensor], _Parts]]] = {
-    "Q4_0": (18, lambda data: (_integers(data[:, 2:], 16, less=8), *_scale(data))),
+    "Q4_0": (18, lambda data: (_integers(data[:, 2:], 16, less=8), _half(data, 0), None)),
     "Q4_1": (20, lambda data: (_integers(data[:, 4:], 16), *_scale_and_minimum(data))),
-    "Q5_0": (22, lambda data: (_integers(data[:, 6:], 16, _fields(data[:, 2:6], 1, 1), less=16), *_scale(data))),
+    "Q5_0": (22, lambda data: (_integers(data[:, 6:], 16, _fields(data[:, 2:6], 1, 1), less=16), _half(data, 0), None)),
     "Q5_1": (24, lambda data: (_integers(data[:, 8:], 16, _fields(data[:, 4:8], 1, 1)), *_scale_and_minimum(data))),
-    "Q8_0": (34, lambda data: (data[:, 2:].view(torch.int8), *_scale(data))),
+    "Q8_0": (34, lambda data: (data[:, 2:].view(torch.int8), _half(data, 0), None)),
     "Q4_K": (144, lambda data: (_integers(data[:, 16:], 32), *_k_scales(data))),
     "Q5_K": (176, lambda data: (_integers(data[:, 48:], 32, _fields(data[:, 16:48], 1, 32)), *_k_scales(data))),
     "Q6_K": (210, _q6_k),
