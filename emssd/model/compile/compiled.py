@@ -193,10 +193,8 @@ class CompiledForward(ProvenProgram):
         """
         batch, num_tokens = input_ids.shape
         logits_to_keep = in_one_row(logits_to_keep, batch, num_tokens)
-        inputs = [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
-        logits, *states = self._program(
-            inputs, lambda layer, *qkv: attend(layer, self._target.layers[layer], *qkv), step
-        )
+        layers, inputs = self._target.layers, [input_ids.view(1, -1), position_ids.view(1, -1), logits_to_keep]
+        logits, *states = self._program(inputs, lambda layer, *qkv: attend(layer, layers[layer], *qkv), step)
         for index, values in zip(self.hidden, states, strict=True):
             if hidden is not None and index in hidden:
                 hidden[index] = values.view(batch, num_tokens, -1)
