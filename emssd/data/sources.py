@@ -110,9 +110,9 @@ def demo_prompts(config: DemoConfig) -> list[Prompt]:
     from emssd.data import demo
 
     prompts = [(prompt, prompt.prompt_id.rpartition("-")[2]) for prompt in demo.prompts()]
-    if config.kind not in (kinds := {kind for _, kind in prompts} | {None}):
-        possible = ", ".join(sorted(filter(None, kinds)))
-        raise ConfigError(f"data.kind is {config.kind!r}; the demo has prompts of the kinds {possible}")
+    kinds = sorted({kind for _, kind in prompts})
+    if config.kind not in (None, *kinds):
+        raise ConfigError(f"data.kind is {config.kind!r}; the demo has prompts of the kinds {', '.join(kinds)}")
     return [prompt for prompt, kind in prompts if config.kind in (None, kind)][: config.limit]
 
 
