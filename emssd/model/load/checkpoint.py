@@ -80,9 +80,9 @@ def load_checkpoint(
     problem = "Transformers cannot make the model of its config.json and weights"
     with _explained(path, problem, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
         if file is not None and packed:
-            model, info = load_packed(file, config, dtype or torch.bfloat16)
+            loaded: Any = load_packed(file, config, dtype or torch.bfloat16)
         else:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded = AutoModelForCausalLM.from_pretrained(
                 source if file is None else file.parent,
                 dtype=dtype or ("auto" if file is None else torch.bfloat16),
                 trust_remote_code=trust,
@@ -92,6 +92,7 @@ def load_checkpoint(
                 **({} if file is None else {"gguf_file": file.name, "config": config}),
                 **shards,
             )
+    model, info = loaded
     _check_whole(path, info)
     if file is not None:
         name_model(model, file)

@@ -30,7 +30,8 @@ def rounded_of(blocks: torch.Tensor, kind: str) -> Rounded:
         for whole, part in zip(wholes, parts, strict=True):
             if part is not None:
                 whole[start : start + piece] = part.reshape(-1, whole.shape[1])
-    return Rounded(*wholes, bits=4 if kind.startswith("Q4") else 8)
+    values, scale, minimum = wholes
+    return Rounded(values, scale, minimum, bits=4 if kind.startswith("Q4") else 8)
 
 
 def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
