@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emssd_lab.provenance import provenance
 from rich.console import Console
 from rich.table import Table
-
-from emssd.cli.provenance import provenance
 
 __all__ = ["best_ms", "in_large_pages", "make_parser", "save", "show"]
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from emssd_lab.provenance import provenance
 from peers.comparison import Comparison, references_of
 from peers.figures import figures, speed_table
 from peers.protocol import COPIED, DRAFTED, MATCHED, MODES, Request
@@ -30,7 +31,6 @@ from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
-from emssd.cli.provenance import provenance
 from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.errors import EmssdError, PromptError

@@ -44,7 +44,7 @@ from rich.console import Console
 from emssd.cli.provenance import hardware, versions
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile.linears import lay_together
-from emssd.model.load.random_weights import counting_model
+from emssd.model.load.loading import counting_model
 
 Piece = tuple[str, Callable[[], dict[str, Any]]]
 

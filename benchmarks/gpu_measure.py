@@ -24,7 +24,7 @@ from emssd.drafting import Drafter
 from emssd.errors import PluginError
 from emssd.hooks.registry import Registry
 from emssd.model import CausalLMRunner, TargetModel
-from emssd.model.load.random_weights import counted_on
+from emssd.model.load.loading import counted_on
 from emssd.sequences import Request
 from tests.support.logged_steps import logged_steps
 from tests.support.reference_kernels import ReferenceKernels, rerun

@@ -106,9 +106,8 @@ def _compose(jobs: Jobs, registry: Registry) -> list[_Composed]:
             options = jobs.attempt(swept, partial(to_options, config, registry, is_sweep=is_sweep))
             if options is None:
                 return
-            plugins = {kind: getattr(options, kind).name for kind in KINDS}
-            choices = {kind: hydra_config.runtime.choices.get(kind, name) for kind, name in plugins.items()}
-            presets = {f"{kind}={name}": f"{kind}={choices[kind]}" for kind, name in plugins.items()}
+            plugins, chosen = {kind: getattr(options, kind).name for kind in KINDS}, hydra_config.runtime.choices
+            presets = {f"{kind}={name}": f"{kind}={chosen.get(kind, name)}" for kind, name in plugins.items()}
             if options.experiment is not None and not target.endswith(_IN_ORDER):
                 raise ConfigError(
                     "an experiment compares runs that follow one another in one process, and its launcher is "

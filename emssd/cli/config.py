@@ -20,7 +20,6 @@ from emssd.errors.faults import described
 from emssd.errors.ranges import AtLeastOne, Meta
 from emssd.hooks import PromptSourceSpec
 from emssd.hooks.registry import KINDS, Registry
-from emssd.hooks.structured import structured
 from emssd.sampling import SamplingParams
 
 __all__ = [
@@ -35,6 +34,7 @@ __all__ = [
     "no_size",
     "prompt_source",
     "register_configs",
+    "structured",
 ]
 
 STDOUT = "-"  # as output_dir
@@ -243,6 +243,17 @@ def conf_dir() -> Path:
     package = Path(__file__).parents[1]
     packaged = package / "conf"
     return packaged if packaged.is_dir() else package.parent / "conf"
+
+
+def structured(options: type) -> DictConfig:
+    """The dataclass `options` as OmegaConf's structured config; one of them that is a dictionary takes any key. Raises
+    OmegaConfBaseException: a field's type or default that cannot be.
+    """
+    node: DictConfig = OmegaConf.structured(options)
+    for _, child in node.items_ex(resolve=False):
+        if isinstance(child, DictConfig) and OmegaConf.get_type(child) is dict:
+            OmegaConf.set_struct(child, False)
+    return node
 
 
 def register_configs(registry: Registry, *, runnable: bool = False) -> None:

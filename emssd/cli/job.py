@@ -19,9 +19,8 @@ from emssd.cli.console import print_check, print_failures, print_report, print_t
 from emssd.cli.intake import Failures, check_options, make_engine, most_steps, num_samples, prompts_of, to_requests
 from emssd.cli.output import OutputFolder
 from emssd.cli.progress import Bar, loading_shown, show_messages
-from emssd.cli.provenance import description, versions
+from emssd.cli.provenance import description, setting_of, versions
 from emssd.cli.resume import check_compiled, check_model, made_with, unfinished, were_compiled
-from emssd.cli.setting import setting_of
 from emssd.cli.terminal import plain_console
 from emssd.cli.text_stream import TerminalStream
 from emssd.cli.turns import Turns, check_metrics, compared, ratio_interval
@@ -86,9 +85,9 @@ def run_job(
         output = OutputFolder(path, resume=config.resume, overwrite=config.overwrite, answers=answers)
     with output:
         run = _Run(config, config_text, registry, models, output, brief)
-        has_rows, *read = group.made_by_first(run.read_prompts)
+        read = group.made_by_first(run.read_prompts)
         run.prompts, run.left, run.failures.prompts, output.finished, output.made_with = read
-        return run.decode(alone=alone) if has_rows else run.end_without_rows()
+        return run.decode(alone=alone) if run.left else run.end_without_rows()
 
 
 @dataclass
@@ -109,8 +108,8 @@ class _Run:
         self.failures = Failures(self.config.on_error, answers=self.source.write_answers is not None)
 
     def read_prompts(self) -> tuple[Any, ...]:
-        """Read and check all prompts before anything is loaded. Returns whether a row is left to do, the prompts,
-        the prompts with rows to do, failed prompts, and the `finished` and `made_with` of the output.
+        """Read and check all prompts before anything is loaded. Returns them, those with rows to do, those that failed,
+        and the `finished` and `made_with` of the output.
         """
         config, output = self.config, self.output
         self.prompts = self.failures.passed(prompts_of(config, self.registry))
@@ -125,7 +124,7 @@ class _Run:
                 f"check={config.check.value} compares the rows that a run decodes, and {output.path} holds all; "
                 f"leave check= out, or decode them again with overwrite=true"
             )
-        return bool(self.left), self.prompts, self.left, self.failures.prompts, output.finished, output.made_with
+        return self.prompts, self.left, self.failures.prompts, output.finished, output.made_with
 
     def decode(self, *, alone: bool) -> JobResult:
         config, output = self.config, self.output

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -90,13 +90,8 @@ class Jobs:
         self.config = DictConfig({})
         self.group: Any = None
         self._registry = registry
+        self._models: ModelCache | None = None
         self._num_done, self._errors = 0, list[str]()
-
-    @cached_property
-    def _models(self) -> ModelCache:
-        from emssd.model.load.loading import ModelCache  # here, because it brings torch, which --help does not need
-
-        return ModelCache()
 
     @property
     def is_silent(self) -> bool:
@@ -118,9 +113,11 @@ class Jobs:
     def run(self, config: RunConfig, config_text: str, output_dir: Path, swept: SweptRun | None = None) -> None:
         """One run with its own tables; or one of a sweep, which callbacks may have done before."""
         group = self._join(config)
-        from emssd.cli.intake import check_options
+        from emssd.cli.intake import check_options  # here, because these bring torch, which --help does not need
         from emssd.cli.job import run_job
+        from emssd.model.load.loading import ModelCache
 
+        self._models = self._models or ModelCache()
         is_compared = False
         if swept is not None and config.experiment is not None:
             is_compared, run = True, swept

@@ -10,7 +10,6 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from emssd.data.files import atomic_file, is_at, lock
 from emssd.data.typed import read_json, typed
 from emssd.errors import OutputError
 
@@ -163,14 +162,45 @@ class LinesFile:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """As `atomic_file`. Raises OutputError: it cannot be written."""
+    """A file that takes the place of `path` when the body ends; if that fails, `path` stays as it was.
+
+    Raises OutputError: it cannot be written.
+    """
+    part = path.with_name(f"{path.name}.part")
     try:
-        with atomic_file(path) as file:
+        with part.open("wb") as file:
             yield file
-    except OSError as error:
+        part.replace(path)
+    except BaseException as error:
+        with suppress(OSError):
+            part.unlink()
+        if not isinstance(error, OSError):
+            raise
         raise OutputError(
             f"cannot write {path}: {error.strerror}; finished rows stay in {path.parent}, and resume=true keeps them"
         ) from error
+
+
+def lock(file: int) -> None:
+    """Lock an open file until it is closed or this process ends. Raises BlockingIOError: another process holds the
+    lock. On a system without locks, two processes at once are the user's to avoid.
+    """
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except (ImportError, OSError):  # not a Unix system, or a file system without locks
+        pass
+
+
+def is_at(path: Path, file: int) -> bool:
+    """Whether the open `file` is the one at `path`."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _opened_alone(path: Path) -> FileIO:

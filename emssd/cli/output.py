@@ -16,7 +16,7 @@ import msgspec
 from emssd.cli.config import STDOUT, changed_options
 from emssd.cli.lines_file import LinesFile, whole_file
 from emssd.data.prompts import FailedPrompt, Prompt
-from emssd.data.typed import read_json
+from emssd.data.typed import object_in, read_json
 from emssd.errors import ConfigError, OutputError
 from emssd.sequences import FinishReason, Generation, TokenLogprob
 
@@ -130,11 +130,7 @@ class OutputFolder:
 
     def read_metrics(self) -> dict[str, Any]:
         """The ``metrics.json`` that is there; empty if the run was interrupted before it was written."""
-        try:
-            metrics = read_json((self.path / "metrics.json").read_bytes())
-        except (OSError, ValueError):
-            return {}
-        return metrics if isinstance(metrics, dict) else {}
+        return object_in(self.path / "metrics.json")
 
     def write_metrics(self, metrics: dict[str, Any]) -> None:
         """Write ``metrics.json``, which tells that all rows are there. Raises OutputError: they are not."""

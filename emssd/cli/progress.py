@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 if TYPE_CHECKING:  # it brings torch, which --help does not need
-    from emssd.model.compile.compile_time import Compiling
+    from emssd.model.compile.compilable import Compiling
 
 __all__ = ["Bar", "loading_shown", "show_messages", "time_left"]
 

@@ -1,44 +1,37 @@
-"""Provenance of a result: command, commit, versions, machine, and the best rates of that machine."""
+"""Provenance of a result: versions, machine and its best rates; and the words for a run.
+
+The words are its plugins with their options, and every option that is not its default.
+"""
 
 from __future__ import annotations
 
-import datetime
+import dataclasses
 import os
 import platform
 import re
-import shlex
-import subprocess
-import sys
 import timeit
 from collections.abc import Callable
+from enum import Enum
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from emssd.cli.config import RunConfig
-from emssd.cli.setting import label_of, setting_of
 from emssd.decoding.engine import Engine
 from emssd.hooks.registry import KINDS, Registry
 
-__all__ = ["commit", "description", "hardware", "machine_rates", "processor", "provenance", "versions"]
+__all__ = [
+    "AROUND", "changed", "changed_of_run", "description", "hardware", "label_of", "machine_rates", "setting_of",
+    "versions",
+]  # fmt: skip
 
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # on which the speed of arithmetic depends
-
-
-def provenance(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Command, commit, date, versions and hardware of this process, for a result that is kept."""
-    rates = dict(zip(("bytes_per_second", "flops_per_second"), machine_rates(device, dtype), strict=True))
-    script = Path(sys.argv[0]).name
-    program = ["-m", "emssd"] if script in ("__main__.py", "emssd") else [script]
-    return {
-        "command": shlex.join(["python", *program, *sys.argv[1:]]),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        "versions": versions(),
-        "hardware": hardware(device) | rates,
-    }
+AROUND = frozenset({"resume", "overwrite", "output_dir", "progress", "figures", "details"})
+"""Options that say where a run goes and how it is shown."""
+_APART = {"drafter", "backend", "model", "data", "sampling", "budget", "speculate", "batch_size", "check", "data.name"}
 
 
 def description(config: RunConfig, engine: Engine, registry: Registry) -> dict[str, Any]:
@@ -61,18 +54,45 @@ def description(config: RunConfig, engine: Engine, registry: Registry) -> dict[s
     }
 
 
+def label_of(options: Any) -> str:
+    """A plugin's name, and its options where they are not the defaults: ``padded(pad_kv=False)``."""
+    values = [f"{name}={value}" for name, value in changed(options).items() if name != "name"]
+    return f"{options.name}({', '.join(values)})" if values else str(options.name)
+
+
+def changed(options: Any) -> dict[str, Any]:
+    """The fields of a dataclass that are not the defaults; those without a default are among them."""
+    values = {}
+    for field in dataclasses.fields(options):
+        make = field.default_factory
+        default = field.default if make is dataclasses.MISSING else make()
+        value = getattr(options, field.name)
+        if value != default:
+            values[field.name] = value.value if isinstance(value, Enum) else value
+    return values
+
+
+def changed_of_run(config: RunConfig) -> dict[str, Any]:
+    """The same of a run, its model, its data and its sampling, under full names such as ``model.path``."""
+    groups = {"": config, "model.": config.model, "data.": config.data, "sampling.": config.sampling}
+    return {f"{group}{name}": value for group, part in groups.items() for name, value in changed(part).items()}
+
+
+def setting_of(config: RunConfig) -> dict[str, Any]:
+    """By which runs of the command line are compared: drafter, budget and batch size, and all that must be equal."""
+    equal = {name: value for name, value in changed_of_run(config).items() if name not in AROUND | _APART}
+    equal |= {"backend": label_of(config.backend), "data": config.data.name}
+    return {
+        "drafter": label_of(config.drafter) if config.speculate else "none",
+        "budget": label_of(config.budget),
+        "batch_size": config.batch_size,
+        "options": sorted(f"{name}={value}" for name, value in equal.items()),
+    }
+
+
 def versions() -> dict[str, str]:
     """Of the packages that a result depends on."""
-    from importlib.metadata import version
-
-    import transformers
-
-    return {
-        "emssd": version("emssd"),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-    }
+    return {name: version(name) for name in ("emssd", "torch", "transformers")} | {"python": platform.python_version()}
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
@@ -83,20 +103,6 @@ def hardware(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),
     }
-
-
-@cache
-def commit() -> str | None:
-    """The checkout that this code runs from, ``-dirty`` if it was changed; ``None`` for an installed wheel."""
-    root = Path(__file__).parents[2]
-    if not (root / ".git").exists():
-        return None
-    try:
-        return subprocess.check_output(
-            ["git", "describe", "--always", "--dirty"], cwd=root, stderr=subprocess.DEVNULL, text=True
-        ).strip()
-    except (OSError, subprocess.CalledProcessError):  # no git, or not a repository that it trusts
-        return None
 
 
 def processor() -> str:

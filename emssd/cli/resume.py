@@ -12,7 +12,7 @@ from typing import Any
 from emssd.cli.config import RunConfig
 from emssd.cli.intake import num_samples, sampling_of, template_of
 from emssd.cli.output import OutputFolder, as_asked
-from emssd.cli.setting import changed
+from emssd.cli.provenance import changed
 from emssd.data.prompts import Prompt
 from emssd.errors import ConfigError, PromptError
 from emssd.model.load.checkpoint import files_of

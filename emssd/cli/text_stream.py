@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -74,15 +75,12 @@ class TextStream:
         name = self._tokenizer.convert_ids_to_tokens(tokens[-1]) or ""
         if BYTE_TOKEN.fullmatch(name) or name in self._tokenizer.all_special_tokens:
             return ""
-        before, after = (self._decoded(tokens[self._since : end]) for end in (self._until, None))
+        decode: Callable[..., str] = partial(self._tokenizer.decode, skip_special_tokens=True)
+        before, after = (decode(tokens[self._since : end]) for end in (self._until, None))
         if len(after) <= len(before) or after.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
         self._since, self._until = self._until, len(tokens)
         return after[len(before) :]
-
-    def _decoded(self, tokens: Seq[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
-        return text
 
     def _show(self, text: str, drafted: bool) -> None:
         self._shown += text

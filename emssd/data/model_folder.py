@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 from emssd.data.demo import model_path
+from emssd.data.typed import object_in
 from emssd.errors import ConfigError
 
 __all__ = ["WHAT_TO_GIVE", "cannot_load", "check_folder", "check_layers", "gguf_of", "source_of"]
@@ -81,7 +80,7 @@ def check_folder(path: str) -> None:
     if not os.path.isdir(folder):
         return
     if (folder / "adapter_config.json").is_file() and not any(folder.glob("*model*.safetensors")):
-        base = _read(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
         raise cannot_load(
             path,
             f"it holds an adapter of PEFT for {base}; give a folder with both, which "
@@ -94,7 +93,7 @@ def check_folder(path: str) -> None:
 def check_layers(path: str) -> None:
     """Refuse a config with more layers than its weights have bytes; Transformers makes lists of that length."""
     folder = Path(source_of(path))
-    config = _read(folder / "config.json")
+    config = object_in(folder / "config.json")  # to load it says what is wrong with one that is none
     parts = [config, *(part for part in [config.get("text_config")] if isinstance(part, dict))]
     most = max((part[name] for part in parts for name in _LAYERS if isinstance(part.get(name), int)), default=0)
     files = _weights(folder)
@@ -102,12 +101,3 @@ def check_layers(path: str) -> None:
         raise cannot_load(
             path, f"config.json says {most} layers, and its weights have {size} bytes; bring both from one place"
         )
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """A JSON object; an empty one in the place of anything else, as to load it says what is wrong with it."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}

@@ -109,13 +109,11 @@ def demo_prompts(config: DemoConfig) -> list[Prompt]:
     """The prompts of `data=demo`."""
     from emssd.data import demo
 
-    prompts = demo.prompts()
-    kinds = sorted({prompt.prompt_id.rpartition("-")[2] for prompt in prompts})
-    if config.kind is None:
-        return prompts[: config.limit]
-    if config.kind not in kinds:
+    prompts = [(prompt, prompt.prompt_id.rpartition("-")[2]) for prompt in demo.prompts()]
+    kinds = sorted({kind for _, kind in prompts})
+    if config.kind not in (None, *kinds):
         raise ConfigError(f"data.kind is {config.kind!r}; the demo has prompts of the kinds {', '.join(kinds)}")
-    return [prompt for prompt in prompts if prompt.prompt_id.endswith(f"-{config.kind}")][: config.limit]
+    return [prompt for prompt, kind in prompts if config.kind in (None, kind)][: config.limit]
 
 
 def random_prompts(config: RandomConfig) -> list[Prompt]:

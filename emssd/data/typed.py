@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-__all__ = ["read_json", "typed"]
+__all__ = ["object_in", "read_json", "typed"]
 
 _Kind = TypeVar("_Kind")
 _SHOWN = 40  # characters of a wrong value
@@ -44,3 +45,12 @@ def read_json(text: str | bytes) -> Any:
         raise
     except ValueError as error:  # of integers with thousands of digits; the rest of it is for programmers
         raise ValueError(str(error).partition(";")[0]) from None
+
+
+def object_in(file: Path) -> dict[str, Any]:
+    """The JSON object in a file; an empty one in the place of anything else."""
+    try:
+        value = read_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -61,9 +61,7 @@ class LevelDrafter(Drafter):
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         rows = self._begin(batch, budget)
-        if not rows:
-            return Draft.empty(len(batch))
-        return self._draft(batch, rows)
+        return self._draft(batch, rows) if rows else Draft.empty(len(batch))
 
     def _draft(self, batch: Batch, rows: Seq[GrowingRow]) -> Draft:
         self._grow_trees(rows)

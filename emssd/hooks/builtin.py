@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from emssd.data import sources
 from emssd.data.records import records_of
 from emssd.errors.ranges import AtLeastZero
-from emssd.hooks.hookspecs import BudgetSpec, PromptSourceSpec, hookimpl
+from emssd.hooks.hookspecs import BudgetSpec, PromptSourceSpec, offering
 
 if TYPE_CHECKING:
     from emssd.drafting import BudgetPolicy
@@ -29,25 +29,17 @@ class FixedBudgetConfig:
     depth: AtLeastZero | None = None
 
 
-@hookimpl
-def emssd_budget_policies() -> list[BudgetSpec]:
-    """Offer the simplest policy."""
-    return [BudgetSpec("fixed", FixedBudgetConfig, _fixed)]
-
-
-@hookimpl
-def emssd_prompt_sources() -> list[PromptSourceSpec]:
-    """Offer the built-in sources."""
-    return [
-        PromptSourceSpec("demo", sources.DemoConfig, sources.demo_prompts),
-        PromptSourceSpec("text", sources.TextConfig, sources.text_prompts),
-        PromptSourceSpec("jsonl", sources.JSONLConfig, lambda config: records_of(config.path, config)),
-        PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
-        PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
-    ]
-
-
 def _fixed(config: FixedBudgetConfig) -> BudgetPolicy:
     from emssd.drafting.budget import FixedBudget
 
     return FixedBudget(config.num_tokens, config.depth)
+
+
+emssd_budget_policies = offering(BudgetSpec("fixed", FixedBudgetConfig, _fixed))
+emssd_prompt_sources = offering(
+    PromptSourceSpec("demo", sources.DemoConfig, sources.demo_prompts),
+    PromptSourceSpec("text", sources.TextConfig, sources.text_prompts),
+    PromptSourceSpec("jsonl", sources.JSONLConfig, lambda config: records_of(config.path, config)),
+    PromptSourceSpec("hf", sources.DatasetConfig, sources.dataset_prompts),
+    PromptSourceSpec("random", sources.RandomConfig, sources.random_prompts),
+)

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from emssd.decoding.engine import Engine
 from emssd.decoding.options import DEFAULT_DRAFTER
@@ -154,7 +155,7 @@ def custom_generate(
         ]
         done = _by_row(engine.run(requests), num_samples)
         if not call.eos_token_ids:
-            done = _all_of_one_length(engine, requests, done, stops, num_samples)
+            done = _all_of_one_length(engine, requests, done, num_samples)
     check_ngrams(generation_config, call.padding, [ids + done[row][:-1] for row, ids in enumerate(prompts)])
     return call.with_new([done[row] for row in range(len(prompts))])
 
@@ -215,25 +216,22 @@ class Call:
 
     def with_new(self, rows: Seq[Seq[int]]) -> torch.Tensor:
         """``[B, n + longest]``: the inputs and the new tokens of each row, padded on the right."""
-        new = self.input_ids.new_full((len(rows), max(map(len, rows))), self.pad, dtype=torch.int64)
-        for row, tokens in enumerate(rows):
-            new[row, : len(tokens)] = torch.tensor(tokens, device=new.device)
-        return torch.cat([self.input_ids, new], dim=1)
+        new = pad_sequence([torch.tensor(tokens, dtype=torch.int64) for tokens in rows], True, self.pad)
+        return torch.cat([self.input_ids, new.to(self.input_ids.device)], dim=1)
 
 
-def _all_of_one_length(
-    engine: Engine,
-    requests: list[Request],
-    done: dict[int, tuple[int, ...]],
-    stops: list[Criteria | None],
-    num_samples: int,
-) -> dict[int, tuple[int, ...]]:
+_New = dict[int, tuple[int, ...]]
+"""The new tokens of each row."""
+
+
+def _all_of_one_length(engine: Engine, requests: list[Request], done: _New, num_samples: int) -> _New:
     """The new tokens of all rows where no EOS marks an end: up to the last one that a row needs, or to when time ended.
 
     Transformers pads a row that has ended only if there is an EOS; else it goes on for as long as the others do.
     """
-    cut_short = [row for row, stop in enumerate(stops) if stop is not None and stop.time_is_over]
-    width = min(len(done[row]) for row in cut_short) if cut_short else max(map(len, done.values()))
+    stops = {row: request.stop for row, request in enumerate(requests)}
+    cut_short = [done[row] for row, stop in stops.items() if isinstance(stop, Criteria) and stop.time_is_over]
+    width = min(map(len, cut_short)) if cut_short else max(map(len, done.values()))
     more = [
         replace(request, prompt_ids=request.prompt_ids + done[row], max_new_tokens=width - len(done[row]), stop=None)
         for row, request in enumerate(requests)
@@ -243,7 +241,7 @@ def _all_of_one_length(
     return {row: (tokens + rest.get(row, ()))[:width] for row, tokens in done.items()}
 
 
-def _by_row(generations: Iterable[Generation], num_samples: int) -> dict[int, tuple[int, ...]]:
+def _by_row(generations: Iterable[Generation], num_samples: int) -> _New:
     """The new tokens of each row; the samples of a prompt follow one another. Raises PromptError: a row has failed."""
     done = list(generations)
     for row in done:

@@ -69,9 +69,12 @@ def check_processors(config: GenerationConfig, processors: Iterable[Any] | None,
     """
     seen, others = set[type](), list[str]()
     for processor in processors or ():
-        if not _has_no_effect(processor, width) and (type(processor) in seen or not _is_of(processor, config, padding)):
-            others.append(type(processor).__name__)
-        seen.add(type(processor))
+        kind = type(processor)
+        has_no_effect = kind is of.LogitNormalization  # probabilities are normalised anyway
+        has_no_effect |= kind is of.MinLengthLogitsProcessor and processor.min_length <= width
+        if not has_no_effect and (kind in seen or not _is_of(processor, config, padding)):
+            others.append(kind.__name__)
+        seen.add(kind)
     if others:
         raise ConfigError(
             f"emssd.custom_generate applies no logits processors but those of its sampling options; these were asked "
@@ -132,17 +135,8 @@ def _pairs(config: GenerationConfig) -> dict[tuple[int, ...], float]:
 
 def token_ids(value: Any) -> list[int]:
     """A field of one token or of several as a list."""
-    if value is None:
-        return []
-    if isinstance(value, torch.Tensor):
-        return [int(token) for token in value.flatten().tolist()]
-    return [value] if isinstance(value, int) else list(value)
-
-
-def _has_no_effect(processor: Any, width: int) -> bool:
-    if type(processor) is of.MinLengthLogitsProcessor:
-        return bool(processor.min_length <= width)
-    return type(processor) is of.LogitNormalization  # probabilities are normalised anyway
+    ids: list[int] = torch.as_tensor([] if value is None else value).flatten().tolist()
+    return ids
 
 
 def _is_of(processor: Any, config: GenerationConfig, padding: Seq[int]) -> bool:
@@ -186,11 +180,9 @@ class Criteria:
         """Whether the row ends here; as in Transformers, a stop string may begin in the prompt."""
         seen = [*self._padding, *tokens] if len(tokens) < self._window else tokens
         ids = torch.tensor([seen[-self._window :]])
-        ended = [bool(item(ids, None)[0]) for item in self._criteria]
-        self.time_is_over = any(
-            over for item, over in zip(self._criteria, ended, strict=True) if type(item) is ends.MaxTimeCriteria
-        )
-        return any(ended)
+        met = [type(item) for item in self._criteria if item(ids, None)[0]]
+        self.time_is_over = ends.MaxTimeCriteria in met
+        return bool(met)
 
     def text_before(self, output: Seq[int]) -> str:
         """Nothing: `generate` gives ids, and nobody reads a text."""

@@ -109,8 +109,7 @@ def evaluating(model: PreTrainedModel, *, compiles: bool = False) -> Iterator[No
         stack.enter_context(torch.autocast(model.device.type, enabled=False))
         if compiles and is_own:
             stack.enter_context(lock_of(model))
-            names = [name for name in ("forward", "_original_forward") if name in attributes]
-            patched: dict[str, Any] = {name: attributes.pop(name) for name in names}
+            patched = {name: attributes.pop(name) for name in {"forward", "_original_forward"} & attributes.keys()}
             stack.callback(lambda: attributes.update(patched))
         elif before is not None:
             stack.enter_context(lock_of(model))

@@ -21,7 +21,7 @@ from emssd.data.records import content_of, records_in
 from emssd.data.sources import FileConfig
 from emssd.errors import PromptError
 from emssd.errors.ranges import AtLeastOne, Meta
-from emssd.hooks import PromptSourceSpec, hookimpl
+from emssd.hooks import PromptSourceSpec, offering
 
 __all__ = ["OpenAIBatchConfig", "emssd_prompt_sources"]
 
@@ -41,12 +41,6 @@ class OpenAIBatchConfig(FileConfig):
 
     limit: AtLeastOne | None = None
     temperature: Annotated[float, Meta(ge=0)] = 1.0
-
-
-@hookimpl
-def emssd_prompt_sources() -> list[PromptSourceSpec]:
-    """Offer the requests of a batch."""
-    return [PromptSourceSpec("openai_batch", OpenAIBatchConfig, _prompts, None, "batch_output.jsonl", _answers)]
 
 
 def _prompts(config: OpenAIBatchConfig) -> list[Prompt | FailedPrompt]:
@@ -117,3 +111,8 @@ def _answer(custom_id: str, status: int, body: Mapping[str, Any]) -> str:
 def _digest(custom_id: str) -> str:
     """The part of ids that tells requests apart, the same each time."""
     return hashlib.sha256(custom_id.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
+emssd_prompt_sources = offering(
+    PromptSourceSpec("openai_batch", OpenAIBatchConfig, _prompts, None, "batch_output.jsonl", _answers)
+)

@@ -132,17 +132,14 @@ class Proposer:
         rows = list[Row]()
         for index, row in enumerate(self._drafted_for):
             start, stop = self._draft.indptr[index : index + 2]
-            tokens = new.get(row.request_id)
+            tokens, chain, right = new.get(row.request_id), list[int](), 0
             if tokens is None:  # its draft came too late
-                rows.append(replace(row, finish_reason=FinishReason.STOP))
-                verified.append(0)
-                accepted.append(range(0))
-                targets.append([-1])
-                continue
-            chain = self._draft.token_ids[start:stop].tolist()
-            pairs = zip(chain, tokens[:-1], strict=False)
-            right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-            row.advance(row.taken(tokens)[0], None, num_drafted=len(chain), num_accepted=right)
+                row, tokens = replace(row, finish_reason=FinishReason.STOP), [-1]
+            else:
+                chain = self._draft.token_ids[start:stop].tolist()
+                pairs = zip(chain, tokens[:-1], strict=False)
+                right = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+                row.advance(row.taken(tokens)[0], None, num_drafted=len(chain), num_accepted=right)
             rows.append(row)
             verified.append(len(chain))
             accepted.append(range(right))

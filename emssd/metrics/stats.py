@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, deque
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -200,7 +199,7 @@ class RunReport(_StepSums):
         decode, figures = self.decode, {name: getattr(self, name) for name in _FIGURES}
         return (
             figures
-            | {name: _by_key(getattr(self, name)) for name in _HISTOGRAMS}
+            | {name: {str(key): num for key, num in sorted(getattr(self, name).items())} for name in _HISTOGRAMS}
             | {
                 "acceptance": self._acceptance(),
                 "draft_acceptance_rate": _ratio(self.num_accepted, self.num_drafted),
@@ -229,8 +228,3 @@ class RunReport(_StepSums):
 
 def _ratio(part: float, whole: float) -> float:
     return part / whole if whole else 0.0
-
-
-def _by_key(counts: Mapping[Any, int]) -> dict[str, int]:
-    """`counts` in order, with keys as JSON has them."""
-    return {str(key): counts[key] for key in sorted(counts)}

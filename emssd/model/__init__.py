@@ -4,8 +4,7 @@ from emssd.data.model_options import ModelOptions
 from emssd.model.compile.inductor import CompiledPasses
 from emssd.model.hf.interface import ATTENTION_NAME, Attend
 from emssd.model.load.checkpoint import load_tokenizer
-from emssd.model.load.loading import load_model
-from emssd.model.load.random_weights import counted_on
+from emssd.model.load.loading import counted_on, load_model
 from emssd.model.run.borrowed import BorrowedTarget
 from emssd.model.run.rounded import RoundedRunner
 from emssd.model.run.runner import CausalLMRunner, ModelOutput, ModelRunner

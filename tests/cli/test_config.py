@@ -26,7 +26,7 @@ from emssd.cli.options import _GONE
 from emssd.data.model_options import ModelOptions
 from emssd.decoding.options import DEFAULT_DRAFTER
 from emssd.hooks.registry import KINDS, Registry
-from emssd.model.load.random_weights import counted_on, counting_model
+from emssd.model.load.loading import counted_on, counting_model
 from tests.support.tiers import looped
 
 pytestmark = pytest.mark.usefixtures("composed_once")

@@ -13,8 +13,8 @@ from emssd.cli.progress import show_messages
 from emssd.cli.terminal import plain_console
 from emssd.errors import CompileError, ConfigError
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.compile import compile_time, tracing
-from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile import compilable, tracing
+from emssd.model.compile.compilable import Compiling
 from emssd.native import cache_dir
 
 from .conftest import opt
@@ -29,9 +29,9 @@ def test_a_bar_or_lines_say_how_long_compiling_takes(
     """Four layers, on a machine that is half as fast as alone: 20 seconds of tracing, and 60 of 80."""
     now = [100.0]
     for name, value in {"monotonic": lambda: now[0], "process_time": lambda: now[0] / 2}.items():
-        monkeypatch.setattr(compile_time, name, value)
-    monkeypatch.setattr(compile_time, "_FIXED", 10.0)
-    monkeypatch.setattr(compile_time, "_PER_TRACED", 2.0)
+        monkeypatch.setattr(compilable, name, value)
+    monkeypatch.setattr(compilable, "_FIXED", 10.0)
+    monkeypatch.setattr(compilable, "_PER_TRACED", 2.0)
     for name in ("handlers", "propagate", "level"):
         monkeypatch.setattr(logger := logging.getLogger("emssd"), name, getattr(logger, name))
     console = plain_console(file=(file := io.StringIO()), force_terminal=terminal, width=120)

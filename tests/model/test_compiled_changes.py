@@ -24,7 +24,7 @@ from emssd.decoding.options import EngineOptions
 from emssd.errors import CompileError
 from emssd.model import ModelOptions, TargetModel
 from emssd.model.compile import tracing
-from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile.compilable import Compiling
 from emssd.native import cache_dir, load_kernels
 
 from .conftest import opt

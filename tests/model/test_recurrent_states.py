@@ -15,7 +15,7 @@ from emssd.attention import Kept
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.model.hf import recurrent_pass
 from emssd.model.hf.recurrent_layers import _PASS, keeps_states
-from emssd.model.hf.recurrent_pass import Convolution, Recurrence, StatePass
+from emssd.model.hf.recurrent_pass import Recurrence, StatePass
 from emssd.model.hf.recurrent_states import RowTokens, StateCache
 from tests.support.texts import NEW_TOKENS, PROMPTS, VOCAB_SIZE, Texts
 from tests.support.tiers import looped
@@ -44,7 +44,7 @@ class Layers:
     def numbers(self, seed: int, *shape: int) -> torch.Tensor:
         return drawn(seed, shape).to(self.dtype)
 
-    def fed(self, tokens: Text) -> tuple[Convolution, Recurrence, Recurrence, Recurrence]:
+    def fed(self, tokens: Text) -> tuple[torch.Tensor, Recurrence, Recurrence, Recurrence]:
         def of(kind: int, *shape: int) -> torch.Tensor:
             return torch.stack([self.numbers(10 * token + kind, *shape) for token in tokens])
 
@@ -53,7 +53,7 @@ class Layers:
         by_head, by_key = -of(3, heads, 1, 1).exp(), -of(4, heads, keys, 1).exp()
         by_value, beta = of(5, heads, 1, values).exp(), of(6, heads).sigmoid()
         return (
-            Convolution(of(7, self.channels), self.weight, self.bias),
+            of(7, self.channels),
             Recurrence(query, key, value, by_head),
             Recurrence(query, key, value, by_key, beta),
             Recurrence(query, key, value, by_value, rates=self.rates),
@@ -64,13 +64,13 @@ class Layers:
         ops: StatePass | None = _PASS.get()
         assert ops is not None
         first, *rest = self.fed(tokens)
-        return torch.cat([ops.convolve(first), *(ops.recur(inputs).flatten(1) for inputs in rest)], 1)
+        return torch.cat([ops.convolve(first, self.weight, self.bias), *(ops.recur(one).flatten(1) for one in rest)], 1)
 
     def expected(self, text: Text) -> torch.Tensor:
         """The same of the last token of a text, written out."""
         first, *rest = self.fed(text)
         out = self.bias.clone()
-        for back, values in enumerate(first.values.flip(0)[:4]):
+        for back, values in enumerate(first.flip(0)[:4]):
             out += values * self.weight[:, 3 - back]
         outputs = [out]
         for inputs in rest:

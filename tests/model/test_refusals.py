@@ -19,7 +19,7 @@ from emssd.errors import ConfigError, PluginError, UnsupportedModelError
 from emssd.model import ModelOptions, TargetModel, load_model
 from emssd.model.compile.packed import round_weights
 from emssd.model.hf.refusals import check_config
-from emssd.model.load.random_weights import counting_model
+from emssd.model.load.loading import counting_model
 from tests.support.tiers import looped
 
 SHAPE: dict[str, Any] = {

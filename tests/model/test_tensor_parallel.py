@@ -23,7 +23,7 @@ from emssd.data.sources import RandomConfig, random_prompts
 from emssd.errors import ConfigError, UnsupportedModelError
 from emssd.hooks.registry import Registry
 from emssd.model import ModelOptions, load_model
-from emssd.model.hf.sharding import shards_of
+from emssd.model.hf.device_map import shards_of
 from tests.cli.conftest import wait_for_rows
 from tests.model.parallel_cases import MODELS, SAMPLING, cases, decoded, headed, preempted, save, save_perfect
 from tests.support.tiers import looped

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from emssd.model import ModelOptions, TargetModel
-from emssd.model.load.random_weights import counting_model
+from emssd.model.load.loading import counting_model
 from tests.benchmarks.conftest import load as load
 from tests.pretended.conftest import pytestmark as pytestmark
 

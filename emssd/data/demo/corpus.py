@@ -13,15 +13,7 @@ from random import Random
 from emssd.data.prompts import Prompt
 from emssd.errors import PromptError
 
-__all__ = [
-    "RESTATE_LENGTH",
-    "Document",
-    "digest",
-    "documents",
-    "make_prompts",
-    "passage_of",
-    "restate_prompt",
-]
+__all__ = ["RESTATE_LENGTH", "Document", "digest", "documents", "make_prompts", "passage_of", "restate_prompt"]
 
 # A title and its underline; documents begin there.
 _HEADING = re.compile(r"""^(?=\S[^\n]*\n([*=~^"#-])\1{2,}\n)""", re.MULTILINE)

@@ -1,17 +1,22 @@
-"""`CompilableModel`: a hooked model that runs as a compiled program where there is one, or where one pays."""
+"""`CompilableModel`: a hooked model that runs as a compiled program where there is one, or where one pays.
+
+`Compiling` tells how much of a program is compiled, and how long the rest takes.
+"""
 
 from __future__ import annotations
 
+import logging
 import timeit
 import warnings
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING
+from datetime import timedelta
+from time import monotonic, process_time
+from typing import TYPE_CHECKING, Self
 
 import torch
 
 from emssd.data.model_options import ModelOptions
 from emssd.errors import CompileError
-from emssd.model.compile.compile_time import expected_seconds
 from emssd.model.hf.find_streams import find_streams
 from emssd.model.hf.hooked import HookedModel
 from emssd.model.hf.streams import Streams
@@ -21,8 +26,11 @@ if TYPE_CHECKING:
 
     from emssd.model.compile.compiled import CompiledForward
 
-__all__ = ["CompilableModel"]
+__all__ = ["CompilableModel", "Compiling"]
 
+# Seconds of a processor that compilers take, at least and for each of tracing; see docs/decisions/0012-compiled-code.md
+_FIXED, _PER_TRACED = 13.0, 5.7
+_TRACING = 0.3  # seconds for each layer, as long as none is traced
 _PAYS = 4  # times as long as compiling: a program saves about half of that, and rows may end before their limit
 
 
@@ -70,7 +78,7 @@ class CompilableModel(HookedModel):
         from emssd.model.compile.fingerprint import short_pass
 
         seconds = min(timeit.repeat(lambda: short_pass(self, self.run), number=1, repeat=3))
-        if num_steps * seconds < _PAYS * expected_seconds(len(self.layers)):
+        if num_steps * seconds < _PAYS * _seconds(_TRACING * len(self.layers)):
             few = f"not compiled: {num_steps:,} steps at most are too few to pay for it"
             self.why_compiled = f"{few}; model.compile=true does it once, for all later runs"
             return
@@ -127,3 +135,58 @@ class CompilableModel(HookedModel):
             return None
         self.why_compiled = f"compiled: {compiled.origin}"
         return compiled
+
+
+def _seconds(tracing: float, waiting: float = 1.0) -> float:
+    """Seconds on the clock for the whole; a second of a processor takes `waiting` seconds."""
+    return tracing * (1 + _PER_TRACED) + _FIXED * waiting
+
+
+class Compiling:
+    """Within, something is compiled: its layers are traced one by one, and then compilers run.
+
+    Their time is estimated from that of tracing, on the processor and on the clock. Log records hold this as their
+    ``compiling``.
+    """
+
+    def __init__(self, what: str, num_layers: int) -> None:
+        self.title, self.num_traced, self.ended = f"compiling {what}", 0, False
+        self._num_layers, self._start, self._seconds = num_layers, (monotonic(), process_time()), 0.0
+
+    @property
+    def share(self) -> float:
+        """The part that is done, from 0 to 1."""
+        return min((monotonic() - self._start[0]) / self._total(), 0.99) if self.num_traced else 0.0
+
+    def _total(self) -> float:
+        if self._seconds:
+            return self._seconds
+        elapsed, busy = monotonic() - self._start[0], process_time() - self._start[1]
+        return _seconds(elapsed * self._num_layers / self.num_traced, elapsed / max(busy, 1e-3))
+
+    @property
+    def clock(self) -> str:
+        """The time since the start, and the time left."""
+        elapsed, share = monotonic() - self._start[0], self.share
+        left = f", about {_clock(elapsed / share - elapsed)} left" if share and not self.ended else ""
+        return _clock(elapsed) + left
+
+    def __enter__(self) -> Self:
+        self._tell(" …")
+        return self
+
+    def traced(self) -> None:
+        self.num_traced = self._num_layers
+        self._seconds = self._total()
+        self._tell(f": {self.clock}")
+
+    def __exit__(self, *_: object) -> None:
+        self.ended = True
+        self._tell(f" took {self.clock}")
+
+    def _tell(self, text: str) -> None:
+        logging.getLogger("emssd").info("%s%s", self.title, text, extra={"compiling": self})
+
+
+def _clock(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

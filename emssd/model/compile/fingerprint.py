@@ -1,7 +1,7 @@
 """The key of a compiled program on disk: versions, values and code by names and sources that every process finds alike.
 
-Code and values without such a name, as a user's own, make a program for one process. `emssd.model.compile.proven` also
-compares each program with its module.
+Code and values without such a name, as a user's own, make a program for one process. Each program is also compared
+with its module, see `emssd.model.compile.compiled`.
 """
 
 from __future__ import annotations

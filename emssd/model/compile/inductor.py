@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.linears import join_products
 from emssd.model.compile.program import handle_of
 from emssd.model.compile.tracing import Traced, export
@@ -128,8 +129,7 @@ class _Forward:
         self._handle = handle_of(self)
 
     def _tensors_now(self) -> dict[str, tuple[Any, ...]]:
-        model = self.target.model
-        return {name: (one, one.data_ptr()) for name, one in (*model.named_parameters(), *model.named_buffers())}
+        return {name: (one, one.data_ptr()) for name, one in named_tensors(self.target.model).items()}
 
     def is_current(self) -> bool:
         """Whether the model consists of the same tensors and modules, whose values may be others."""

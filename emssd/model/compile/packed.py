@@ -94,7 +94,7 @@ def rounded_linear(layer: nn.Linear, bits: int) -> Rounded:
     if not isinstance(layer, PackedLinear):
         return rounded(layer.weight.detach(), bits)
     pieces = torch.split(torch.arange(layer.out_features), _rows_of_a_piece(layer.weight))
-    look_up = _kernels().packed_embedding.default
+    look_up = load_kernels().packed_embedding.default
     return _joined([rounded(look_up(rows, layer.panels, layer.in_features), bits) for rows in pieces], bits)
 
 
@@ -109,7 +109,7 @@ def _joined(parts: Sequence[Rounded], bits: int) -> Rounded:
 
 def panels_of(weight: Rounded) -> torch.Tensor:
     """The weight in the kernel's layout, as bytes."""
-    panels: torch.Tensor = _kernels().pack(*weight)
+    panels: torch.Tensor = load_kernels().pack(*weight)
     return panels
 
 
@@ -117,6 +117,7 @@ class _Packed(nn.Module):
     """A module whose weight is a stand-in, so its state is none to save. Copies and other dtypes have stand-ins too."""
 
     weight: torch.Tensor
+    panels: torch.Tensor
 
     def _save_to_state_dict(self, *_: Any) -> None:
         raise ConfigError("a packed model cannot be saved; save the model that it was made of")
@@ -150,19 +151,15 @@ class PackedLinear(_Packed, nn.Linear):
         weight: has the shape and dtype of the weight, takes no memory, and is NaN throughout: it is not to be read.
     """
 
-    panels: torch.Tensor
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        return _kernels().packed_linear.default(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
+        return load_kernels().packed_linear.default(input, self.panels, self.bias, self.out_features)  # type: ignore[no-any-return]
 
 
 class PackedEmbedding(_Packed, nn.Embedding):
     """An embedding whose table is packed; see `PackedLinear`. Its rows are those of `Rounded.dense`."""
 
-    panels: torch.Tensor
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - PyTorch's name
-        rows: torch.Tensor = _kernels().packed_embedding.default(input, self.panels, self.embedding_dim)
+        rows: torch.Tensor = load_kernels().packed_embedding.default(input, self.panels, self.embedding_dim)
         return rows.to(self.weight.dtype)
 
 
@@ -256,8 +253,3 @@ def has_packed_kernel(weight: torch.Tensor) -> bool:
     """Whether kernels compute with a packed copy of the weight, whose device may be meta."""
     is_known = weight.device.type in ("cpu", "meta") and weight.dtype in (torch.float32, torch.bfloat16)
     return is_known and why_unavailable() is None
-
-
-@cache
-def _kernels() -> Any:
-    return load_kernels()

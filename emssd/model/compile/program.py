@@ -132,16 +132,13 @@ def declare_operators() -> None:
 
 @cache
 def _declare_shapes() -> None:
-    def linear(source: torch.Tensor, handle: torch.Tensor, index: int, out_features: int) -> torch.Tensor:
-        return source.new_empty(*source.shape[:-1], out_features)
-
-    def packed_linear(source: torch.Tensor, weight: torch.Tensor, bias: Any, outputs: int) -> torch.Tensor:
-        return source.new_empty(*source.shape[:-1], outputs)
+    def linear(source: torch.Tensor, *more: Any) -> torch.Tensor:  # the last is the number of outputs
+        return source.new_empty(*source.shape[:-1], more[-1])
 
     def packed_embedding(indices: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
         return indices.new_empty(*indices.shape, width, dtype=torch.float32)
 
     torch.library.register_fake("emssd_native::linear", linear)
-    torch.library.register_fake("emssd_native::packed_linear", packed_linear)
+    torch.library.register_fake("emssd_native::packed_linear", linear)
     torch.library.register_fake("emssd_native::packed_embedding", packed_embedding)
     torch.library.register_fake("emssd_native::attend_layer", _attend_shape)

@@ -14,7 +14,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import CompileError
 from emssd.errors.faults import described
-from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile.compilable import Compiling
 from emssd.model.compile.fingerprint import named_tensors
 from emssd.model.compile.linears import replace_by, with_one_input
 from emssd.model.compile.program import CONSTANTS, LINEARS, PREFIX, PROGRAM

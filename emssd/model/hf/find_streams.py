@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack
+from functools import partial
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
@@ -34,16 +34,12 @@ _Call = tuple[torch.nn.Module, torch.Tensor, torch.Tensor]
 
 def find_streams(target: HookedModel) -> Streams:
     """Run two short sequences, and see that the input of each layer is the output of the one before it."""
-    name = type(target.model).__name__
     decoder, layers = _decoder(target.model)
     rows, notes, outside, last = ProbeRows(target), list[_Noted](), list[_Call](), len(layers)
 
-    def note(is_input: bool, index: int) -> Callable[[Any], None]:
-        def keep(value: Any) -> None:
-            states = stream_of(value)
-            notes.append(_Noted(is_input, index, type(value), states, states.clone()))
-
-        return keep
+    def note(is_input: bool, index: int, value: Any) -> None:
+        states = stream_of(value)
+        notes.append(_Noted(is_input, index, type(value), states, states.clone()))
 
     def note_call(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
         if arguments and isinstance(output, torch.Tensor):
@@ -52,28 +48,25 @@ def find_streams(target: HookedModel) -> Streams:
     inside = {decoder}.union(*(layer.modules() for layer in layers))
     with ExitStack() as hooks, target.lock, running(target):
         for index, layer in enumerate(layers):
-            hooks.enter_context(hear_input(layer, note(True, index)))
-            hooks.enter_context(hear_output(layer, note(False, index)))
-        hooks.enter_context(hear_output(decoder, note(False, last)))
+            hooks.enter_context(hear_input(layer, partial(note, True, index)))
+            hooks.enter_context(hear_output(layer, partial(note, False, index)))
+        hooks.enter_context(hear_output(decoder, partial(note, False, last)))
         for module in decoder.modules():
             if module not in inside:
                 hooks.enter_context(module.register_forward_hook(only_here(note_call)))
         rows.run_packed(target, rows.attend)
 
-    def refused(reason: str) -> UnsupportedModelError:
-        return UnsupportedModelError(f"{name} gives drafters no hidden states: {reason}")
-
     expected = [(is_input, index) for index in range(last) for is_input in (True, False)]
     if [noted[:2] for noted in notes] != [*expected, (False, last)]:
-        raise refused("its layers do not run once each, one after another")
+        raise _refused(target.model, "its layers do not run once each, one after another")
     for one, other in pairwise(notes[1:-1]):
         if not one.is_input and not torch.equal(one.before, other.before):
-            raise refused(f"layer {other.layer} is not given what layer {one.layer} gave")
+            raise _refused(target.model, f"layer {other.layer} is not given what layer {one.layer} gave")
     if any(noted.states.ndim != 3 or noted.states.shape[:2] != (1, rows.num_tokens) for noted in notes):
-        raise refused("its layers hand on more than one residual stream")
+        raise _refused(target.model, "its layers hand on more than one residual stream")
     stream, end = [notes[0], *notes[1:-1:2]], notes[-1]
     return Streams(
-        name=name,
+        name=type(target.model).__name__,
         decoder=decoder,
         layers=layers,
         gives_more=not all(issubclass(noted.kind, torch.Tensor) for noted in stream[1:]),
@@ -99,11 +92,12 @@ def _decoder(model: Any) -> tuple[torch.nn.Module, list[torch.nn.Module]]:
         if isinstance(child, torch.nn.ModuleList) and len(child) == expected and all(map(holds, child, count()))
     ]
     if len(lists) != 1:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} gives drafters no hidden states: it has {len(lists)} lists of {expected} modules "
-            f"that could be its decoder layers"
-        )
+        raise _refused(model, f"it has {len(lists)} lists of {expected} modules that could be its decoder layers")
     return lists[0]
+
+
+def _refused(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__} gives drafters no hidden states: {reason}")
 
 
 def _tail(calls: Seq[_Call], start: torch.Tensor, end: torch.Tensor) -> list[torch.nn.Module] | None:

@@ -13,16 +13,7 @@ import torch
 from emssd.attention import LayerSpec
 from emssd.errors import UnsupportedModelError
 
-__all__ = [
-    "ATTENTION_NAME",
-    "MASKED_NAME",
-    "Attend",
-    "PassAttention",
-    "Visible",
-    "implementation",
-    "in_a_pass",
-    "register",
-]
+__all__ = ["ATTENTION_NAME", "Attend", "PassAttention", "Visible", "implementation", "in_a_pass", "register"]
 
 # Not "emssd_flash…": Transformers searches this name for the substring "flash" and then wants flash-attn.
 ATTENTION_NAME = "emssd"

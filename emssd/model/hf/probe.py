@@ -102,15 +102,12 @@ def _probe_states(target: HookedModel) -> None:
     Two sequences that can be packed prove nothing about tokens that follow a state.
     """
     tokens = [(7 * index + 2) % target.vocab_size for index in range(13)]
-    states, cache, logits = StateCache(), dict[int, tuple[torch.Tensor, torch.Tensor]](), list[torch.Tensor]()
+    states, cache, logits = StateCache(), dict[int, list[torch.Tensor]](), list[torch.Tensor]()
     start = 0
 
-    def attend(
-        layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
-        old = cache.get(layer, (key[:0], value[:0]))
-        key, value = (torch.cat([past[:start], new]) for past, new in zip(old, (key, value), strict=True))
-        cache[layer] = key, value
+    def attend(layer: int, seen: LayerSpec, query: torch.Tensor, *new: torch.Tensor) -> torch.Tensor:
+        old = cache.get(layer, [part[:0] for part in new])
+        key, value = cache[layer] = [torch.cat([past[:start], part]) for past, part in zip(old, new, strict=True)]
         indices = torch.arange(len(key), device=query.device)
         bias = StepMask(indices[None, start:], indices).additive(seen.sliding_window, query)
         return masked_attention(query[None], key[None], value[None], bias, seen)[0]
@@ -187,12 +184,11 @@ class ProbeRows:
         self.index, self.owner = torch.tensor(pack, device=device).unbind(1)
         self._mask = StepMask(self.index[None], self.index, (self.owner[:, None] != self.owner)[None])
 
-    def attend(
-        self, layer: int, seen: LayerSpec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def attend(self, layer: int, seen: LayerSpec, *qkv: torch.Tensor) -> torch.Tensor:
         """Each row's attention, in the pack."""
+        query, key, value = (part[None] for part in qkv)
         bias = self._mask.additive(seen.sliding_window, query)
-        return masked_attention(query[None], key[None], value[None], bias, seen)[0].contiguous()
+        return masked_attention(query, key, value, bias, seen)[0].contiguous()
 
     def run_packed(self, target: HookedModel, attend: Attend) -> torch.Tensor:
         """Logits ``[n, vocab]`` of the first row, and then of the second."""

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F  # PyTorch's own name for it
 
 from emssd.errors import UnsupportedModelError
-from emssd.model.hf.recurrent_pass import Convolution, Recurrence, StatePass
+from emssd.model.hf.recurrent_pass import Recurrence, StatePass
 
 __all__ = ["install", "keeps_states", "states_by"]
 
@@ -82,7 +82,7 @@ def _convolution(ops: StatePass, of: Mapping[str, Any]) -> torch.Tensor:
     from transformers.activations import ACT2FN
 
     values, weight = of["hidden_states"], of["weight"]  # [b, channels, n]
-    out = ops.convolve(Convolution(values.transpose(1, 2).flatten(0, 1).to(weight.dtype), weight, of["bias"]))
+    out = ops.convolve(values.transpose(1, 2).flatten(0, 1).to(weight.dtype), weight, of["bias"])
     out = out if of["activation"] is None else ACT2FN[of["activation"]](out)
     return out.view(values.shape[0], values.shape[2], -1).transpose(1, 2).to(values.dtype)
 

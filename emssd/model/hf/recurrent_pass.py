@@ -6,27 +6,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from emssd.native import load_kernels, why_unavailable
 
-__all__ = ["Convolution", "Path", "Paths", "Recurrence", "StatePass"]
-
-
-class Convolution(NamedTuple):
-    """A causal convolution of each channel: ``y[i] = bias + sum_j weight[:, j] * x[i - (k - 1) + j]``.
-
-    Attributes:
-        values: ``[n, channels]`` for the fed tokens.
-        weight: ``[channels, k]``.
-        bias: ``[channels]``, or ``None``.
-    """
-
-    values: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+__all__ = ["Path", "Paths", "Recurrence", "StatePass"]
 
 
 class Recurrence(NamedTuple):
@@ -121,23 +107,30 @@ class StatePass:
         self.states, self.history = dict(states), history
         self._indices: dict[str | int, torch.Tensor] = {}  # by name, or by the size of a convolution
 
-    def convolve(self, inputs: Convolution) -> torch.Tensor:
-        """``[n, channels]`` in the dtype of the weight."""
-        size = inputs.weight.shape[-1]
+    def convolve(self, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """A causal convolution of each channel: ``y[i] = bias + sum_j weight[:, j] * x[i - (k - 1) + j]``.
+
+        Args:
+            values: ``[n, channels]`` for the fed tokens.
+            weight: ``[channels, k]``.
+            bias: ``[channels]``, or ``None``.
+
+        Returns:
+            ``[n, channels]`` in the dtype of the weight.
+        """
+        size, dtype, wide = weight.shape[-1], weight.dtype, torch.promote_types(weight.dtype, torch.float32)
         self.history = max(self.history, size - 1)
-        values = self._with_carried(inputs.values)
-        wide = torch.promote_types(inputs.weight.dtype, torch.float32)
+        out = torch.zeros_like(values, dtype=wide)
+        values, weight = self._with_carried(values), weight.to(wide)
         padded = torch.cat([values, values.new_zeros(1, values.shape[1])]).to(wide)
         windows = self._index(size, values.device)
-        weight = inputs.weight.to(wide)
-        out = torch.zeros_like(inputs.values, dtype=wide)
         mixed = padded[windows[:, 0]] * weight[:, 0]
         for tap in range(1, size):
             mixed = mixed + padded[windows[:, tap]] * weight[:, tap]
-        if inputs.bias is not None:
-            mixed = mixed + inputs.bias.to(wide)
+        if bias is not None:
+            mixed = mixed + bias.to(wide)
         out[self._index("places", out.device)] = mixed
-        return out.to(inputs.weight.dtype)
+        return out.to(dtype)
 
     def recur(self, inputs: Recurrence) -> torch.Tensor:
         """``[n, heads, v]``."""
@@ -150,9 +143,8 @@ class StatePass:
         slots = self._slots_of(layer, kept.new_zeros(0, heads, num_keys, num_values))
         if slots.device.type == "cpu" and why_unavailable() is None:
             tables, rates = self._step.tables(), rates if rates is None else rates.contiguous()
-            return cast(
-                "torch.Tensor", load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
-            )
+            out: torch.Tensor = load_kernels().recur(kept, query.contiguous(), slots, rates, *tables, *decay.shape[2:])
+            return out
         paths = sorted(self._step.paths, key=lambda path: -len(path.inputs))
         starts = torch.tensor([path.slot for path in paths], device=kept.device)
         state = slots[starts.clamp_min(0)].masked_fill((starts < 0)[:, None, None, None], 0)

@@ -139,11 +139,6 @@ class StateCache:
             if (slot := self._slots.pop(name, None)) is not None:
                 self._free.append(slot)
 
-    def _slot(self, name: str) -> int:
-        if name not in self._slots:
-            self._slots[name] = self._free.pop() if self._free else len(self._slots)
-        return self._slots[name]
-
     def _plan(self, feeds: dict[str, RowTokens]) -> tuple[Paths, dict[str, _Row]]:
         """The paths of a pass, and all rows as they are after it."""
         step, rows = Paths(), dict(self._rows)
@@ -174,7 +169,9 @@ class StateCache:
         for index in range(feed.start, feed.kv_len):
             parent = parents[index]
             step.parents.append(row.kept[parent - row.first] if parent >= row.first else -1)
-        slot = 2 * self._slot(name)
+        if name not in self._slots:
+            self._slots[name] = self._free.pop() if self._free else len(self._slots)
+        slot = 2 * self._slots[name]
         base, from_slot = (row.ahead, not row.flipped) if row.ahead else (row.at, row.flipped)
         save = 0
         if not row.ahead and feed.num_drafts < len(feed.places):

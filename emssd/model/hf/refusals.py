@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any, cast
 
+from emssd.data.model_folder import cannot_load
 from emssd.errors import ConfigError, UnsupportedModelError
+from emssd.errors.faults import described
 from emssd.model.hf.device_map import check_offloaded, is_spread
 from emssd.model.hf.recurrent_layers import keeps_states
 
-__all__ = ["check_config", "check_whole", "length_limit", "resolve_max_model_len"]
+__all__ = ["check_config", "check_quantized", "check_whole", "length_limit", "resolve_max_model_len"]
 
 _POSSIBLE = "decode it with its own generate, or take a type of docs/reference/models.md"
 _SERVED_LAYER_TYPES = {"full_attention", "sliding_attention", "attention", "chunked_attention"}
@@ -67,6 +69,24 @@ def check_config(config: Any, model_class: type | None) -> None:
             "its code does not use Transformers' attention interface (recurrent and older architectures), so its "
             f"KV cache cannot be managed from outside; {_POSSIBLE}",
         )
+
+
+def check_quantized(path: str, config: Any, device_map: Any) -> None:
+    """Refuse weights in a format that needs another package or device, before any are read."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    parts = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    if (values := next(filter(None, parts), None)) is None:
+        return
+    try:
+        quantizer = AutoHfQuantizer.from_config(values.copy(), pre_quantized=True)
+        quantizer.validate_environment(device_map=device_map, weights_only=True)
+    except Exception as error:  # each format has its own code, and values that anybody may have written
+        raise cannot_load(
+            path,
+            f"its weights are quantised in the format {values.get('quant_method')}, which cannot be used here "
+            f"({described(error).rstrip('.')}); give a dense folder of the model, or a .gguf file",
+        ) from error
 
 
 def check_whole(model: Any) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -97,20 +98,17 @@ class Streams:
     def taken(self, into: Hidden) -> Iterator[None]:
         """A pass of the model within this fills `into`, ``[b, n, width]`` for each index that is a key of it."""
 
-        def take(index: int) -> Callable[[Any], None]:
-            def keep(output: Any) -> None:
-                states = stream_of(output)
-                into[index] = states.clone() if index in self.changed else states
-
-            return keep
+        def take(index: int, output: Any) -> None:
+            states = stream_of(output)
+            into[index] = states.clone() if index in self.changed else states
 
         with ExitStack() as hooks:
             for index in into:
                 if index == 0:
-                    hooks.enter_context(hear_input(self.layers[0], take(index)))
+                    hooks.enter_context(hear_input(self.layers[0], partial(take, index)))
                 else:
                     module = self.decoder if index == NORMED else self.layers[index - 1]
-                    hooks.enter_context(hear_output(module, take(index)))
+                    hooks.enter_context(hear_output(module, partial(take, index)))
             yield
 
     def check_cut(self) -> None:

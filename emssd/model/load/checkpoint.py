@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from emssd.data.model_folder import WHAT_TO_GIVE, cannot_load, check_folder, check_layers, gguf_of, source_of
 from emssd.errors import ConfigError, EmssdError, OutOfMemoryError
-from emssd.model.hf.refusals import check_config, resolve_max_model_len
-from emssd.model.hf.sharding import count_heads, shards_of
+from emssd.model.hf.device_map import count_heads, shards_of
+from emssd.model.hf.refusals import check_config, check_quantized, resolve_max_model_len
 from emssd.model.load.checkpoint_files import check_json, files_read, has_vocabulary, json_fault, weights_fault
 from emssd.model.load.gguf_model import converted_folder, load_packed, name_model, read_rotary
-from emssd.model.load.quantized import check_quantized
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -80,7 +79,6 @@ def load_checkpoint(
         accept(tokenizer)
     problem = "Transformers cannot make the model of its config.json and weights"
     with _explained(path, problem, lambda: weights_fault(source)), _report_kept_back(path), _MadeEmpty():
-        where: dict[str, Any] = {} if options.device_map is None else {"device_map": options.device_map}
         if file is not None and packed:
             loaded: Any = load_packed(file, config, dtype or torch.bfloat16)
         else:
@@ -90,7 +88,7 @@ def load_checkpoint(
                 trust_remote_code=trust,
                 ignore_mismatched_sizes=True,  # judged below, by name
                 output_loading_info=True,
-                **where,
+                device_map=options.device_map,
                 **({} if file is None else {"gguf_file": file.name, "config": config}),
                 **shards,
             )

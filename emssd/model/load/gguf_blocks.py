@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -21,16 +22,15 @@ def rounded_of(blocks: torch.Tensor, kind: str) -> Rounded:
     """
     size, unpack = KINDS[kind]
     rows, piece = len(blocks), max(1, _PIECE // blocks.shape[1])
-    values, scale, minimum = wholes = [
+    wholes: list[Any] = [
         None if part is None else part.new_empty(rows, part.numel()) for part in unpack(blocks[:1].view(-1, size))
     ]
     for start in range(0, rows, piece):
         parts = unpack(blocks[start : start + piece].reshape(-1, size))
         for whole, part in zip(wholes, parts, strict=True):
-            if whole is not None and part is not None:
+            if part is not None:
                 whole[start : start + piece] = part.reshape(-1, whole.shape[1])
-    assert values is not None
-    assert scale is not None
+    values, scale, minimum = wholes
     return Rounded(values, scale, minimum, bits=4 if kind.startswith("Q4") else 8)
 
 
@@ -46,35 +46,14 @@ def _fields(data: torch.Tensor, bits: int, width: int) -> torch.Tensor:
     return (runs & (1 << bits) - 1).flatten(1)
 
 
-def _signed(values: torch.Tensor, offset: int) -> torch.Tensor:
-    return values.view(torch.int8) - offset
+def _integers(low: torch.Tensor, width: int, above: torch.Tensor | None = None, *, less: int = 0) -> torch.Tensor:
+    """``[blocks, numbers]`` int8: four bits of each in runs of `width` bytes, and those `above`; so much `less`."""
+    values = _fields(low, 4, width)
+    return (values if above is None else values | above << 4).view(torch.int8) - less
 
 
-def _q8_0(blocks: torch.Tensor) -> _Parts:
-    return blocks[:, 2:].view(torch.int8), _half(blocks, 0), None
-
-
-def _q4_0(blocks: torch.Tensor) -> _Parts:
-    return _signed(_fields(blocks[:, 2:], 4, 16), 8), _half(blocks, 0), None
-
-
-def _q4_1(blocks: torch.Tensor) -> _Parts:
-    return _signed(_fields(blocks[:, 4:], 4, 16), 0), _half(blocks, 0).float(), _half(blocks, 2).float()
-
-
-def _fifth_bits(blocks: torch.Tensor, start: int) -> torch.Tensor:
-    """``[blocks, 32]``: bits in the order of the weights, at the place of the fifth."""
-    bits = blocks[:, start : start + 4, None] >> torch.arange(8, dtype=torch.uint8)
-    return (bits & 1).flatten(1) << 4
-
-
-def _q5_0(blocks: torch.Tensor) -> _Parts:
-    return _signed(_fields(blocks[:, 6:], 4, 16) | _fifth_bits(blocks, 2), 16), _half(blocks, 0), None
-
-
-def _q5_1(blocks: torch.Tensor) -> _Parts:
-    values = _fields(blocks[:, 8:], 4, 16) | _fifth_bits(blocks, 4)
-    return _signed(values, 0), _half(blocks, 0).float(), _half(blocks, 2).float()
+def _scale_and_minimum(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _half(blocks, 0).float(), _half(blocks, 2).float()
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -85,28 +64,19 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _half(blocks, 0).float() * scale, -(_half(blocks, 2).float() * minimum)
 
 
-def _q4_k(blocks: torch.Tensor) -> _Parts:
-    return _signed(_fields(blocks[:, 16:], 4, 32), 0), *_k_scales(blocks)
-
-
-def _q5_k(blocks: torch.Tensor) -> _Parts:
-    values = _fields(blocks[:, 48:], 4, 32) | _fields(blocks[:, 16:48], 1, 32) << 4
-    return _signed(values, 0), *_k_scales(blocks)
-
-
 def _q6_k(blocks: torch.Tensor) -> _Parts:
-    values = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
-    return _signed(values, 32), _half(blocks, 208).float() * blocks[:, 192:208].view(torch.int8), None
+    values = _integers(blocks[:, :128], 64, _fields(blocks[:, 128:192], 2, 32), less=32)
+    return values, _half(blocks, 208).float() * blocks[:, 192:208].view(torch.int8), None
 
 
 KINDS: dict[str, tuple[int, Callable[[torch.Tensor], _Parts]]] = {
-    "Q4_0": (18, _q4_0),
-    "Q4_1": (20, _q4_1),
-    "Q5_0": (22, _q5_0),
-    "Q5_1": (24, _q5_1),
-    "Q8_0": (34, _q8_0),
-    "Q4_K": (144, _q4_k),
-    "Q5_K": (176, _q5_k),
+    "Q4_0": (18, lambda data: (_integers(data[:, 2:], 16, less=8), _half(data, 0), None)),
+    "Q4_1": (20, lambda data: (_integers(data[:, 4:], 16), *_scale_and_minimum(data))),
+    "Q5_0": (22, lambda data: (_integers(data[:, 6:], 16, _fields(data[:, 2:6], 1, 1), less=16), _half(data, 0), None)),
+    "Q5_1": (24, lambda data: (_integers(data[:, 8:], 16, _fields(data[:, 4:8], 1, 1)), *_scale_and_minimum(data))),
+    "Q8_0": (34, lambda data: (data[:, 2:].view(torch.int8), _half(data, 0), None)),
+    "Q4_K": (144, lambda data: (_integers(data[:, 16:], 32), *_k_scales(data))),
+    "Q5_K": (176, lambda data: (_integers(data[:, 48:], 32, _fields(data[:, 16:48], 1, 32)), *_k_scales(data))),
     "Q6_K": (210, _q6_k),
 }
 """The bytes of a block, and what unpacks ``[blocks, bytes]`` into values, scales and minimums, by the type's name."""

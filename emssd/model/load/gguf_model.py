@@ -14,8 +14,7 @@ import torch
 from emssd.errors import ConfigError
 from emssd.model.compile.packed import pack
 from emssd.model.load.gguf_blocks import KINDS, rounded_of
-from emssd.model.load.gguf_header import Header, Stored, read_header
-from emssd.model.load.gguf_rotary import DIVISORS, set_rotary
+from emssd.model.load.gguf_header import DIVISORS, Header, Stored, read_header, set_rotary
 from emssd.native import entry
 
 __all__ = ["converted_folder", "load_packed", "name_model", "read_rotary"]

@@ -1,29 +1,34 @@
-"""Loads a causal LM and its tokenizer from a folder, the hub, or the embedded demo."""
+"""Loads a causal LM and its tokenizer from a folder, the hub, or the embedded demo.
+
+For timing without a checkpoint, it makes models of any shape with random weights, whose greedy text is known.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from emssd.data.model_options import ModelOptions
-from emssd.errors import ConfigError, OutOfMemoryError
+from emssd.errors import ConfigError, OutOfMemoryError, did_you_mean
 from emssd.errors.faults import described
 from emssd.model.compile.linears import lay_together
 from emssd.model.compile.packed import round_drafter, round_weights
-from emssd.model.hf.device_map import check_device_map
-from emssd.model.hf.sharding import check_heads
+from emssd.model.hf.device_map import check_device_map, check_heads
 from emssd.model.load.checkpoint import load_checkpoint
 from emssd.model.run.parallel import join
 from emssd.model.run.target import TargetModel
 
-__all__ = ["LoadModel", "ModelCache", "load_model"]
+__all__ = ["LoadModel", "ModelCache", "counted_on", "counting_model", "load_model"]
 
 LoadModel = Callable[..., tuple[TargetModel, Any]]
 """`load_model`, or a function that replaces it."""
+
+_SMALL, _LARGE = 0.005, 4.0  # standard deviations: of weights in layers, and of embeddings, which outweigh them
+_PROJECTION = 0.02  # of the embeddings' size, so that logits stay in the range of half precision
 
 
 def load_model(
@@ -49,8 +54,6 @@ def load_model(
         return _load_shard(options)
     dtype, device = _resolve_dtype(options.dtype), _resolve_device(options.device)
     if options.architecture:
-        from emssd.model.load.random_weights import counting_model
-
         model, tokenizer = counting_model(options.architecture, dtype or torch.bfloat16, device), None
     else:
         packed = options.weights == "auto" and device.type == "cpu" and options.device_map is None
@@ -134,3 +137,54 @@ def _resolve_device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {name!r} cannot be used here ({described(error)}); try device=cpu") from error
     return device
+
+
+def counting_model(architecture: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """A causal LM whose greedy continuation of a text that ends in token ``t`` is ``t + 1, t + 2, …``.
+
+    Weights are random (seed 0), but embeddings outweigh the layers, and the vocabulary projection is the embeddings
+    moved on by one. So the next token is certain by a wide margin, and every engine must generate the same text.
+
+    `architecture` has ``model_type`` and values that differ from the defaults of its config. Embeddings are untied,
+    whatever ``tie_word_embeddings`` says: the projection needs its own weights.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = dict(architecture)
+    model_type = values.pop("model_type", None)
+    if model_type is None:
+        raise ConfigError("model.architecture has no model_type; add one, as in model.architecture.model_type=opt")
+    try:
+        default = AutoConfig.for_model(model_type)
+        if unknown := [name for name in values if not hasattr(default, name)]:  # Transformers would keep it
+            guess = did_you_mean(unknown[0], default.to_dict())
+            raise ConfigError(f"model.architecture of type {model_type!r} has no value {unknown[0]!r}{guess}")
+        config = AutoConfig.for_model(model_type, **(values | {"tie_word_embeddings": False}))
+        if config.get_text_config().vocab_size < 1:
+            raise ConfigError("model.architecture.vocab_size is 0 or less; there must be a token to generate")
+        with torch.device(device):
+            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    except ConfigError:
+        raise
+    except Exception as error:  # the code of a hundred architectures meets values that it was never meant for
+        message = " ".join(str(error).split())[:300]  # some are of several lines, or list all models
+        kind = "" if isinstance(error, (ValueError, StrictDataclassError)) else f"{type(error).__name__}: "
+        raise ConfigError(f"model.architecture makes no model of type {model_type!r}: {kind}{message}") from error
+    generator = torch.Generator(device).manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(0.0, _SMALL, generator=generator)
+        embedding = model.get_input_embeddings().weight
+        embedding.normal_(0.0, _LARGE, generator=generator)
+        model.get_output_embeddings().weight.copy_(embedding.roll(1, dims=0) * _PROJECTION)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.config.eos_token_id = None
+    return model.eval()
+
+
+def counted_on(token: int, count: int, vocab_size: int) -> list[int]:
+    """The `count` tokens that a `counting_model` generates after `token`."""
+    return [(token + 1 + i) % vocab_size for i in range(count)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
 
@@ -37,7 +35,7 @@ class BorrowedTarget:
         self.num_layers = target.num_layers
         self._target, self._model = target, target.model
         self._sharing: list[RoundedRunner] = []
-        self._runner: Callable[[], CausalLMRunner | None] = lambda: None
+        self._runner: CausalLMRunner | None = None
 
     def rounded(self, bits: int, num_layers: int | None = None) -> RoundedRunner:
         """The model with rounded weights and the KV cache of the target, for `Drafter.propose`; see `RoundedRunner`."""
@@ -48,13 +46,13 @@ class BorrowedTarget:
                 "has a part; choose another, such as drafter=suffix"
             )
         self._sharing.append(made := RoundedRunner(self._target, bits, num_layers))
-        if (runner := self._runner()) is not None:
+        if (runner := self._runner) is not None:
             made.attach(runner)
         return made
 
     def attach(self, runner: CausalLMRunner) -> None:
         """Share the KV cache of `runner`, which runs the target, with the runners that `rounded` makes."""
-        self._runner = weakref.ref(runner)
+        self._runner = runner
         for sharing in self._sharing:
             sharing.attach(runner)
 

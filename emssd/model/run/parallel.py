@@ -76,10 +76,8 @@ class Group:
 
     def made_by_first(self, make: Callable[[], _Result]) -> _Result:
         """The result of `make`, which rank 0 alone calls; an error in rank 0 is one in all."""
-        result: Any = None
         with self.agreed():
-            if self.rank == 0:
-                result = make()
+            result = make() if self.rank == 0 else None
         return cast("_Result", self._gathered(result)[0])
 
     @contextmanager

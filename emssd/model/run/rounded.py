@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from emssd.attention import AttentionBackend, PackedInputs, StepPlan
+from emssd.attention import PackedInputs, StepPlan
 from emssd.errors import ConfigError
 from emssd.model.compile.packed import PackedLinear, Rounded, has_packed_kernel, panels_of, rounded_linear
-from emssd.model.hf.recurrent_states import StateCache
 from emssd.model.run.runner import CausalLMRunner, ModelOutput
 from emssd.model.run.target import Computed, TargetModel
 
@@ -33,6 +31,9 @@ class RoundedRunner(CausalLMRunner):
         bits: 4 or 8, in groups of 32 inputs.
         num_layers: only so many of the first layers are run, uncompiled; ``None`` for all.
 
+    Attributes:
+        is_attached: whether there is a KV cache to share.
+
     Raises:
         ConfigError: other bits, or not so many layers.
         UnsupportedModelError: its layers are not found, or cannot be left out.
@@ -48,34 +49,15 @@ class RoundedRunner(CausalLMRunner):
         self.model, self.bits, self.num_layers = model, bits, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
         self.device, self.dtype = model.device, model.dtype
-        self._owner: Callable[[], CausalLMRunner | None] = lambda: None
+        self.is_attached = False
         self._made_of: tuple[int, Any] = -1, None  # renewals of the model when it was rounded, and its program
         self._weights: RoundedWeights | None = None
         self._program: Any = None
 
     def attach(self, runner: CausalLMRunner) -> None:
         """Share the KV cache of `runner`, which runs the same model, and round the weights."""
-        self._owner = weakref.ref(runner)
+        self.backend, self._states, self.is_attached = runner.backend, runner._states, True
         self._follow()
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether there is a KV cache to share."""
-        return self._owner() is not None
-
-    @property
-    def _runner(self) -> CausalLMRunner:
-        owner = self._owner()
-        assert owner is not None, "not attached to the runner of the target"
-        return owner
-
-    @property
-    def backend(self) -> AttentionBackend:  # type: ignore[override]  # read-only
-        return self._runner.backend
-
-    @property
-    def _states(self) -> StateCache | None:  # type: ignore[override]  # read-only
-        return self._runner._states
 
     def run(self, packed: PackedInputs) -> ModelOutput:
         self._follow()

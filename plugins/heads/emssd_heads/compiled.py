@@ -13,10 +13,10 @@ from torch import nn
 from emssd.attention import additive_mask, masked_attention
 from emssd.errors import CompileError
 from emssd.model.compile import tracing
-from emssd.model.compile.compile_time import Compiling
+from emssd.model.compile.compilable import Compiling
+from emssd.model.compile.compiled import ProvenProgram, sources
 from emssd.model.compile.fingerprint import fingerprint
 from emssd.model.compile.packed import round_drafter
-from emssd.model.compile.proven import ProvenProgram, sources
 from emssd.model.compile.tracing import in_one_row
 from emssd_heads.layers import Attend
 

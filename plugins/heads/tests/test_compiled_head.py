@@ -12,7 +12,7 @@ from emssd_heads.config import TargetSizes
 from emssd_heads.eagle3.drafter import load_eagle3
 from emssd_heads.eagle3.head import Eagle3Head
 
-from emssd.model.compile import proven, tracing
+from emssd.model.compile import compiled, tracing
 from emssd.native import NativeError
 from tests.support.heads import assert_same, drawn_rows, numbers, run_ragged
 from tests.support.perfect_head import SIZE, VOCAB
@@ -62,7 +62,7 @@ def test_a_compiled_head_is_always_right(tree: str, kernels: None) -> None:
 
 
 def test_without_a_compiler_a_head_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proven, "declare_operators", Mock(side_effect=NativeError("no C++ compiler", "no compiler")))
+    monkeypatch.setattr(compiled, "declare_operators", Mock(side_effect=NativeError("no C++ compiler", "no compiler")))
     with pytest.warns(RuntimeWarning, match=r"^the drafter's head runs without model\.compile: no C\+\+ compiler$"):
         outputs = run_ragged(load(), ROWS, compile=True)
     assert_same_outputs(outputs, run_ragged(load(), ROWS))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from emssd import Engine
 from emssd.drafting.budget import FixedBudget
 from emssd.errors import ConfigError, PluginError
-from emssd.model.load.random_weights import counted_on, counting_model
+from emssd.model.load.loading import counted_on, counting_model
 from emssd.sequences import Batch, Request, Row
 from tests.support.tiers import looped
 

@@ -16,11 +16,11 @@ from emssd.cli.busy import BUSY_SHARE
 from emssd.cli.config import RunConfig, no_size
 from emssd.cli.jobs import SweptRun
 from emssd.cli.lines_file import LinesFile
-from emssd.cli.provenance import provenance
-from emssd.cli.setting import AROUND, changed_of_run, label_of
+from emssd.cli.provenance import AROUND, changed_of_run, label_of
 from emssd.errors import ConfigError
 from emssd_lab.costs import Costs
 from emssd_lab.experiment.appendix import appendix_points
+from emssd_lab.provenance import provenance
 from emssd_lab.report.rows import parse
 
 __all__ = ["RowsFile", "row_of", "row_text", "simulated_row"]

@@ -14,7 +14,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emssd.data.files import atomic_file
 from emssd.errors import PluginError
 
 if TYPE_CHECKING:
@@ -56,8 +55,9 @@ class Notes:
 
     def _write(self, values: dict[str, Any]) -> None:
         if self._path is not None:
-            with atomic_file(Path(self._path)) as file:
-                file.write(json.dumps(values).encode())
+            part = Path(f"{self._path}.part")
+            part.write_text(json.dumps(values))
+            part.replace(self._path)  # whole, whenever it is read
 
 
 def run_watched(arguments: Seq[str]) -> int:

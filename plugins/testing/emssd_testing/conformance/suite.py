@@ -17,10 +17,10 @@ from omegaconf import MissingMandatoryValue, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]  # it ships no types
 
+from emssd.cli.config import structured
 from emssd.errors import ConfigError
 from emssd.hooks.hookspecs import Spec
 from emssd.hooks.registry import Registry
-from emssd.hooks.structured import structured
 from emssd_testing.conformance.rules import broken, named
 
 __all__ = ["Suite", "from_text", "made"]
