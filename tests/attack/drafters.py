@@ -105,6 +105,7 @@ class HurtfulDrafter(Drafter):
             for index, row in enumerate(outcome.batch):
                 if row.request_id in self._drafted:  # one that drafts nothing is not asked
                     self._hear(row.request_id, index, outcome)
+                self._drafted[row.request_id] = len(row.tokens), []  # until it is asked again
         self.faults("observe")
         self._when_told("observe", outcome.batch)
 

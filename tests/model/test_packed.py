@@ -80,8 +80,15 @@ def test_a_packed_model_computes_with_the_numbers_that_it_stands_for(architectur
 
 @pytest.mark.usefixtures("kernels")
 @looped("drafter", DRAFTERS)
-@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.costly("compiles a model"))])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("architecture", "compiles"),
+    [
+        ("llama", False),
+        ("gemma3_text", False),
+        pytest.param("llama", True, marks=pytest.mark.costly("compiles a model")),
+        pytest.param("gemma3_text", True, marks=pytest.mark.nightly),
+    ],
+)
 def test_its_text_is_that_of_its_own_generate(architecture: str, compiles: bool, drafter: str) -> None:
     model = packed_model(architecture)
     with FileLock(cache_dir() / "packed.lock"):

@@ -51,7 +51,7 @@ class NGrammysDrafter(NGramDrafter):
     def reset(self) -> None:
         super().reset()
         self._bigrams: dict[int, tuple[int, ...]] = {}
-        self._newest: dict[str, int] = {}  # token of each row that is being drafted for
+        self._newest: dict[str, int] = {}  # token of each row, as far as it was shown
 
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         self._newest = {row.request_id: row.tokens[-1] for row in batch}
@@ -63,8 +63,10 @@ class NGrammysDrafter(NGramDrafter):
         if outcome.candidates is None:
             return
         for number, (row, candidates) in enumerate(zip(outcome.batch, outcome.candidates, strict=True)):
-            tokens = [self._newest.pop(row.request_id, row.tokens[-2]), *outcome.draft.tokens(number)]
-            self._bigrams.update(zip(tokens, map(tuple, candidates), strict=True))
+            if (newest := self._newest.get(row.request_id)) is not None:
+                tokens = [newest, *outcome.draft.tokens(number)]
+                self._bigrams.update(zip(tokens, map(tuple, candidates), strict=True))
+        self._newest = {row.request_id: row.tokens[-1] for row in outcome.batch}
 
     def more(self, token: int, chances: dict[int, float]) -> None:
         """Give the bigrams of `token` their share."""

@@ -83,5 +83,7 @@ def test_it_forgets_what_it_should() -> None:
 
 def test_it_learns_from_steps_in_which_it_was_not_asked() -> None:
     drafter = NGrammysDrafter(NGrammysConfig(num_candidates=2, depth=1))
-    seen(drafter, Row(Request("a", (1, 2, 7), 64)), Draft.empty(1), [[7, 5]])  # the target chose 7 after 2
-    assert set(products(tree_of(drafter, (9, 2), "b"))) == {(7,), (5,)}
+    tree_of(drafter, (1, 2))
+    for tokens in ((1, 2, 7), (1, 2, 7, 3, 3)):  # the target chose 7; then 3, and a drafter before this one was right
+        seen(drafter, Row(Request("a", tokens, 64)), Draft.empty(1), [[tokens[2], 5]])
+    assert set(products(tree_of(drafter, (9, 2), "b"))) == set(products(tree_of(drafter, (9, 7), "b"))) == {(7,), (5,)}

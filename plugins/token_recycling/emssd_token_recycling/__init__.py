@@ -60,7 +60,7 @@ class TokenRecyclingDrafter(Drafter):
 
     def reset(self) -> None:
         self._table: dict[int, list[int]] = {}
-        self._origins: dict[str, int] = {}  # the newest token of each row that is being drafted for
+        self._origins: dict[str, int] = {}  # the newest token of each row, as far as it was shown
         # How often the target took the candidate of each rank. What these begin with weighs as much as a dozen tokens.
         self._taken = [6 * 0.5**rank for rank in range(self.num_candidates)]
         self._seen = 13.0
@@ -79,10 +79,13 @@ class TokenRecyclingDrafter(Drafter):
             return
         rows = zip(outcome.batch, outcome.accepted, outcome.target_ids, outcome.candidates, strict=True)
         for number, (row, accepted, targets, candidates) in enumerate(rows):
-            tokens = [self._origins.pop(row.request_id, row.tokens[-2]), *outcome.draft.tokens(number)]
+            if (origin := self._origins.get(row.request_id)) is None:
+                continue
+            tokens = [origin, *outcome.draft.tokens(number)]
             for node in (-1, *accepted):
                 self._count(tokens[node + 1], targets[node + 1])
             self._table.update(zip(tokens, map(list, candidates), strict=True))
+        self._origins = {row.request_id: row.tokens[-1] for row in outcome.batch}
 
     def _count(self, before: int, token: int) -> None:
         """The target chose `token` after the token `before`."""

@@ -92,7 +92,11 @@ def test_ranks_count_by_how_often_the_target_takes_them() -> None:
 
 
 def test_it_learns_from_steps_in_which_it_was_not_asked() -> None:
-    drafter, row = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=2, depth=1)), Row(Request("a", (2, 7), 9))
-    drafter.observe(Outcome(Batch((row,)), Draft.empty(1), ((),), ((7,),), (((7, 5),),)))  # the target chose 7 after 2
-    asked = Row(Request("b", (9, 2), 9))
-    assert drafter.propose(Batch((asked,)), [2]).token_ids.tolist() == [7, 5]
+    drafter = TokenRecyclingDrafter(TokenRecyclingConfig(num_candidates=2, depth=1))
+    drafter.propose(Batch((Row(Request("a", (1, 2), 9)),)), [2])
+    for tokens in ((1, 2, 7), (1, 2, 7, 3, 3)):  # the target chose 7; then 3, and a drafter before this one was right
+        row = Row(Request("a", tokens, 9))
+        drafter.observe(Outcome(Batch((row,)), Draft.empty(1), ((),), ((tokens[2],),), (((tokens[2], 5),),)))
+    for last in (2, 7):
+        asked = Row(Request("b", (9, last), 9))
+        assert drafter.propose(Batch((asked,)), [2]).token_ids.tolist() == [7, 5]
