@@ -202,3 +202,17 @@ def test_hooks_of_the_backward_pass_are_left_alone(plain: str) -> None:
     mlp(model).register_full_backward_hook(nothing)
     refuse_hooks(model)
     assert key(model) == plain
+
+
+def tagging(made: Callable[..., None]) -> Callable[..., None]:
+    def patched(self: nn.Module, *given: Any, **options: Any) -> None:
+        made(self, *given, **options)
+
+    return patched
+
+
+def test_torch_compile_elsewhere_in_the_process_changes_no_key(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `torch._dynamo.mutation_guard` does."""
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, tagging(getattr(nn.Module, name)))
+    assert key(llama()) == plain

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["UnnamedError", "fingerprint", "named_tensors", "refuse_hooks", "short_pass"]
 
 _CALLERS = {"generate", "init_continuous_batching"}  # which call a model, and which it does not call
+_MAKING = {"__init__", "__setstate__"}  # torch.compile once in a process replaces those of all modules
 _LONGEST = 8  # tokens of a sequence of a short pass, so that it is one for all limits of length
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _OF_A_CHECKPOINT = frozenset({
@@ -131,7 +132,8 @@ class _Named:
         for base in sorted(bases, key=_name):
             for key, value in sorted(vars(base).items()):
                 value = getattr(value, "__func__", getattr(value, "fget", value))
-                if callable(value) or (isinstance(value, _PLAIN) and key[0] != "_"):  # Transformers caches some
+                is_plain = isinstance(value, _PLAIN) and key[0] != "_"  # Transformers caches some
+                if is_plain or (callable(value) and key not in _MAKING):
                     word = self._code if isinstance(value, FunctionType) else self._word
                     yield f"{_name(base)}.{key}={word(value)}"
         for name in sorted({base.__module__ for base in bases}):
