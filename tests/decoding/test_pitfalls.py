@@ -167,7 +167,7 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
     shuffle = random.Random(0)
     for order in range(4):
         drafter: Any = RandomDrafter(11, 4, oracle.references(prompts, 14), seed=order)
-        drafter.propose = Mock(wraps=drafter.propose)
+        drafter.observe = Mock(wraps=drafter.observe)
         engine = build(oracle, make_backend, drafter, batch_size=5)
         finished, plan = set[str](), Mock(wraps=engine.runner.backend.plan)
         monkeypatch.setattr(engine.runner.backend, "plan", plan)
@@ -175,12 +175,11 @@ def test_6_finished_rows_are_neither_drafted_for_nor_computed_and_rows_may_move(
             assert generation.token_ids == expected[generation.request_id]
             finished.add(generation.request_id)
         assert finished == set(expected)
-        planned, drafted = (
-            [call.args[0].request_ids for call in spy.call_args_list] for spy in (plan, drafter.propose)
-        )
+        planned = [call.args[0].request_ids for call in plan.call_args_list]
+        verified = [call.args[0].batch.request_ids for call in drafter.observe.call_args_list]
         for row in expected:
             steps = [i for i, names in enumerate(planned) if row in names]
-            assert steps == [i for i, names in enumerate(drafted) if row in names]
+            assert steps == [i for i, names in enumerate(verified) if row in names]
             assert steps == list(range(len(steps))), "a row computes from the first step on until it is finished"
         assert len({len(names) for names in planned}) > 2, "rows finish at different times"
         shuffle.shuffle(requests)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -128,8 +127,8 @@ def test_no_step_begins_that_is_another_in_some_rank(other: dict[str, Any]) -> N
 
         return step
 
-    assert in_ranks(run(STEP), run(replace(STEP))) == ["begun", "begun"]
-    assert [type(error) for error in in_ranks(run(STEP), run(replace(STEP, **other)))] == [GroupError] * 2
+    assert in_ranks(run(STEP), run(STEP._replace())) == ["begun", "begun"]
+    assert [type(error) for error in in_ranks(run(STEP), run(STEP._replace(**other)))] == [GroupError] * 2
 
 
 def test_a_rank_that_ends_and_one_that_fails_leave_no_other_waiting() -> None:

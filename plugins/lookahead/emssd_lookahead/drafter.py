@@ -115,6 +115,9 @@ class LookaheadDrafter(Drafter):
     def propose(self, batch: Batch, budget: Seq[int]) -> Draft:
         trees = list[Tree]()
         for row, limit in zip(batch, budget, strict=True):
+            if not limit:
+                trees.append([])
+                continue
             kept = self._rows.get(row.request_id) or self._begin(row)
             kept.newest = row.tokens[-1]
             trees.append(self._tree(kept, limit, row.num_remaining - 1))
