@@ -23,7 +23,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
-_REST = 32  # steps from one look at the rows to the next, while nothing pays and as many rows run
+_REST = 32  # steps from one look at the rows to the next, while nothing pays
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -40,7 +40,7 @@ class AdaptiveBudget(BudgetPolicy):
     def __init__(self, probe_interval: int = 32) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](lambda: DrafterRecord(probe_interval))
         self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False  # while drafts pay
-        self._rest = self._num_rows = 0  # steps until the next look; rows of this step
+        self._rest, self._names = 0, tuple[str, ...]()  # steps until the next look at these rows
         self._lengths: list[int] = []  # tokens of each row before this step
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
@@ -53,8 +53,8 @@ class AdaptiveBudget(BudgetPolicy):
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
-            before, self._num_rows = self._num_rows, len(step.batch)
-            self._rest = max(self._rest - 1, 0) if self._num_rows == before else 0
+            before, self._names = self._names, step.batch.request_ids
+            self._rest = max(self._rest - 1, 0) if self._names == before else 0
         if step.is_first and not self._rest:
             self._lengths = [len(row.tokens) for row in step.batch]
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
@@ -64,7 +64,7 @@ class AdaptiveBudget(BudgetPolicy):
         if self._rest:
             return [0] * len(step.limits)
         record = self._records[step.stage]
-        record.enter(step.batch.request_ids, self._lengths)
+        record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
         budget = self._try(step, record) if record.tries.seconds else []

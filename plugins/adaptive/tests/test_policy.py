@@ -162,16 +162,13 @@ def test_the_other_choice_is_tried_for_half_a_percent_of_the_time(accepts: int, 
     assert lost < 0.006 * world.time
 
 
-def test_where_nothing_pays_it_looks_every_32nd_step_and_where_the_number_of_rows_changes() -> None:
+def test_where_nothing_pays_it_looks_every_32nd_step_and_at_new_rows_at_once() -> None:
     world = World(AdaptiveBudget(probe_interval=10**6), 8, steep, drafts_by_chance(0.0)).warm()
     world.run(40, 5)
     with patch.object(record := world.policy._records[0], "enter", wraps=record.enter) as looks:
-        world.run(50, 5)
-        world.rows[0] = Row(Request("new", (1,) * 10, 10**6), num_cached=9)
-        world.run(46, 5)
-        assert looks.call_count == 3
-        for _ in range(2):
-            world.rows.pop()
+        world.run(96, 5)
+        for name in ("new", "newer"):
+            world.rows[0] = Row(Request(name, (1,) * 10, 10**6), num_cached=9)
             world.run(1, 5)
     assert looks.call_count == 3 + 2
 
