@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from emssd import SamplingParams
+from emssd import Engine, SamplingParams
 
-from .serving import ASK, Client, alone, client
+from .serving import ASK, Client, alone, client, serving
 
 openai = pytest.importorskip("openai", reason="OpenAI's client is not installed: pip install openai")
 __all__ = ["alone", "client"]  # fixtures
@@ -110,3 +111,33 @@ def test_a_request_that_cannot_be_honoured_raises_the_reason(api: Any) -> None:
         name = "input" if ask is api.responses else "messages"
         with pytest.raises(openai.BadRequestError, match=r"emssd cannot honour tools=\[{'type': 'function'}\]"):
             ask.create(model="tiny", tools=[{"type": "function"}], stream=True, **{name: ASK})
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["demo", "gsm-llama-16m"])
+def test_models_that_were_trained_answer_as_the_library_does(name: str, request: pytest.FixtureRequest) -> None:
+    path = name if name == "demo" else str(request.getfixturevalue("shared") / "models" / name)
+    prompts = [f"<s>Question: A box holds {number} pens. How many are in 3 boxes?\nAnswer:" for number in range(8)]
+    lone = Engine.from_pretrained(path, compile=False, drafter="none", batch_size=1)
+    cells: list[tuple[dict[str, Any], list[str]]] = [
+        ({"temperature": 0.0}, []), ({"temperature": 0.8, "seed": 5, "n": 2}, []), ({"temperature": 0.0}, ["."]),
+    ]  # fmt: skip
+    with (
+        serving(path, batch_size=4) as client,
+        openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0, timeout=60) as api,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        for options, stop in cells:
+            body = options | {"model": "m", "max_tokens": 40} | ({"stop": stop} if stop else {})
+            more = {"sampling": SamplingParams(**options), "stop": stop}
+            rows = [lone.generate([lone.tokenizer(prompt)["input_ids"]], 40, **more) for prompt in prompts]
+            wanted = [[row.text for row in texts] for texts in rows]
+            answers = pool.map(lambda prompt, body=body: api.completions.create(prompt=prompt, **body), prompts)
+            assert [[choice.text for choice in answer.choices] for answer in answers] == wanted
+            streamed = ["" for _ in wanted[0]]
+            for event in api.completions.create(prompt=prompts[0], stream=True, **body):
+                streamed[event.choices[0].index] += event.choices[0].text
+            assert streamed == wanted[0]
+        if lone.tokenizer.chat_template is None:
+            with pytest.raises(openai.BadRequestError, match="a conversation needs a tokenizer with a chat template"):
+                api.chat.completions.create(model="m", messages=ASK)
