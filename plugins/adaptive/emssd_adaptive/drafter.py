@@ -96,7 +96,7 @@ class DrafterRecord:
             self._nodes.append(nodes)
             self.worths.append(worths)
 
-    def observe(self, outcome: Outcome, stats: StageStats, seconds: float) -> None:
+    def observe(self, outcome: Outcome, stats: StageStats, seconds: float, *, is_prefill: bool = False) -> None:
         """Learn from a step; drafting took `seconds`. Nodes behind the target's choice teach nothing."""
         budget, drafted = stats.budget, stats.drafted
         if any(budget) and any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
@@ -107,9 +107,9 @@ class DrafterRecord:
         for index, (row, limit) in enumerate(zip(self._rows, budget, strict=True)):
             path, decided = {-1, *outcome.accepted[index]}, set[int]()
             row.fade(_FADE_ROW ** len(path) if drafted[index] else _FADE_UNDRAFTED)
-            if not limit:
+            row.num_shown = self._lengths[index] if limit else row.num_shown
+            if not limit or (is_prefill and not self.worths[index]):  # the KV of a prompt may be yet to come
                 continue
-            row.num_shown = self._lengths[index]
             for node, (parent, kind) in enumerate(self._nodes[index][: drafted[index]]):
                 if parent in path and parent not in decided:
                     self._run.add(kind, node in path, 1.0)

@@ -23,7 +23,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
-_REST = 32  # steps from one look at the rows to the next, while nothing pays
+_REST = 32  # steps from one look at the rows to the next at most: twice as many as before, while nothing pays
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -40,7 +40,7 @@ class AdaptiveBudget(BudgetPolicy):
     def __init__(self, probe_interval: int = 32) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](lambda: DrafterRecord(probe_interval))
         self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False  # while drafts pay
-        self._rest, self._names = 0, tuple[str, ...]()  # steps until the next look at these rows
+        self._names, self._rest, self._pause = tuple[str, ...](), 0, 1  # of the rows; steps until the next look at them
         self._lengths: list[int] = []  # tokens of each row before this step
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
@@ -109,10 +109,9 @@ class AdaptiveBudget(BudgetPolicy):
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         record = self._records[step.stage]
-        if self._rest:  # a grammar forces these tokens
-            return draft.lengths
-        record.see(draft)
-        if record.is_try:
+        if not self._rest:  # else a grammar forces these tokens
+            record.see(draft)
+        if self._rest or record.is_try:
             return draft.lengths
         return best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
@@ -127,6 +126,10 @@ class AdaptiveBudget(BudgetPolicy):
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         pace, total, schedule = self._cost.pace, sum(stats.seconds.values()), stats.seconds["schedule"]
+        if self._cost.line.num_seen > KNOWN and not stats.is_prefill:
+            plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
+            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
+            self._gain = self._seconds[0] / self._seconds[1]
         if self._rest:
             self._controls.count(total / pace, is_other=True, is_try=False)
             for record in self._records.values():
@@ -135,17 +138,15 @@ class AdaptiveBudget(BudgetPolicy):
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
             record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
             # Choosing is a part of drafting. What is learnt after a step takes as long, and is not in its seconds.
-            record.observe(outcome, stage, (stage.seconds + 2 * schedule / len(stats.stages)) / pace)
+            seconds = (stage.seconds + 2 * schedule / len(stats.stages)) / pace
+            record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
         self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
         if stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
         self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - schedule - stats.seconds["draft"])
-        if self._cost.line.num_seen > KNOWN:
-            plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
-            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
-            self._gain = self._seconds[0] / self._seconds[1]
-            self._rest = 0 if self._is_control or any(any(stage.budget) for stage in stats.stages) else _REST
+        pays = self._cost.line.num_seen <= KNOWN or self._is_control or any(any(stage.budget) for stage in stats.stages)
+        self._rest, self._pause = (0, 1) if pays else (self._pause, min(2 * self._pause, _REST))
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -72,6 +72,16 @@ def test_what_was_not_asked_for_teaches_nothing_of_the_cost_of_drafting() -> Non
     assert record.cost.num_seen == 3
 
 
+def test_no_draft_beside_a_prompt_teaches_nothing() -> None:
+    record, stats = learnt(a=4), StageStats((4,), (0,), 0.0)
+    before = record.firsts[0]
+    for is_prefill in (True, False):
+        worths(record, "a", Draft.empty(1))
+        record.observe(Outcome(Batch(()), Draft.empty(1), ((),), ()), stats, 1.0, is_prefill=is_prefill)
+        record.enter(["a"], [9])
+        assert (record.firsts[0] < 0.95 * before) == (not is_prefill)
+
+
 def test_a_row_that_drafts_nothing_is_forgotten_in_time() -> None:
     record = learnt(num_steps=20, bad=0, good=4)
     assert worths(record, "bad", chain(1))[0] < 0.7 * worths(record, "new", chain(1))[0]

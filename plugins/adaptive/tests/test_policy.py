@@ -162,15 +162,26 @@ def test_the_other_choice_is_tried_for_half_a_percent_of_the_time(accepts: int, 
     assert lost < 0.006 * world.time
 
 
-def test_where_nothing_pays_it_looks_every_32nd_step_and_at_new_rows_at_once() -> None:
+def test_where_nothing_pays_it_looks_ever_more_rarely_and_at_new_rows_at_once() -> None:
     world = World(AdaptiveBudget(probe_interval=10**6), 8, steep, drafts_by_chance(0.0)).warm()
-    world.run(40, 5)
+    world.run(1, 5)
     with patch.object(record := world.policy._records[0], "enter", wraps=record.enter) as looks:
+        world.run(62, 5)
+        assert looks.call_count >= 5, "after 1, 2, 4, 8, 16 steps"
+        looks.reset_mock()
         world.run(96, 5)
         for name in ("new", "newer"):
             world.rows[0] = Row(Request(name, (1,) * 10, 10**6), num_cached=9)
             world.run(1, 5)
     assert looks.call_count == 3 + 2
+
+
+def test_the_gain_fades_while_it_rests() -> None:
+    world = World(policy := AdaptiveBudget(probe_interval=10**6), 8, steep, drafts_by_chance(0.0)).warm()
+    world.run(100, 5)
+    policy._seconds, policy._gain = (2.0, 1.0), 2.0
+    world.run(60, 5)
+    assert policy._gain < 1.4, "a draft has to be worth more than what the run makes now"
 
 
 SHAPE = (-1, 0, 1, -1, 2, 0, 3, 1, -1, 5)  # the first three are a chain
