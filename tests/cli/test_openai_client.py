@@ -118,19 +118,19 @@ def test_a_request_that_cannot_be_honoured_raises_the_reason(api: Any) -> None:
 def test_models_that_were_trained_answer_as_the_library_does(name: str, request: pytest.FixtureRequest) -> None:
     path = name if name == "demo" else str(request.getfixturevalue("shared") / "models" / name)
     prompts = [f"<s>Question: A box holds {number} pens. How many are in 3 boxes?\nAnswer:" for number in range(8)]
-    lone = Engine.from_pretrained(path, compile=False, drafter="none", batch_size=1)
+    lone = Engine.from_pretrained(path, dtype="float32", compile=False, drafter="none", batch_size=1)
     cells: list[tuple[dict[str, Any], list[str]]] = [
         ({"temperature": 0.0}, []), ({"temperature": 0.8, "seed": 5, "n": 2}, []), ({"temperature": 0.0}, ["."]),
     ]  # fmt: skip
     with (
-        serving(path, batch_size=4) as client,
+        serving(path, dtype="float32", batch_size=4) as client,
         openai.OpenAI(base_url=f"{client.url}/v1", api_key="none", max_retries=0, timeout=60) as api,
         ThreadPoolExecutor(8) as pool,
     ):
         for options, stop in cells:
             body = options | {"model": "m", "max_tokens": 40} | ({"stop": stop} if stop else {})
             more = {"sampling": SamplingParams(**options), "stop": stop}
-            rows = [lone.generate([lone.tokenizer(prompt)["input_ids"]], 40, **more) for prompt in prompts]
+            rows = [lone.generate([prompt], 40, **more) for prompt in prompts]
             wanted = [[row.text for row in texts] for texts in rows]
             answers = pool.map(lambda prompt, body=body: api.completions.create(prompt=prompt, **body), prompts)
             assert [[choice.text for choice in answer.choices] for answer in answers] == wanted
