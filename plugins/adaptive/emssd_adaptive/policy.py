@@ -23,7 +23,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
 _FADE = 0.98  # a step, of the recent gain
 _CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
-_REST = 32  # steps from one look at the rows to the next at most: twice as many as before, while nothing pays
+_REST = 32  # the most steps from one look at the rows to the next; they double while nothing pays
 
 
 class AdaptiveBudget(BudgetPolicy):
