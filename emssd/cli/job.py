@@ -108,8 +108,8 @@ class _Run:
         self.failures = Failures(self.config.on_error, answers=self.source.write_answers is not None)
 
     def read_prompts(self) -> tuple[Any, ...]:
-        """Read and check all prompts before anything is loaded. Returns `prompts`, `left` and ``failures.prompts`` of this
-        run, and `finished` and `made_with` of the output.
+        """Read and check all prompts before anything is loaded. Returns `prompts`, `left` and ``failures.prompts`` of
+        this run, and `finished` and `made_with` of the output.
         """
         config, output = self.config, self.output
         self.prompts = self.failures.passed(prompts_of(config, self.registry))
