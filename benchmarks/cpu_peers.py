@@ -7,7 +7,10 @@ Every engine runs in a process of its own that loads and warms up before the clo
 at once, and no more than the batch size run together. The repeats of all engines in one mode, at one batch size, are
 interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
 Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
-greedy decoding at the same batch size. A peer that is not installed is named with what to do; the others run.
+greedy decoding at the smallest batch size. A peer that is not installed is named with what to do; the others run.
+
+`--model FILE.gguf` compares emssd and llama.cpp on that file, without references. `--data FILE.txt` has a prompt in
+each line.
 
 `--device cuda` compares on a GPU: both ways of Hugging Face, emssd with `backend=flashinfer`, and vLLM where `--python
 vllm=FILE` names an interpreter that has a build of it for GPUs. OpenVINO stays on the CPU and is left out.
@@ -31,9 +34,12 @@ from peers.workers import PEERS, PeerError, Setting, interpreter_of
 from rich.console import Console
 from rich.progress import Progress
 
+from emssd.data.model_folder import gguf_of
 from emssd.data.prompts import FailedPrompt, check_prompt, encode_prompts
 from emssd.data.records import RecordsConfig, content_of, records_in, to_prompts
 from emssd.errors import EmssdError, PromptError
+from emssd.model.load.checkpoint import load_tokenizer
+from emssd.model.load.gguf_model import converted_folder
 
 PATHS = ("model", "draft_model", "data", "python", "openvino_export", "gguf", "references", "logs", "out")
 TEMPLATES = {"copy-heavy": "<s>Question: {question}\nRestated:", "plain": "<s>Question: {question}\nAnswer:"}
@@ -42,24 +48,31 @@ DEFAULT_PEERS = ["emssd", "hf", "hf_generate_batch", "vllm", "openvino"]
 
 def request_of(arguments: argparse.Namespace) -> Request:
     """The prompts' token ids and what ends a row; mode and batch size are to be replaced."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
-    config, tokenizer = AutoConfig.from_pretrained(arguments.model), AutoTokenizer.from_pretrained(arguments.model)
-    records = RecordsConfig(template=TEMPLATES[arguments.prompts], limit=arguments.num_prompts)
-    prompts = to_prompts(records_in(*content_of(arguments.data)), records, arguments.data)
+    file = gguf_of(arguments.model)
+    config = AutoConfig.from_pretrained(converted_folder(file, "config") if file else arguments.model)
     longest = config.max_position_embeddings - arguments.max_new_tokens
-    texts = []
-    for prompt in prompts:
-        if isinstance(prompt, FailedPrompt):
-            raise PromptError(prompt.error)
-        texts.append(prompt.text)
-    ids = encode_prompts(texts, tokenizer)
+    ids = encode_prompts(texts_of(arguments), load_tokenizer(arguments.model))
     for number, prompt_ids in enumerate(ids):
         check_prompt(prompt_ids, longest, config.vocab_size, str(number))
     eos = config.eos_token_id
     if (Path(arguments.model) / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(arguments.model).eos_token_id or eos
     return Request("greedy", 1, arguments.max_new_tokens, ids, eos if isinstance(eos, list) else [eos])
+
+
+def texts_of(arguments: argparse.Namespace) -> list[str]:
+    """The prompts' texts: lines of a ``.txt``, or of questions with a template."""
+    if arguments.data.endswith(".txt"):
+        return Path(arguments.data).read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
+    records = RecordsConfig(template=TEMPLATES[arguments.prompts], limit=arguments.num_prompts)
+    texts = []
+    for prompt in to_prompts(records_in(*content_of(arguments.data)), records, arguments.data):
+        if isinstance(prompt, FailedPrompt):
+            raise PromptError(prompt.error)
+        texts.append(prompt.text)
+    return texts
 
 
 def installed(names: list[str], interpreters: dict[str, str], console: Console) -> list[str]:
@@ -77,7 +90,9 @@ def installed(names: list[str], interpreters: dict[str, str], console: Console) 
 def kept_references(
     file: Path | None, peer: str, request: Request, setting: Setting, logs: Path, console: Console
 ) -> dict[str, list[list[int]]]:
-    """References from `file`, which may have more prompts; or new ones, which are kept there."""
+    """References from `file`, which may have more prompts; or new ones, which are kept there. A GGUF file has none."""
+    if setting.model.endswith(".gguf"):
+        return {}
     wanted = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
     if file and file.is_file():
         kept, number = json.loads(file.read_text()), len(request.prompts)
@@ -112,9 +127,9 @@ def pairs_of(options: list[str]) -> dict[str, str]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of the target")
-    parser.add_argument("--draft-model", required=True, help="folder of the draft model")
-    parser.add_argument("--data", required=True, help="JSONL file with a field 'question'")
+    parser.add_argument("--model", required=True, help="folder of the target, or a GGUF file")
+    parser.add_argument("--draft-model", help="folder of the draft model; the target by default")
+    parser.add_argument("--data", required=True, help="JSONL file with a field 'question', or text")
     parser.add_argument("--peers", nargs="+", choices=list(PEERS), default=DEFAULT_PEERS)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--greedy-only", nargs="+", default=[], choices=list(PEERS), help="peers without other modes")
@@ -136,9 +151,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for the engines' own output; a temporary one by default")
     parser.add_argument("--out", type=Path, help="JSON file; written after every batch size")
     arguments = parser.parse_args()
-    for name, folder in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
-        if not (Path(folder) / "config.json").is_file():
-            parser.error(f"{name} {folder}: no such folder with a config.json; give the local folder of a model")
+    arguments.draft_model = arguments.draft_model or arguments.model
+    for name, path in (("--model", arguments.model), ("--draft-model", arguments.draft_model)):
+        if not ((Path(path) / "config.json").is_file() or (path.endswith(".gguf") and Path(path).is_file())):
+            parser.error(f"{name} {path}: no such folder with a config.json, nor such a GGUF file; give a local model")
     if arguments.device != "cpu":
         arguments.peers = [name for name in arguments.peers if not name.startswith(("openvino", "llama_cpp"))]
     if unknown := sorted(pairs_of(arguments.python).keys() - PEERS):

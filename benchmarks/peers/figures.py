@@ -17,6 +17,8 @@ def figures(
 ) -> list[dict[str, Any]]:
     """One row for each cell, from its runners' answers: speeds of all repeats, and in how many rows tokens are equal.
 
+    *Own greedy* tokens are those of the same engine at the smallest batch size that it ran.
+
     Args:
         answers: of each cell, one for each repeat.
         references: tokens of each row as the references have them, by name.
@@ -26,7 +28,8 @@ def figures(
     for (peer, mode, batch), repeats in answers.items():
         outputs = [answer["tokens"] for answer in repeats]
         speeds = [sum(map(len, answer["tokens"])) / answer["seconds"] for answer in repeats]
-        greedy = answers.get((peer, "greedy", batch)) if mode != "greedy" else None
+        own = min((cell for cell in answers if cell[:2] == (peer, "greedy")), default=(peer, mode, batch))
+        greedy = answers[own] if own != (peer, mode, batch) else None
         rows.append(
             {
                 "peer": peer,

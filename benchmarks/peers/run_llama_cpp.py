@@ -3,7 +3,8 @@
 Its speculation (`common/speculative`) is C++ and is not in that interface. So this runner drafts itself, with the same
 calls: the latest occurrence of the last tokens gives an n-gram's continuation, and a second context holds the draft
 model. One `llama_decode` of all slots verifies; `llama_memory_seq_rm` takes back what was refused. The options are
-``weights=bf16`` (or f32, q8_0, q4_0), of target and draft model, and ``unified=true``: one KV cache for all slots.
+``weights=bf16`` (or f32, q8_0, q4_0), of target and draft model, unless the target is a GGUF file; and
+``unified=true``: one KV cache for all slots.
 """
 
 from __future__ import annotations
@@ -166,8 +167,8 @@ def load(arguments: argparse.Namespace) -> Build:
     llama_cpp.llama_backend_init()
     defaults = {"weights": WEIGHTS[arguments.dtype], "unified": "true", "export": "gguf"}
     options = options_of(arguments.option, defaults)
-    folder, weights = Path(options["export"]), options["weights"]
-    path = gguf_of(arguments.model, folder, weights)
+    folder, weights, model = Path(options["export"]), options["weights"], arguments.model
+    path = Path(model) if model.endswith(".gguf") else gguf_of(model, folder, weights)
 
     def build(request: Request) -> Engine:
         def context(file: Path) -> Context:

@@ -118,6 +118,7 @@ def test_counts_of_equal_rows_and_ratios(peers: Any) -> None:
         return [{"seconds": duration, "tokens": tokens, "details": {}} for duration in seconds]
 
     measured = {
+        ("vllm", "greedy", 1): answers([1.0], [[5, 2], [4, 2]]),
         ("emssd", "ngram", 4): answers([1.0, 0.5, 0.25], [[1, 2], [3, 2]]),
         ("vllm", "greedy", 4): answers([1.0, 1.0, 1.0], [[1, 2], [4, 2]]),
         ("vllm", "ngram", 4): answers([2.0, 1.0, 2.0], [[1, 2], [3, 3, 3, 2]]),
@@ -125,17 +126,17 @@ def test_counts_of_equal_rows_and_ratios(peers: Any) -> None:
     measured["vllm", "ngram", 4][0]["tokens"] = [[1, 2], [3, 3, 3, 3]]
     references = {"HF float32": [[1, 2], [3, 3, 3, 2]]}
     rows = peers.figures.figures(measured, references, {("hf", "greedy", 4): "it is | gone\nfor good"})
-    emssd, greedy, ngram, failed = rows
+    first, emssd, greedy, ngram, failed = rows
     assert emssd["tokens_per_second"] == [4, 8, 16]
     assert emssd["median"] == 8
     assert [row["equal_rows"]["HF float32"] for row in (emssd, greedy, ngram)] == [1, 1, 2]
-    assert [row["equal_to_own_greedy"] for row in (emssd, greedy, ngram)] == [None, None, 1]
+    assert [row["equal_to_own_greedy"] for row in (first, emssd, greedy, ngram)] == [None, None, 1, 0]
     assert [row["equal_in_all_repeats"] for row in (emssd, greedy, ngram)] == [2, 2, 1]
     assert failed["failed"] == "it is | gone\nfor good"
     table = peers.figures.speed_table(rows).splitlines()
     assert table[0].endswith("| = HF float32 | = own greedy |")
-    assert table[4] == "| 4 | ngram | vllm | 3 | 3 – 6 | 2.67 | 2/2 | 1/2 |"
-    assert "| failed: it is \\| gone |" in table[5]
+    assert table[5] == "| 4 | ngram | vllm | 3 | 3 – 6 | 2.67 | 2/2 | 0/2 |"
+    assert "| failed: it is \\| gone |" in table[6]
     assert {line.replace("\\|", "").count("|") for line in table} == {9}
 
 
