@@ -204,9 +204,8 @@ def main() -> None:
             if arguments.out:
                 arguments.out.parent.mkdir(parents=True, exist_ok=True)
                 arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-    print(
-        f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {arguments.prompts} prompts"
-    )
+    prompts = Path(arguments.data).name if arguments.data.endswith(".txt") else f"{arguments.prompts} prompts"
+    print(f"\n{results['run']['processor']}, {arguments.dtype}, {arguments.threads} threads, {prompts}")
     print(f"\n{speed_table(results['cells'])}")
     if compared.failed:
         raise SystemExit(f"{len(compared.failed)} cells failed; the engines' own output is in {logs}")

@@ -9,7 +9,9 @@ from typing import Any
 
 __all__ = ["FTYPES", "gguf_of"]
 
-FTYPES = {"f32": 0, "q4_0": 2, "q8_0": 7, "bf16": 32}  # llama.cpp's numbers of file types
+FTYPES = {  # llama.cpp's numbers of file types
+    "f32": 0, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q5_0": 8, "q5_1": 9, "q4_k": 14, "q5_k": 16, "q6_k": 18, "bf16": 32,
+}  # fmt: skip
 LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
