@@ -26,19 +26,9 @@ from emssd.sampling.params import SamplingParams
 from emssd.sampling.processing import processed
 
 __all__ = [
-    "BLOCK",
-    "Node",
-    "alike",
-    "as_arrays",
-    "choose",
-    "greedy_tokens",
-    "is_quick",
-    "kernels_for",
-    "probabilities",
-    "processed_at",
-    "scores_of",
-    "within_grammars",
-]
+    "BLOCK", "Node", "alike", "as_arrays", "choose", "greedy_tokens", "is_quick", "kernels_for", "probabilities",
+    "processed_at", "scores_of", "within_grammars",
+]  # fmt: skip
 
 BLOCK = 2**22  # entries of logits that are processed together: a float64 tensor of them takes 32 MiB
 _AS_IT_IS = SamplingParams()  # scores that are processed already

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate, compress
+from itertools import accumulate, compress, product
 from operator import ge, mul
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
@@ -67,8 +67,11 @@ class AdaptiveBudget(BudgetPolicy):
         record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
-        budget = self._try(step, record) if record.tries.seconds else []
-        return budget or self._choose(step, record)
+        budget = (self._try(step, record) if record.tries.seconds else []) or self._choose(step, record)
+        if not any(budget) and self._gain > 1.0:  # the text is harder here than it was: its tokens come one by one
+            self._rate = len(step.batch) / self._plain
+            budget = self._choose(step, record)
+        return budget
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
         """``[B]`` how much of each row to draft, the time of drafting included."""
@@ -91,8 +94,7 @@ class AdaptiveBudget(BudgetPolicy):
                     lengths[row], total, count = depth, total + surplus, count + number
                     if depth < step.limits[row]:
                         deeper[row] = worth * laters[row]
-            if total > best:
-                best, best_depth = total, depth
+            best, best_depth = max((best, best_depth), (total, depth))
             worths = deeper
         return [min(length, best_depth) for length in lengths]
 
@@ -116,9 +118,8 @@ class AdaptiveBudget(BudgetPolicy):
         return best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
     def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
-        """The cost of verifying at most `count` tokens, in tokens: of the first, of the second …; and ``[B]`` of one
-        more of a row, beside that. Steps grow by an eighth, as nothing is known of what is far beyond.
-        """
+        """The cost, in tokens, of verifying one token, a second … up to `count`; and ``[B]`` of a row's own, beside."""
+        # Steps grow by an eighth, as nothing is known of what is far beyond.
         num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens
         rises = self._cost.rises(num_fixed, min(count, self._cost.largest * 9 // 8 + 1 - len(step.batch)))
         per_pair = self._rate * self._cost.line.coefficients[-1]
@@ -149,9 +150,8 @@ class AdaptiveBudget(BudgetPolicy):
         self._rest, self._pause = (0, 1) if pays else (self._pause, min(2 * self._pause, _REST))
 
     def release(self, request_ids: Iterable[str]) -> None:
-        for request_id in request_ids:
-            for record in self._records.values():
-                record.counts.pop(request_id, None)
+        for request_id, record in product(request_ids, self._records.values()):
+            record.counts.pop(request_id, None)
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:

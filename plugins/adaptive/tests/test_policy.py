@@ -96,6 +96,13 @@ def test_a_drafter_that_has_to_catch_up_with_a_row_leaves_it_alone() -> None:
     assert policy_of([0.9, 0.9], 0.9, per_unseen=0.03).allot(BudgetStep(batch_of(4, 40), (2, 2))) == [2, 0]
 
 
+@pytest.mark.parametrize(("gain", "length"), [(1.5, 2), (3.0, 4)])
+def test_where_nothing_pays_at_the_rate_of_the_run_that_of_a_plain_step_counts(gain: float, length: int) -> None:
+    policy = policy_of([0.9], 0.9, per_level=0.5)
+    policy._gain = gain
+    assert policy.allot(BudgetStep(batch_of(10), (4,))) == [length]
+
+
 def test_a_long_row_drafts_less_and_a_model_that_drafts_is_not_run_where_reading_kv_takes_the_time() -> None:
     policy = policy_of([0.9, 0.9], 0.7, per_pair=1e-4)
     short, long = policy.allot(BudgetStep(batch_of(10, 1500), (8, 8)))
