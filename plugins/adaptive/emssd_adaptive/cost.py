@@ -25,8 +25,8 @@ class CostLine:
     Errors are relative. So long steps do not drown short ones, and a step that a busy machine held up hardly counts.
     """
 
-    def __init__(self, num_features: int) -> None:
-        self.coefficients, self.num_seen, self._new = [0.0] * num_features, 0, list[list[float]]()
+    def __init__(self, num_features: int, taker: int = 0) -> None:
+        self.coefficients, self.num_seen, self._new, self._taker = [0.0] * num_features, 0, list[list[float]](), taker
         self._gram, self._moment = np.zeros((num_features, num_features)), np.zeros(num_features)
 
     def observe(self, features: Seq[float], seconds: float) -> None:
@@ -41,8 +41,8 @@ class CostLine:
     def _fit(self) -> None:
         """Least squares without negative coefficients, as by Lawson and Hanson: features enter as long as one helps."""
         sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))
-        # In units in which all features are alike. Where observations leave a choice, the constant takes it all.
-        kept = np.where(np.arange(len(sizes)) > 0, _KEPT, 0.0)
+        # In units in which all features are alike. Where observations leave a choice, the feature `taker` takes it all.
+        kept = np.where(np.arange(len(sizes)) != self._taker, _KEPT, 0.0)
         gram = self._gram / np.outer(sizes, sizes) + np.diag(kept)
         moment = self._moment / sizes + kept * sizes * self.coefficients
         values, used = np.zeros(len(sizes)), np.zeros(len(sizes), bool)

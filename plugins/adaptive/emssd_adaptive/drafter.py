@@ -21,8 +21,8 @@ _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0)
 _OTHERS = _BINS + len(_MIDDLES)
 _GUESSES = [0.5, 0.8, 0.0, *_MIDDLES, *_MIDDLES]  # until something is known
 _UNSURE = (0.5, 0.8)  # of first tokens and of later ones, if a drafter tells no confidence; to the power of the rank
-_GUESSED, _OF_RUN = 2.0, 6.0  # drafts or nodes that a guess counts for, and that the run does in a row
-_OF_BINS = 4.0  # accepted nodes of a row that the shares of bins count for
+_SUREST = {0.5, 0.8, 0.0, _MIDDLES[-1]}  # guesses of other kinds, and of the surest bins
+_GUESSED, _OF_RUN, _OF_BINS = 2.0, 6.0, 4.0  # nodes that a guess counts for, and that the run and its bins do in a row
 _FADE, _FADE_UNDRAFTED, _FADE_ROW = 0.99, 0.97, 15 / 16  # of the run; of a row in a step without drafts, by a token
 _TRIED_BEFORE = 4.0  # nodes that count beside those of a try, as they are old
 
@@ -61,17 +61,19 @@ class DrafterRecord:
     """
 
     def __init__(self, interval: int) -> None:
-        self.cost, self.tries, self.is_try = CostLine(4), Allowance(interval), False
+        self.cost, self.tries, self.is_try = CostLine(4, taker=1), Allowance(interval), False
         self._run, self.counts = _Counts(len(_GUESSES)), defaultdict[str, _Counts](lambda: _Counts(4))
 
     def enter(self, request_ids: Iterable[str], lengths: Seq[int]) -> None:
         """Work out the chances in the rows of a step, of which each has so many tokens."""
-        self.is_try = False
-        run = zip(self._run.right, self._run.tried, _GUESSES, strict=True)
-        self._shares = [(right + _GUESSED * guess) / (tried + _GUESSED) for right, tried, guess in run]
+        run, self._shares, off = [*zip(self._run.right, self._run.tried, _GUESSES, strict=True)], list[float](), 1.0
+        for right, tried, guess in run[::-1]:  # a bin is off by as much as the next surer one, until it is known
+            likely = guess if guess in _SUREST else min(guess * off, 1.0)
+            self._shares.insert(0, (right + _GUESSED * likely) / (tried + _GUESSED))
+            off = self._shares[0] / max(guess, 0.01)
         self._rows = [self.counts[name] for name in request_ids]
         self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
-        self.spread = min(self._shares[_SPREAD], 1.0)
+        self.is_try, self.spread = False, min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
         self.firsts = [(row.right[_FIRST] + first) / (row.tried[_FIRST] + _OF_RUN) for row in self._rows]
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]

@@ -60,7 +60,7 @@ class AdaptiveBudget(BudgetPolicy):
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
             gain = max(1.0, self._gain)
             self._rate = len(step.batch) / self._plain * gain
-            self._is_control = self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
+            self._is_control = self._gain > 0.0 and self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
         if self._rest:
             return [0] * len(step.limits)
         record = self._records[step.stage]
@@ -105,17 +105,15 @@ class AdaptiveBudget(BudgetPolicy):
         for row in able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]:
             budget[row] = min(step.limits[row], _TRY_TOKENS)
         seconds = record.cost.seconds([1, max(budget), sum(budget), sum(compress(unseen, budget))])
-        seconds += sum(self._prices(step, sum(budget))[0]) / self._rate
-        record.is_try = seconds < record.tries.seconds
+        record.is_try = seconds + sum(self._prices(step, sum(budget))[0]) / self._rate < record.tries.seconds
         return budget if record.is_try else []
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         record = self._records[step.stage]
-        if not self._rest:  # else a grammar forces these tokens
-            record.see(draft)
-        if self._rest or record.is_try:
+        if self._rest:  # a grammar forces these tokens
             return draft.lengths
-        return best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
+        record.see(draft)
+        return draft.lengths if record.is_try else best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
     def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
         """The cost, in tokens, of verifying one token, a second … up to `count`; and ``[B]`` of a row's own, beside."""

@@ -7,6 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from emssd_adaptive.cost import CostLine, StepCost
+from emssd_adaptive.drafter import DrafterRecord
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,6 +52,12 @@ def test_a_step_is_convex_in_its_tokens_and_never_falls(stream: list[tuple[int, 
     plain = [cost.plain(num_rows, 1000) for num_rows in range(500)]
     assert np.diff(plain) == pytest.approx(rises, rel=1e-6, abs=1e-8)
     assert all(cost.plain(num_rows, 2000) >= before for num_rows, before in enumerate(plain))
+
+
+def test_what_one_draft_took_is_put_down_to_its_levels_so_that_shorter_ones_are_tried() -> None:
+    cost = DrafterRecord(32).cost
+    cost.observe([1, 4, 4, 40], 2.0)
+    assert cost.coefficients == pytest.approx([0.0, 0.5, 0.0, 0.0], abs=1e-3)
 
 
 def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:

@@ -64,6 +64,17 @@ def test_a_row_that_changes_is_followed() -> None:
     assert worths(record, "a", chain(1))[0] > 0.75
 
 
+@pytest.mark.parametrize(("told", "right"), [(0.16, 4), (0.99, 0)])
+def test_a_confidence_that_was_never_told_is_off_by_as_much_as_the_next_surer_one(told: float, right: int) -> None:
+    record = DrafterRecord(32)
+    for _ in range(20):
+        observe(record, "a", chain(4, [told] * 4), range(right))
+    record.counts.clear()
+    less = told / 3
+    assert (worths(record, "new", chain(1, [less]))[0] > 2 * less) == (right > 0)
+    assert (worths(record, "new", chain(1, [less]))[0] < less / 2) == (right == 0)
+
+
 def test_what_was_not_asked_for_teaches_nothing_of_the_cost_of_drafting() -> None:
     record = learnt(num_steps=3, a=4)
     record.enter(["a", "b"], [9, 9])  # without a draft to see
