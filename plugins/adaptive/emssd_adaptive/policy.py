@@ -68,7 +68,7 @@ class AdaptiveBudget(BudgetPolicy):
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
         budget = (self._try(step, record) if record.tries.seconds else []) or self._choose(step, record)
-        if not any(budget) and self._gain > 1.0:  # the text is harder here than it was: its tokens come one by one
+        if not any(budget) and self._gain > 1.25:  # the text is harder here than it was: its tokens come one by one
             self._rate = len(step.batch) / self._plain
             budget = self._choose(step, record)
         return budget
