@@ -166,7 +166,7 @@ class CompiledForward(ProvenProgram):
         tracing.compile_program(self._target, folder, self.hidden)
 
     def outputs(self) -> Seq[tuple[str, torch.Tensor, float]]:
-        names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.dtype]
+        names, most = ["logits", *(f"hidden states {k}" for k in self.hidden)], PROBE_TOLERANCE[self._target.precision]
         values = short_pass(self._target, self, self.hidden)
         return [(name, value, most) for name, value in zip(names, values, strict=True)]
 

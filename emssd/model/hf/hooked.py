@@ -38,6 +38,7 @@ class HookedModel:
 
     Attributes:
         device: of the logits and of everything that belongs to no layer.
+        precision: the dtype whose roundings tell how far two computations may differ.
         is_spread: whether Accelerate moves what the model computes from device to device.
         layers: shape and rules of each attention layer, once they are learnt; of each call, if `counts_calls`.
         counts_calls: whether layers do not attend once each, so that calls are numbered, and not layers.
@@ -60,6 +61,8 @@ class HookedModel:
         self.max_model_len = resolve_max_model_len(model.config, options.max_model_len)
         self.device: torch.device = output_device(model)
         self.dtype: torch.dtype = model.dtype
+        rounds_inputs = any(0 in part.stride() for part in model.parameters())  # packed layers do so, to bytes
+        self.precision = torch.bfloat16 if rounds_inputs else self.dtype
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.arithmetic = arithmetic_of(model, self.device) if options.batch_invariant else None
         self.layers: tuple[LayerSpec, ...] = ()

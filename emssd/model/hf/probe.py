@@ -230,7 +230,7 @@ class _Aranges(TorchFunctionMode):
 def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> None:
     packed, alone = packed.double(), alone.double()
     difference = float((packed - alone).abs().max() / alone.std().clamp_min(1e-12))
-    if difference <= PROBE_TOLERANCE[target.dtype]:
+    if difference <= PROBE_TOLERANCE[target.precision]:
         return
     name = type(target.model).__name__
     if torch.is_autocast_enabled(target.device.type):
@@ -244,6 +244,6 @@ def _compare(target: HookedModel, packed: torch.Tensor, alone: torch.Tensor) -> 
             f"gives other logits when sequences are packed into one row (difference {difference:.3g} standard "
             "deviations): it has a feature that does not go through its attention function"
         )
-        if (module := differing_module(target, ProbeRows(target), PROBE_TOLERANCE[target.dtype])) is not None:
+        if (module := differing_module(target, ProbeRows(target), PROBE_TOLERANCE[target.precision])) is not None:
             reason += f": {module} mixes tokens, or counts them; decode it with its own generate"
     raise UnsupportedModelError(f"{name} {reason}")

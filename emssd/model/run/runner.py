@@ -45,7 +45,7 @@ class ModelRunner(ABC):
     Attributes:
         vocab_size: token ids are below it.
         max_model_len: no sequence grows beyond it.
-        device, dtype: of its computation.
+        device, dtype: of its computation; the dtype of a packed model is that of its roundings.
     """
 
     vocab_size: int
@@ -142,7 +142,7 @@ class CausalLMRunner(ModelRunner):
             model.prepare_hidden(()).check_cut()
         self.model, self.backend, self.num_layers = model, backend, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
-        self.device, self.dtype = model.device, model.dtype
+        self.device, self.dtype = model.device, model.precision
         self._num_renewals, self._layers = model.num_renewals, model.layers
         self._states = StateCache() if model.keeps_states else None
 
