@@ -65,7 +65,7 @@ def request_of(arguments: argparse.Namespace) -> Request:
 def texts_of(arguments: argparse.Namespace) -> list[str]:
     """The prompts' texts: lines of a ``.txt``, or of questions with a template."""
     if arguments.data.endswith(".txt"):
-        return Path(arguments.data).read_text(encoding="utf-8").splitlines()[: arguments.num_prompts]
+        return content_of(arguments.data)[1].decode().splitlines()[: arguments.num_prompts]
     records = RecordsConfig(template=TEMPLATES[arguments.prompts], limit=arguments.num_prompts)
     texts = []
     for prompt in to_prompts(records_in(*content_of(arguments.data)), records, arguments.data):

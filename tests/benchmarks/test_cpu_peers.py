@@ -190,6 +190,7 @@ def test_a_comparison_on_little_is_exact_and_names_what_is_missing(tmp_path: Pat
         (("--model", "nowhere", "--draft-model", PAIR[3]), "--model nowhere: no such folder"),
         ((*PAIR[:2], "--draft-model", "nowhere"), "--draft-model nowhere: no such folder"),
         ((*PAIR, "--peers", "emssd", "--data", "nowhere.jsonl"), "nowhere.jsonl: no such file"),
+        ((*PAIR, "--peers", "emssd", "--data", "nowhere.txt"), "nowhere.txt: no such file"),
         ((*PAIR, "--python", "vlm=python"), "--python vlm=…: no such peer"),
         ((*PAIR, "--peers", "vllm", "--python", "vllm=nowhere/python"), "none of the peers is installed"),
     ],
