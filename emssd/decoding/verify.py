@@ -33,9 +33,11 @@ def best_tokens(logits: torch.Tensor, number: int) -> torch.Tensor | None:
 
     ``None`` if `number` is 0; fewer where the vocabulary is smaller.
     """
-    number, kernels = min(number, logits.shape[1]), kernels_for(logits)
-    if not number or kernels is None:
-        return logits.topk(number, dim=-1).indices if number else None
+    if not number:
+        return None
+    kernels, number = kernels_for(logits), min(number, logits.shape[1])
+    if kernels is None:
+        return logits.topk(number, dim=-1).indices
     best: torch.Tensor = kernels.top(logits, number, 1.0)[0].long()  # in a third of the time
     return best
 

@@ -66,11 +66,11 @@ class DrafterRecord:
 
     def enter(self, request_ids: Iterable[str], lengths: Seq[int]) -> None:
         """Work out the chances in the rows of a step, of which each has so many tokens."""
-        run, self._shares, off = [*zip(self._run.right, self._run.tried, _GUESSES, strict=True)], list[float](), 1.0
-        for right, tried, guess in run[::-1]:  # a bin is off by as much as the next surer one, until it is known
-            likely = guess if guess in _SUREST else min(guess * off, 1.0)
-            self._shares.insert(0, (right + _GUESSED * likely) / (tried + _GUESSED))
-            off = self._shares[0] / max(guess, 0.01)
+        kinds, shares, off = (self._run.right, self._run.tried, _GUESSES), list[float](), 1.0
+        for right, tried, guess in zip(*[part[::-1] for part in kinds], strict=True):
+            shares.append((right + _GUESSED * (guess if guess in _SUREST else guess * off)) / (tried + _GUESSED))
+            off = shares[-1] / (guess or 1.0)  # by as much the next bin, which is less sure, is taken to be off
+        self._shares = shares[::-1]
         self._rows = [self.counts[name] for name in request_ids]
         self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
         self.is_try, self.spread = False, min(self._shares[_SPREAD], 1.0)
