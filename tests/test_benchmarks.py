@@ -17,7 +17,7 @@ def test_engines_are_compared_and_their_rows_are_equal(tmp_path: Path) -> None:
     """Drafters, budgets, trees, sampling, batching and admission; the last cell samples, so its rows differ."""
     out, draft = tmp_path / "rows.json", "drafter=draft_model drafter.path=demo-draft"
     cells = {
-        "suffix": "drafter=suffix",
+        "suffix": "drafter=suffix budget=fixed",
         "chain": f"{draft} drafter.num_speculative_tokens=2 budget=fixed",
         "tree": f"{draft} drafter.tree=dynamic drafter.num_nodes=4",
         "static": "batching=static",
