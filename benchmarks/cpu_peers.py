@@ -7,7 +7,7 @@ Every engine runs in a process of its own that loads and warms up before the clo
 at once, and no more than the batch size run together. The repeats of all engines in one mode, at one batch size, are
 interleaved. Tokens are counted up to and including EOS. Beside each speed stands the number of rows with the tokens of
 Hugging Face `generate` at batch 1, in the same precision and in float32, and with the tokens of the same engine's plain
-greedy decoding at the smallest batch size. A peer that is not installed is named with what to do; the others run.
+greedy decoding at the smallest batch size. For a peer that is not installed, the program prints how to install it.
 
 `--model FILE.gguf` compares emssd and llama.cpp on that file, without references. `--data FILE.txt` has a prompt in
 each line.
@@ -90,7 +90,7 @@ def installed(names: list[str], interpreters: dict[str, str], console: Console) 
 def kept_references(
     file: Path | None, peer: str, request: Request, setting: Setting, logs: Path, console: Console
 ) -> dict[str, list[list[int]]]:
-    """References from `file`, which may have more prompts; or new ones, which are kept there. A GGUF file has none."""
+    """References that `file` keeps, perhaps of more prompts; or new ones, which it then keeps. A GGUF file has none."""
     if setting.model.endswith(".gguf"):
         return {}
     wanted = [peer, Path(setting.model).name, setting.dtype, request.max_new_tokens]
