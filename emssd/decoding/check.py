@@ -95,7 +95,7 @@ def _first_difference(ours: Generation, theirs: Generation, runner: ModelRunner,
     position, (token, greedy_token) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     prefix = (*ours.prompt_ids, *ours.token_ids[:position])
     logits = _logits_after(prefix, runner)
-    tolerance = TIE_TOLERANCE[runner.dtype] * float(logits.abs().max())
+    tolerance = TIE_TOLERANCE[runner.precision] * float(logits.abs().max())
     tokens = [one for one in (token, greedy_token) if one is not None]
     scores, certain, possible = logits, *[torch.ones_like(logits, dtype=torch.bool)] * 2
     if begun is not None and begun.request.sampling is not None:

@@ -45,13 +45,14 @@ class ModelRunner(ABC):
     Attributes:
         vocab_size: token ids are below it.
         max_model_len: no sequence grows beyond it.
-        device, dtype: of its computation; the dtype of a packed model is that of its roundings.
+        device: of its computation.
+        precision: the dtype whose roundings tell how far two computations may differ.
     """
 
     vocab_size: int
     max_model_len: int
     device: torch.device
-    dtype: torch.dtype
+    precision: torch.dtype
 
     def begin(self) -> None:
         """A run begins: no row holds KV. Raises UnsupportedModelError: the model cannot be served as it is now."""
@@ -142,7 +143,7 @@ class CausalLMRunner(ModelRunner):
             model.prepare_hidden(()).check_cut()
         self.model, self.backend, self.num_layers = model, backend, num_layers
         self.vocab_size, self.max_model_len = model.vocab_size, model.max_model_len
-        self.device, self.dtype = model.device, model.precision
+        self.device, self.precision = model.device, model.precision
         self._num_renewals, self._layers = model.num_renewals, model.layers
         self._states = StateCache() if model.keeps_states else None
 

@@ -22,7 +22,7 @@ class ChoiceRunner(ModelRunner):
     """Says for each row what a target would choose; it holds no KV, and everything fits."""
 
     device = torch.device("cpu")
-    dtype = torch.float32
+    precision = torch.float32
 
     def __init__(self, vocab_size: int, max_model_len: int = sys.maxsize) -> None:
         self.vocab_size, self.max_model_len = vocab_size, max_model_len

@@ -22,7 +22,7 @@ class KangarooRunner(DraftCache, ModelRunner):
         self, shallow: ModelRunner, num_layers: int, adapter: HeadRunner, max_len: int, target: BorrowedTarget
     ) -> None:
         super().__init__(shallow, adapter)
-        self.vocab_size, self.device, self.dtype = target.vocab_size, target.device, target.dtype
+        self.vocab_size, self.device, self.precision = target.vocab_size, target.device, target.dtype
         self.max_model_len = min(shallow.max_model_len, max_len)
         self._shallow, self._num_layers, self._adapter, self._target = shallow, num_layers, adapter, target
         shallow.take_hidden((num_layers,))
