@@ -32,6 +32,7 @@ class World:
         self.policy, self.seconds, self.accepts = policy, seconds, accepts
         self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
         self.tokens = self.time = 0.0
+        self.choosing: Callable[[], float] = lambda: 0.0  # seconds that the policy took for a step
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns the allotted and the verified lengths."""
@@ -59,7 +60,7 @@ class World:
             input_padding=0,
             kv_padding=0,
             num_preempted=0,
-            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens)},
+            seconds=dict.fromkeys(PHASES, 0.0) | {"forward": self.seconds(num_tokens), "schedule": self.choosing()},
             stages=(StageStats(tuple(budget), tuple(kept), 0.0),),
         )
         self.tokens, self.time = self.tokens + stats.num_new_tokens, self.time + stats.seconds["forward"]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from math import inf
 
 import numpy as np
 
-__all__ = ["KNOWN", "Allowance", "CostLine", "StepCost"]
+__all__ = ["KNOWN", "CostLine", "StepCost"]
 
 KNOWN = 24  # steps, after which the pace is told from the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
 _SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
-_TRY_SHARE = 0.005  # of all time
 _MOST = 1.5  # times as quick as expected, at which a single step is counted
 
 
@@ -98,24 +96,7 @@ class StepCost:
         rises, stop = list[float](), num_tokens + count
         for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(slopes), strict=True):
             # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
-            rise = min(slope, total / max(knot, 1))
+            rise = min(slope, total / knot) if knot else slope
             rises += [rise] * (min(end, stop) - max(knot, num_tokens))  # none where that is negative
             total += rise * (end - knot)
         return rises
-
-
-class Allowance:
-    """The time for trying the other choice, to see whether it pays by now: 0.5 % of all. The first try is free."""
-
-    def __init__(self, interval: int) -> None:
-        self._interval, self._num_steps, self._seconds = interval, 0, inf
-
-    @property
-    def seconds(self) -> float:
-        """For a try now: none where the other choice was taken within `interval` steps."""
-        return self._seconds if self._num_steps >= self._interval else 0.0
-
-    def count(self, seconds: float, *, is_other: bool, is_try: bool) -> None:
-        """A step took so many seconds. `is_other`: it was one of the other choice; `is_try`: to try it."""
-        self._num_steps = 0 if is_other else self._num_steps + 1
-        self._seconds = 0.0 if is_other and is_try else self._seconds + _TRY_SHARE * seconds

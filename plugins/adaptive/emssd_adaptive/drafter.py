@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from itertools import compress
 
 from emssd.drafting import Draft, Outcome, StageStats
-from emssd_adaptive.cost import Allowance, CostLine
+from emssd_adaptive.cost import CostLine
 
 __all__ = ["DrafterRecord"]
 
@@ -24,7 +23,7 @@ _UNSURE = (0.5, 0.8)  # of first tokens and of later ones, if a drafter tells no
 _SUREST = {0.5, 0.8, 0.0, _MIDDLES[-1]}  # guesses of other kinds, and of the surest bins
 _GUESSED, _OF_RUN, _OF_BINS = 2.0, 6.0, 4.0  # nodes that a guess counts for, and that the run and its bins do in a row
 _FADE, _FADE_UNDRAFTED, _FADE_ROW = 0.99, 0.97, 15 / 16  # of the run; of a row in a step without drafts, by a token
-_TRIED_BEFORE = 4.0  # nodes that count beside those of a try, as they are old
+_TRIED_BEFORE = 4.0  # nodes that count beside those of a try that finds some, as they are old
 
 
 class _Counts:
@@ -50,21 +49,21 @@ class DrafterRecord:
     run, times the factor of its row: the accepted nodes among about the last 16, ÷ those that ought to be.
 
     Attributes:
-        counts: of each row, by request id.
+        counts, kept: of each row, by request id; `kept` is what it drafted at the last look.
         firsts, laters: ``[B]`` the worth of the first token of a draft that is yet to be made; and of a later one, as a
             share of the one before it.
         unseen: ``[B]`` tokens that the drafter has not seen.
         worths: ``[B]`` the probability that each node of a row's draft is accepted, with all on the path to it.
         cost: of drafting, by a constant, tokens of the longest row, all tokens, and tokens that the drafter has to see.
-        tries, is_try: when to draft though it does not pay, to see whether it does by now; whether this step does.
+        next_try, is_try: the second of the run from which on it may be tried if drafts pay by now; if this step tries.
         spread: from 0, if drafts are worth what was expected, to 1, if each turns out to be right or wrong.
     """
 
-    def __init__(self, interval: int) -> None:
-        self.cost, self.tries, self.is_try = CostLine(4, taker=1), Allowance(interval), False
+    def __init__(self) -> None:
+        self.cost, self.next_try, self.is_try, self.kept = CostLine(4, taker=1), 0.0, False, dict[str, int]()
         self._run, self.counts = _Counts(len(_GUESSES)), defaultdict[str, _Counts](lambda: _Counts(4))
 
-    def enter(self, request_ids: Iterable[str], lengths: Seq[int]) -> None:
+    def enter(self, request_ids: Seq[str], lengths: Seq[int]) -> None:
         """Work out the chances in the rows of a step, of which each has so many tokens."""
         kinds, shares, off = (self._run.right, self._run.tried, _GUESSES), list[float](), 1.0
         for right, tried, guess in zip(*[part[::-1] for part in kinds], strict=True):
@@ -72,18 +71,28 @@ class DrafterRecord:
             off = shares[-1] / (guess or 1.0)  # by as much the next bin, which is less sure, is taken to be off
         self._shares = shares[::-1]
         self._rows = [self.counts[name] for name in request_ids]
-        self._lengths, self.unseen = lengths, [n - row.num_shown for n, row in zip(lengths, self._rows, strict=True)]
+        kept, shown = map(self.kept.get, request_ids), [row.num_shown for row in self._rows]
+        self._lengths, self.unseen = lengths, [1 if k else n - m for k, n, m in zip(kept, lengths, shown, strict=True)]
         self.is_try, self.spread = False, min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
         self.firsts = [(row.right[_FIRST] + first) / (row.tried[_FIRST] + _OF_RUN) for row in self._rows]
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]
+
+    def as_before(self, request_ids: Seq[str], limits: Seq[int]) -> list[int]:
+        """``[B]`` what each row drafted at the last look; a new row as many as the others."""
+        if not self.kept:
+            return [0] * len(limits)
+        self._rows = [self.counts[name] for name in request_ids]
+        usual = -(-sum(self.kept.values()) // len(self.kept))
+        return [min(self.kept.get(name, usual), limit) for name, limit in zip(request_ids, limits, strict=True)]
 
     def see(self, draft: Draft) -> None:
         """Work out what the nodes of a draft are worth."""
         self._nodes, self.worths = list[list[tuple[int, int]]](), list[list[float]]()
         for index, row in enumerate(self._rows):
             factors = [(row.right[kind] + _OF_BINS) / (row.tried[kind] + _OF_BINS) for kind in (2, 3)]
-            nodes, worths = list[tuple[int, int]](), list[float]()
+            self._nodes.append(nodes := list[tuple[int, int]]())
+            self.worths.append(worths := list[float]())
             left, ranks = [1.0], dict[int, int]()  # by parent: that it is accepted, and none of its children so far is
             for node, parent in enumerate(draft.tree(index), start=draft.indptr[index]):
                 rank = ranks.get(parent, 0)
@@ -95,8 +104,6 @@ class DrafterRecord:
                 left.append(worth)
                 nodes.append((parent, kind))
                 worths.append(worth)
-            self._nodes.append(nodes)
-            self.worths.append(worths)
 
     def observe(self, outcome: Outcome, stats: StageStats, seconds: float, *, is_prefill: bool = False) -> None:
         """Learn from a step; drafting took `seconds`. Nodes behind the target's choice teach nothing."""
@@ -105,7 +112,8 @@ class DrafterRecord:
             features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]
             self.cost.observe(features, seconds)
         if any(drafted):
-            self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if self.is_try else _FADE)
+            old = self.is_try and any(outcome.accepted)
+            self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if old else _FADE)
         for index, (row, limit) in enumerate(zip(self._rows, budget, strict=True)):
             path, decided = {-1, *outcome.accepted[index]}, set[int]()
             row.fade(_FADE_ROW ** len(path) if drafted[index] else _FADE_UNDRAFTED)
@@ -121,7 +129,11 @@ class DrafterRecord:
             # What drafts are worth that are yet to be made is learnt from this one, also if it has no node.
             worths, expected = self.worths[index], self.firsts[index]
             self._run.add(_SPREAD, (sum(worths[:1]) - expected) ** 2, expected * (1.0 - expected))
-            worths = [*[float(node in path) for node in range(drafted[index])], *worths[drafted[index] :]]
+            for node, (parent, _) in enumerate(self._nodes[index]):
+                if node >= drafted[index] and parent in path:  # it was not verified, and may be right
+                    path.add(node)
+                else:
+                    worths[node] = float(node in path)
             for counts in (self._run, row):
                 counts.add(_FIRST, sum(worths[:1]), 1.0)
                 counts.add(_LATER, sum(worths[1:]), sum(worths[: limit - 1]))

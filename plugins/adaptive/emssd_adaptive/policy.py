@@ -1,8 +1,7 @@
 """Drafts what pays: each token that is expected to bring more than its seconds bring on the average.
 
-docs/explanation/adaptive.md derives the rule. The idea is that of Liu et al. 2024, "Optimizing Speculative Decoding for
-Serving Large Language Models Using Goodput" (SmartSpec). Here each row has a length of its own, which ragged
-verification makes free (EMS-SD paper, §3.2).
+docs/explanation/adaptive.md derives the rule. Its idea is that of Liu et al. 2024, "Optimizing Speculative Decoding for
+Serving Large Language Models Using Goodput". Here each row has a length of its own (EMS-SD paper, §3.2).
 """
 
 from __future__ import annotations
@@ -10,38 +9,36 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate, compress, product
+from itertools import accumulate, product
+from math import inf
 from operator import ge, mul
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd_adaptive.cost import KNOWN, Allowance, StepCost
+from emssd_adaptive.cost import KNOWN, StepCost
 from emssd_adaptive.drafter import DrafterRecord
 
 __all__ = ["AdaptiveBudget", "best_lengths"]
 
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
-_CONTROLS_SOONER = 4  # a wrong belief costs more while drafting than while not
-_FADE = 0.98  # a step, of the recent gain
-_CHARGED = 16  # tokens of a row that a drafter has not seen; more of them serve the steps to come
-_REST = 32  # the most steps from one look at the rows to the next; they double while nothing pays
+_FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
+_TRIES, _LOOKS, _IDLE_LOOKS = 0.005, 0.01, 0.0015  # shares of all time; looks while drafts pay, and while none does
+_SEEN, _QUIET, _LEAST = 8, 32, 1.25  # steps that are known, and those without drafts, before a try; a control's gain
 
 
 class AdaptiveBudget(BudgetPolicy):
     """Before drafting, and again once the drafts are known, keeps the tokens that pay for their time.
 
     A token is worth the probability that it is accepted with all on the path to it. It pays if that is more than its
-    seconds × the rate at which the run makes tokens.
-
-    Args:
-        probe_interval: steps without a draft, after which some rows draft once more to see whether it pays by now;
-            after a quarter as many steps with drafts, one goes without. Each waits until it takes 0.5 % of the time.
+    seconds × the rate at which the run makes tokens. A look at the rows takes time, too: the next one waits until it
+    was a small share of all. In the steps between, each row drafts as much as at the last look.
     """
 
-    def __init__(self, probe_interval: int = 32) -> None:
-        self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](lambda: DrafterRecord(probe_interval))
-        self._controls, self._is_control = Allowance(-(-probe_interval // _CONTROLS_SOONER)), False  # while drafts pay
-        self._names, self._rest, self._pause = tuple[str, ...](), 0, 1  # of the rows; steps until the next look at them
-        self._lengths: list[int] = []  # tokens of each row before this step
+    def __init__(self) -> None:
+        self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](DrafterRecord)
+        self._names, self._lengths = tuple[str, ...](), list[int]()  # of the rows; their tokens before this step
+        self._is_look, self._is_control, self._pays = True, False, True  # a control is a look that drafts nothing
+        self._clock = self._next_look = self._next_control = 0.0  # seconds of the run
+        self._unlooked = inf  # seconds of scheduling without a look: the least of all
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
@@ -53,24 +50,28 @@ class AdaptiveBudget(BudgetPolicy):
 
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
-            before, self._names = self._names, step.batch.request_ids
-            self._rest = max(self._rest - 1, 0) if self._names == before else 0
-        if step.is_first and not self._rest:
-            self._lengths = [len(row.tokens) for row in step.batch]
-            self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
-            gain = max(1.0, self._gain)
-            self._rate = len(step.batch) / self._plain * gain
-            self._is_control = self._gain > 0.0 and self._plain * (1.0 - 1.0 / gain) < self._controls.seconds
-        if self._rest:
-            return [0] * len(step.limits)
+            self._is_look = self._clock >= self._next_look
+            if self._is_look or self._pays:
+                self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch]
         record = self._records[step.stage]
+        if not self._is_look:
+            return record.as_before(self._names, step.limits)
+        if step.is_first:
+            self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
+            self._rate = len(step.batch) / self._plain * max(1.0, self._gain)
+            self._is_control = self._pays and self._cost.line.num_seen >= _SEEN and self._clock >= self._next_control
         record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
-        budget = (self._try(step, record) if record.tries.seconds else []) or self._choose(step, record)
+        record.kept = {}
+        if self._clock >= record.next_try and self._cost.line.num_seen >= _SEEN:
+            return self._try(step, record)
+        budget = self._choose(step, record)
         if not any(budget) and self._gain > 1.25:  # the text is harder here than it was: its tokens come one by one
             self._rate = len(step.batch) / self._plain
             budget = self._choose(step, record)
+        if any(budget):
+            record.kept = {name: n for name, n, limit in zip(self._names, budget, step.limits, strict=True) if limit}
         return budget
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
@@ -99,19 +100,17 @@ class AdaptiveBudget(BudgetPolicy):
         return [min(length, best_depth) for length in lengths]
 
     def _try(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
-        """``[B]`` a few tokens of rows that the drafter is least behind, or nothing if there is no time."""
-        unseen, budget = record.unseen, [0] * len(step.limits)
-        able = sorted((row for row, limit in enumerate(step.limits) if limit), key=unseen.__getitem__)
+        """``[B]`` a few tokens of rows that the drafter is least behind."""
+        record.is_try, budget = True, [0] * len(step.limits)
+        able = sorted((row for row, limit in enumerate(step.limits) if limit), key=record.unseen.__getitem__)
         for row in able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]:
             budget[row] = min(step.limits[row], _TRY_TOKENS)
-        seconds = record.cost.seconds([1, max(budget), sum(budget), sum(compress(unseen, budget))])
-        record.is_try = seconds + sum(self._prices(step, sum(budget))[0]) / self._rate < record.tries.seconds
-        return budget if record.is_try else []
+        return budget
 
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         record = self._records[step.stage]
-        if self._rest:  # a grammar forces these tokens
-            return draft.lengths
+        if not (self._is_look or record.kept):
+            return draft.lengths  # a grammar forces these tokens
         record.see(draft)
         return draft.lengths if record.is_try else best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
 
@@ -124,28 +123,37 @@ class AdaptiveBudget(BudgetPolicy):
         return [self._rate * rise for rise in rises], [per_pair * length for length in self._lengths]
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        pace, total, schedule = self._cost.pace, sum(stats.seconds.values()), stats.seconds["schedule"]
-        if self._cost.line.num_seen > KNOWN and not stats.is_prefill:
-            plain, seconds = self._plain * stats.num_new_tokens / stats.num_rows, total / pace
-            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + seconds
+        total, schedule, num_seen = sum(stats.seconds.values()), stats.seconds["schedule"], self._cost.line.num_seen
+        pace, self._unlooked = self._cost.pace, min(self._unlooked, schedule)
+        self._clock += total / pace
+        if num_seen > KNOWN and not stats.is_prefill:
+            plain = self._plain * stats.num_new_tokens / stats.num_rows
+            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + total / pace
             self._gain = self._seconds[0] / self._seconds[1]
-        if self._rest:
-            self._controls.count(total / pace, is_other=True, is_try=False)
-            for record in self._records.values():
-                record.tries.count(total / pace, is_other=False, is_try=False)
+        if not self._is_look:
             return
+        if self._is_control:
+            self._next_control = self._clock + self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _TRIES
+        else:
+            self._pays = num_seen < _SEEN or any(any(stage.budget) for stage in stats.stages)
+        choosing = (schedule - self._unlooked) / pace
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
-            record.tries.count(total / pace, is_other=any(stage.drafted), is_try=record.is_try)
-            # Choosing is a part of drafting. What is learnt after a step takes as long, and is not in its seconds.
-            seconds = (stage.seconds + 2 * schedule / len(stats.stages)) / pace
+            seconds = stage.seconds / pace + choosing / len(stats.stages)
+            if record.is_try:  # what it brings pays for it
+                verifying = sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
+                brought = sum(map(len, outcome.accepted)) / self._rate
+                record.next_try = self._clock + (seconds + verifying - brought) / _TRIES
+            elif any(stage.drafted):
+                record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
-        self._controls.count(total / pace, is_other=not any(stats.drafted), is_try=self._is_control)
+        is_new = num_seen < (KNOWN if self._pays else _SEEN)
+        wait = 0.0 if is_new else choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
+        tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
+        self._next_look = max(self._clock + wait, min(tries))
         if stats.is_prefill:
             return  # a token of a prompt costs less than one that is decoded, as many more are computed together
         num_pairs = sum(map(mul, stats.drafted, self._lengths))
         self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - schedule - stats.seconds["draft"])
-        pays = self._cost.line.num_seen <= KNOWN or self._is_control or any(any(stage.budget) for stage in stats.stages)
-        self._rest, self._pause = (0, 1) if pays else (self._pause, min(2 * self._pause, _REST))
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id, record in product(request_ids, self._records.values()):
@@ -153,10 +161,9 @@ class AdaptiveBudget(BudgetPolicy):
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
-    """Take nodes, the best first, as long as each is worth more than it costs.
+    """Take the first nodes of each row, the best of all first, as long as each is worth more than it costs.
 
-    The nodes that are taken of a row are its first ones. Where a node is worth more than one before it, both count for
-    their mean.
+    Where a node is worth more than one before it, both count for their mean.
 
     Args:
         worths: ``[B]`` what each node of a row's draft is worth, in tokens.

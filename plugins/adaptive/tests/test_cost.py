@@ -55,7 +55,7 @@ def test_a_step_is_convex_in_its_tokens_and_never_falls(stream: list[tuple[int, 
 
 
 def test_what_one_draft_took_is_put_down_to_its_levels_so_that_shorter_ones_are_tried() -> None:
-    cost = DrafterRecord(32).cost
+    cost = DrafterRecord().cost
     cost.observe([1, 4, 4, 40], 2.0)
     assert cost.coefficients == pytest.approx([0.0, 0.5, 0.0, 0.0], abs=1e-3)
 
@@ -71,6 +71,14 @@ def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:
     for tokens, kv in product([1, 30, 64, 100, 190], [200, 4000, 7900]):
         assert cost.plain(tokens, kv) == pytest.approx(truth(tokens, kv, 0), rel=0.1)
     assert cost.line.coefficients[-1] == pytest.approx(3e-7, rel=0.05)
+
+
+def test_tokens_are_not_free_where_a_step_takes_nothing_else() -> None:
+    cost = StepCost()
+    for tokens in [1, 4, 8, 16] * 20:
+        cost.observe(tokens, 100, 0, 0.01 * tokens)
+    assert cost.plain(4, 100) == pytest.approx(0.04, rel=0.05)
+    assert cost.rises(4, 2) == pytest.approx([0.01, 0.01], rel=0.05)
 
 
 def test_one_slow_step_of_a_rare_size_does_not_make_such_sizes_dear() -> None:

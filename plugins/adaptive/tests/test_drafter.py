@@ -35,7 +35,7 @@ def observe(record: DrafterRecord, name: str, draft: Draft, path: Seq[int], limi
 
 def learnt(num_steps: int = 60, **accepted: int) -> DrafterRecord:
     """From chains of 4, of which so many were accepted in each row."""
-    record = DrafterRecord(32)
+    record = DrafterRecord()
     for _ in range(num_steps):
         for name, number in accepted.items():
             observe(record, name, chain(4), range(number))
@@ -66,7 +66,7 @@ def test_a_row_that_changes_is_followed() -> None:
 
 @pytest.mark.parametrize(("told", "right"), [(0.16, 4), (0.99, 0)])
 def test_a_confidence_that_was_never_told_is_off_by_as_much_as_the_next_surer_one(told: float, right: int) -> None:
-    record = DrafterRecord(32)
+    record = DrafterRecord()
     for _ in range(20):
         observe(record, "a", chain(4, [told] * 4), range(right))
     record.counts.clear()
@@ -101,13 +101,24 @@ def test_a_row_that_drafts_nothing_is_forgotten_in_time() -> None:
     assert worths(record, "bad", chain(1)) == pytest.approx(worths(record, "new", chain(1)), rel=0.05)
 
 
-def test_what_a_try_finds_outweighs_what_is_old() -> None:
+@pytest.mark.parametrize("is_found", [True, False])
+def test_what_a_try_finds_outweighs_what_is_old(is_found: bool) -> None:
     record = learnt(num_steps=200, a=0)
     worths(record, "b", chain(2))
-    record.is_try = True
-    record.observe(Outcome(Batch(()), chain(2), (range(2),), ()), StageStats((2,), (2,), 0.0), 1.0)
+    record.is_try, before = True, record.firsts[0]
+    path = range(2) if is_found else ()
+    record.observe(Outcome(Batch(()), chain(2), (path,), ()), StageStats((2,), (2,), 0.0), 1.0)
     worths(record, "new", chain(1))
-    assert record.firsts[0] > 0.25
+    assert record.firsts[0] > 0.25 if is_found else record.firsts[0] <= before
+
+
+def test_nodes_that_were_not_verified_are_worth_nothing_behind_a_wrong_one() -> None:
+    record = DrafterRecord()
+    for _ in range(30):
+        worths(record, "a", chain(4))
+        record.observe(Outcome(Batch(()), chain(4), ((),), ()), StageStats((4,), (1,), 0.0), 1.0)
+    record.enter(["new"], [9])
+    assert record.laters[0] < 0.85
 
 
 @st.composite
@@ -127,7 +138,7 @@ def test_worths_are_probabilities_of_paths(
     history: list[tuple[str, tuple[Draft, list[int]]]], drawn: tuple[Draft, list[int]]
 ) -> None:
     """One child of a node is right, or none."""
-    record = DrafterRecord(32)
+    record = DrafterRecord()
     for name, (seen, path) in history:
         observe(record, name, seen, path, limit=12)
     draft, _ = drawn
@@ -143,7 +154,7 @@ def test_worths_are_probabilities_of_paths(
 
 @looped("truth", [lambda confidence: confidence, lambda confidence: 1 - confidence, lambda confidence: 0.3])
 def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: Callable[[float], float]) -> None:
-    confidences, record, random = [0.01, 0.25, 0.55, 0.85, 0.99], DrafterRecord(32), np.random.default_rng(0)
+    confidences, record, random = [0.01, 0.25, 0.55, 0.85, 0.99], DrafterRecord(), np.random.default_rng(0)
     assert worths(record, "new", chain(2, [1.0, 0.5])) == pytest.approx([0.985, 0.985 * 0.55])
     for number in range(1500):
         confidence = float(random.choice(confidences))
@@ -153,14 +164,14 @@ def test_confidence_becomes_the_share_that_is_accepted_whatever_it_means(truth: 
 
 
 def test_siblings_are_learnt_given_that_no_earlier_one_was_right() -> None:
-    tree, record = Draft(torch.ones(3, dtype=torch.int64), (0, 3), (-1, -1, -1)), DrafterRecord(32)
+    tree, record = Draft(torch.ones(3, dtype=torch.int64), (0, 3), (-1, -1, -1)), DrafterRecord()
     for number in range(800):
         observe(record, str(number), tree, ([0], [1], [2], [])[number % 4])
     assert worths(record, "new", tree) == pytest.approx([0.25] * 3, abs=0.04)
 
 
 def test_drafts_that_are_not_yet_made_are_worth_what_they_were_worth_until_now() -> None:
-    record = DrafterRecord(32)
+    record = DrafterRecord()
     for _ in range(200):
         observe(record, "good", chain(3, [0.85] * 3), [0, 1, 2])
         observe(record, "nothing is found", Draft.empty(1), ())

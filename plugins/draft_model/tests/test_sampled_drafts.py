@@ -107,7 +107,7 @@ def test_at_every_level_of_its_trees_the_likeliest_token_is_accepted(batch: str,
 @looped("tree", DRAFT_MODEL_OPTIONS)
 def test_what_a_policy_cuts_changes_nothing(tree: str) -> None:
     drafter = draft_model_drafter(target(), tree, VOCAB)
-    engine = make_engine(drafter, budget=AdaptiveBudget(probe_interval=4))
+    engine = make_engine(drafter, budget=AdaptiveBudget())
     done = decode(engine, requests_of([KINDS["warm"], KINDS["top-k"], KINDS["penalties"], None, KINDS["hot"]], 30))
     assert sum(row.num_accepted for row in done) > 0
 
