@@ -10,7 +10,8 @@ In each repeat, all engines decode the same prompts in turns of a tenth of a sec
 slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to end,
 and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens per row
 and step, and equal rows are those with the tokens of *plain*. With `--markdown`, the files that earlier calls wrote
-become one Markdown table.
+become one Markdown table. With `--cold`, each repeat has new engines that nobody warmed up, and one more that does not
+count goes before them: a short job.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ import json
 import shlex
 import statistics
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +70,30 @@ def options_of(words: list[str], registry: Registry) -> RunConfig:
         return to_options(hydra.compose("config", words), registry)
 
 
+def engines_of(options: dict[str, RunConfig], registry: Registry, models: ModelCache) -> dict[str, Engine]:
+    """A new engine for the options of each cell."""
+    return {name: make_engine(one, registry, models) for name, one in options.items()}
+
+
 def measure(
-    engines: dict[str, Engine], requests: dict[str, list[Request]], repeats: int, progress: Progress
+    engines: dict[str, Engine],
+    requests: dict[str, list[Request]],
+    repeats: int,
+    progress: Progress,
+    renewed: Callable[[], dict[str, Engine]] | None = None,
 ) -> dict[str, Any]:
-    """The figures of each engine; `requests` are its own, as cells may sample in different ways."""
+    """The figures of each engine; `requests` are its own, as cells may sample in different ways.
+
+    With `renewed`, each repeat has the engines that it makes.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     rates: dict[str, list[float]] = {name: [] for name in engines}
     outputs: dict[str, dict[tuple[str, int], tuple[int, ...]]] = {}
     names = list(engines)
     for name, engine in engines.items():
         warm_up(engine, requests[name])
-    for repeat in progress.track(range(repeats), description="repeats"):
+    for repeat in progress.track(range(repeats + (renewed is not None)), description="repeats"):
+        engines = engines if renewed is None else renewed()
         for name, engine in engines.items():
             engine.report = RunReport()
             engine.runner.forget_prefixes()
@@ -89,7 +105,7 @@ def measure(
             for name in waiting:
                 taken[name] += _decode_slice(engines[name], outputs[name])
             waiting = [name for name in waiting if engines[name].has_work]
-        for name, duration in taken.items():
+        for name, duration in () if renewed and not repeat else taken.items():
             seconds[name].append(duration)
             rates[name].append(engines[name].report.decode_tokens_per_second)
     return {name: _figures(name, engine, seconds, rates, outputs) for name, engine in engines.items()}
@@ -161,6 +177,7 @@ def main() -> None:
     parser.add_argument("--cell", action="append", default=[], help="[LABEL: ]OPTIONS of one engine")
     parser.add_argument("--plain", default="drafter=none budget=fixed", help="options of the cell compared with")
     parser.add_argument("--prompts-per-row", type=int, help="in place of data.limit: as many for each row, at least 8")
+    parser.add_argument("--cold", action="store_true", help="new engines in each repeat, with nothing learnt")
     parser.add_argument("--markdown", nargs="+", metavar="FILE", help="of `--out`; decodes nothing")
     arguments = parser.parse_intermixed_args()
     if arguments.markdown:
@@ -169,16 +186,18 @@ def main() -> None:
     registry, models, rows = Registry(), ModelCache(), list[dict[str, Any]]()
     register_configs(registry)
     for setting in settings_of(["prefix_caching=false", *arguments.options]):
-        engines, requests = {}, {}
-        for name, words in cells_of(arguments).items():
-            options = options_of([*setting, *words], registry)
-            if arguments.prompts_per_row:
+        requests = {}
+        all_options = {name: options_of([*setting, *words], registry) for name, words in cells_of(arguments).items()}
+        if arguments.prompts_per_row:
+            for options in all_options.values():
                 options.data.limit = max(8, arguments.prompts_per_row * options.batch_size)
-            engines[name] = make_engine(options, registry, models)
+        engines = engines_of(all_options, registry, models)
+        for name, options in all_options.items():
             prompts = Failures(options.on_error).passed(prompts_of(options, registry))
             requests[name] = to_requests(options, engines[name], prompts, Failures(options.on_error))
+        renewed = partial(engines_of, all_options, registry, models) if arguments.cold else None
         with Progress(transient=True) as progress:
-            cells = measure(engines, requests, arguments.repeats, progress)
+            cells = measure(engines, requests, arguments.repeats, progress, renewed)
         rows.append({"options": setting, "cells": cells})
         show(" ".join(setting[1:]), ("", *COLUMNS), [line_of(name, cell) for name, cell in cells.items()])
         target = engines["plain"].target

@@ -51,15 +51,15 @@ class AdaptiveBudget(BudgetPolicy):
     def allot(self, step: BudgetStep) -> list[int]:
         if step.is_first:
             self._is_look = self._clock >= self._next_look
-            if self._is_look or self._pays:
-                self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch]
+            self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch]
         record = self._records[step.stage]
         if not self._is_look:
             return record.as_before(self._names, step.limits)
         if step.is_first:
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
             self._rate = len(step.batch) / self._plain * max(1.0, self._gain)
-            self._is_control = self._pays and self._cost.line.num_seen >= _SEEN and self._clock >= self._next_control
+            is_due = self._pays and self._cost.line.num_seen >= _SEEN and self._clock >= self._next_control
+            self._is_control = is_due or not any(step.limits)
         record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
             return [0] * len(step.limits)
@@ -142,7 +142,7 @@ class AdaptiveBudget(BudgetPolicy):
             if record.is_try:  # what it brings pays for it
                 verifying = sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
                 brought = sum(map(len, outcome.accepted)) / self._rate
-                record.next_try = self._clock + (seconds + verifying - brought) / _TRIES
+                record.next_try = self._clock + max((seconds + verifying - brought) / _TRIES, 2.0 * self._plain)
             elif any(stage.drafted):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)

@@ -136,7 +136,7 @@ def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on
     world = World(AdaptiveBudget(), 8, line(0, 0.06), drafts_by_chance(0.6)).run_with(8, 0)
     world.seconds = steep
     kept = world.run_with(8, 2).run_with(8, 7).run(150, 7)[-50:]
-    assert sum(map(sum, kept)) < 0.1 * 50 * 8, "a drafted token takes as long as a sure one, and 6 of 10 are right"
+    assert sum(map(sum, kept)) < 0.15 * 50 * 8, "a drafted token takes as long as a sure one, and 6 of 10 are right"
 
 
 def test_plain_steps_are_seen_while_drafts_pay() -> None:
@@ -207,6 +207,13 @@ def test_between_looks_each_row_drafts_as_before_and_a_new_one_as_the_others() -
     assert policy.trim(step, draft) == [4, 0, 0], "what is found is held to its worth in each step"
 
 
+def test_the_last_steps_of_rows_say_nothing_of_what_pays() -> None:
+    world = looking(World(AdaptiveBudget(), 4, gentle, lambda row, drafted: drafted).warm())
+    for _ in range(10):
+        assert sum(map(any, world.run(20, 5))) > 15
+        world.run(1, 0)  # one token is left of each
+
+
 def test_a_try_that_brings_tokens_is_followed_by_another_one() -> None:
     world = World(policy := AdaptiveBudget(), 8, steep, lambda row, drafted: 0).warm()
     world.run(200, 5)
@@ -216,7 +223,7 @@ def test_a_try_that_brings_tokens_is_followed_by_another_one() -> None:
         while not any(world.run(1, 5)[0]):
             pass
         waits.append(record.next_try - policy._clock)
-    assert waits[1] < 0 < 4 < waits[0]
+    assert waits[1] < 0.2 < 4 < waits[0]
 
 
 def test_the_gain_fades_while_it_rests() -> None:
