@@ -140,7 +140,8 @@ class TestLogprobs:
                 assert token["top"][0] == [token["token_id"], token["logprob"]], "greedy rows have the best token"
                 assert 0 >= token["logprob"] > token["top"][1][1]
         without = decode("max_new_tokens=8").rows
-        assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in without]
+        # Rows come as they end, which drafts change.
+        assert {row["id"]: row["token_ids"] for row in rows} == {row["id"]: row["token_ids"] for row in without}
         assert not any("logprobs" in row for row in without)
         bare = decode("sampling.logprobs=0", "max_new_tokens=2").rows
         assert all(token["top"] == [] for row in bare for token in row["logprobs"])
