@@ -27,11 +27,11 @@ class CostLine:
         self.coefficients, self.num_seen, self._new, self._taker = [0.0] * num_features, 0, list[list[float]](), taker
         self._gram, self._moment = np.zeros((num_features, num_features)), np.zeros(num_features)
 
-    def observe(self, features: Seq[float], seconds: float) -> None:
-        """Learn from one observation."""
+    def observe(self, features: Seq[float], seconds: float, *, at_once: bool = False) -> None:
+        """Learn from one observation; `at_once`, not with others to come."""
         self._new.append([feature / max(seconds, 1e-9) for feature in features])
         self.num_seen += 1
-        if len(self._new) > min(self.num_seen * _SHARE, _STEPS):
+        if at_once or len(self._new) > min(self.num_seen * _SHARE, _STEPS):
             rows, fade, self._new = np.array(self._new), _FADE ** len(self._new), []
             self._gram, self._moment = self._gram * fade + rows.T @ rows, self._moment * fade + rows.sum(0)
             self._fit()
@@ -77,13 +77,13 @@ class StepCost:
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
         """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
-        pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
+        speed, pace, features = 0.0, self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= KNOWN:
             # Deviations are weighed as `CostLine` weighs errors, so that neither makes the other drift.
             speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), _MOST)
             self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
-        self.line.observe(features, seconds / pace)
+        self.line.observe(features, seconds / pace, at_once=speed == _MOST)  # no step is so quick by chance
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""

@@ -49,7 +49,7 @@ class DrafterRecord:
     run, times the factor of its row: the accepted nodes among about the last 16, ÷ those that ought to be.
 
     Attributes:
-        counts, kept: of each row, by request id; `kept` is what it drafted at the last look.
+        counts, kept: of each row, by request id; `kept` is what it might draft at the last look.
         firsts, laters: ``[B]`` the worth of the first token of a draft that is yet to be made; and of a later one, as a
             share of the one before it.
         unseen: ``[B]`` tokens that the drafter has not seen.
@@ -79,7 +79,7 @@ class DrafterRecord:
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]
 
     def as_before(self, request_ids: Seq[str], limits: Seq[int]) -> list[int]:
-        """``[B]`` what each row drafted at the last look; a new row as many as the others."""
+        """``[B]`` what each row may draft: as much as at the last look. A new row has the mean of the others."""
         if not self.kept:
             return [0] * len(limits)
         self._rows = [self.counts[name] for name in request_ids]

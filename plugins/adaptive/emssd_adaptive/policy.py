@@ -22,7 +22,7 @@ __all__ = ["AdaptiveBudget", "best_lengths"]
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _LOOKS, _IDLE_LOOKS = 0.005, 0.01, 0.0015  # shares of all time; looks while drafts pay, and while none does
-_SEEN, _QUIET, _LEAST = 8, 32, 1.25  # steps that are known, and those without drafts, before a try; a control's gain
+_SEEN, _QUIET, _LEAST = 8, 32, 1.04  # steps that are known, and those without drafts, before a try; a control's gain
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -132,17 +132,17 @@ class AdaptiveBudget(BudgetPolicy):
             self._gain = self._seconds[0] / self._seconds[1]
         if not self._is_look:
             return
-        if self._is_control:
-            self._next_control = self._clock + self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _TRIES
-        else:
+        if not self._is_control:
             self._pays = num_seen < _SEEN or any(any(stage.budget) for stage in stats.stages)
+        elif num_seen >= _SEEN:
+            self._next_control = self._clock + total / pace * (1.0 - 1.0 / max(self._gain or 1.25, _LEAST)) / _TRIES
         choosing = (schedule - self._unlooked) / pace
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
             seconds = stage.seconds / pace + choosing / len(stats.stages)
-            if record.is_try:  # what it brings pays for it
-                verifying = sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
-                brought = sum(map(len, outcome.accepted)) / self._rate
-                record.next_try = self._clock + max((seconds + verifying - brought) / _TRIES, 2.0 * self._plain)
+            if record.is_try:  # one that paid is followed by another
+                cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
+                cost = cost if sum(map(len, outcome.accepted)) < cost * self._rate else 0.0
+                record.next_try = self._clock + max(cost / _TRIES, 2.0 * self._plain)
             elif any(stage.drafted):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)

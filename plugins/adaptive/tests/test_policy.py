@@ -133,10 +133,15 @@ def test_the_first_hundred_steps_are_hardly_slower_than_without_drafts(num_rows:
 
 
 def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on_drafting() -> None:
-    world = World(AdaptiveBudget(), 8, line(0, 0.06), drafts_by_chance(0.6)).run_with(8, 0)
-    world.seconds = steep
-    kept = world.run_with(8, 2).run_with(8, 7).run(150, 7)[-50:]
-    assert sum(map(sum, kept)) < 0.15 * 50 * 8, "a drafted token takes as long as a sure one, and 6 of 10 are right"
+    """A drafted token takes as long as one that is sure, and is right in 6 of 10 cases."""
+    late = list[int]()
+    for seed in range(6):
+        world = World(AdaptiveBudget(), 8, line(0, 0.06), drafts_by_chance(0.6, seed)).run_with(8, 0)
+        world.seconds = steep
+        kept = [sum(lengths) for lengths in world.run_with(8, 2).run_with(8, 7).run(150, 7)]
+        assert sum(kept) < 640, "of 8400"
+        late.append(sum(kept[-50:]))
+    assert sum(late) <= 8 * len(late)
 
 
 def test_plain_steps_are_seen_while_drafts_pay() -> None:
