@@ -61,10 +61,12 @@ class BudgetPolicy(ABC):
 
     Attributes:
         max_depth: nodes of trees that are deeper are dropped before `trim`; ``None`` for no limit.
+        pause: so many steps draft nothing, and the policy is neither asked nor notified. The engine counts them down.
         summary: in a few words, what it has learnt; it stands below the figures of a run.
     """
 
     max_depth: int | None = None
+    pause: int = 0
     summary: str = ""
 
     @abstractmethod

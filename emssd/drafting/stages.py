@@ -111,7 +111,7 @@ class DraftStages:
         self.seconds, num_rows = 0.0, len(batch.rows)
         every = self._most or [drafter.num_speculative_tokens for drafter in self.drafters]
         self._most, self._step = [], None
-        if not any(every):  # neither drafters nor the policy are asked
+        if not any(every) or self._pauses():  # neither drafters nor the policy are asked
             self.stats = (StageStats((0,) * num_rows, (0,) * num_rows, 0.0),) * len(every)
             return Draft.empty(num_rows)
         for stage, (drafter, most) in enumerate(zip(self.drafters, every, strict=True)):
@@ -147,6 +147,16 @@ class DraftStages:
             still = [0 if length else limit for limit, length in zip(still, lengths, strict=True)]
         self.stats = tuple(stats)
         return parts[0] if len(parts) == 1 else _joined(parts, num_rows)
+
+    def _pauses(self) -> bool:
+        """Whether the policy lets this step pass. What a grammar forces is drafted in any case."""
+        try:
+            if self._policy.pause <= 0 or isinstance(self.drafters[0].drafter, ForcedTokens):
+                return False
+            self._policy.pause -= 1
+        except BaseException as error:
+            blame(self._policy_name, "pause", error)
+        return True
 
     def _limits(self, drafter: CheckedDrafter, most: int, batch: Batch, limits: Seq[int]) -> tuple[int, ...]:
         """``[B]`` the most that `drafter` can draft for each row; also beside trees, a chain ends before its row."""

@@ -133,6 +133,40 @@ def test_what_is_allotted_is_drafted_and_what_is_trimmed_is_not_verified(
     assert all(any(call.args[1]) for call in drafter.propose.call_args_list), "it is not asked for nothing"
 
 
+def test_a_pause_of_so_many_steps_drafts_nothing_and_ends(oracle: Any, make_ragged: Any) -> None:
+    class Pauses(ScriptedBudget):
+        def observe(self, outcome: Outcome, stats: StepStats) -> None:
+            seen.append(stats.num_new_tokens)
+            self.pause = 3
+
+    seen: list[int] = []
+    drafter: Any = PerfectDrafter(11, 2, oracle.references([[1, 2, 3]], 18))
+    drafter.observe = Mock(wraps=drafter.observe)
+    engine = build(oracle, make_ragged, drafter, budget=Pauses([(2, 2)]))
+    (done,) = engine.generate([[1, 2, 3]], 18)
+    assert done.token_ids == oracle.reference([1, 2, 3], 18)
+    assert seen == [3, 3, 3], "each followed by three steps of a token"
+    assert done.num_steps == drafter.observe.call_count == 12, "drafters hear of every step"
+
+
+def test_a_pause_that_is_no_number_is_blamed_on_the_policy() -> None:
+    policy = ScriptedBudget([(1, 1)])
+    policy.pause = "long"  # type: ignore[assignment]
+    with pytest.raises(PluginError, match="budget policy ScriptedBudget failed in pause"):
+        DraftStages([CheckedDrafter(Tree(), None, 9)], policy).propose(BATCH, [7, 7, 2], 0)
+
+
+def test_what_a_grammar_forces_is_drafted_in_a_pause_too() -> None:
+    policy = ScriptedBudget([(1, 1)])
+    policy.pause = 3
+    stages = DraftStages([CheckedDrafter(Tree(), None, 9)], policy)
+    stages.force_tokens(9)
+    stages.propose(BATCH, [7, 7, 2], 0)
+    assert len(stages.stats) == 2
+    assert policy.pause == 3
+    assert any(stages.stats[1].budget)
+
+
 def test_the_time_in_which_a_policy_learns_is_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, late = time.perf_counter, [0.0]
     monkeypatch.setattr("emssd.decoding.outcome.time.perf_counter", lambda: clock() + late[0])

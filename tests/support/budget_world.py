@@ -37,6 +37,13 @@ class World:
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns the allotted and the verified lengths."""
         batch = Batch(tuple(self.rows))
+        if self.policy.pause:  # as in the engine
+            self.policy.pause -= 1
+            for row in self.rows:
+                row.advance([1], None, 0, 0)
+            seconds = self.seconds(len(batch))
+            self.tokens, self.time = self.tokens + len(batch), self.time + seconds
+            return [0] * len(batch), [0] * len(batch)
         step = BudgetStep(batch, tuple(limits))
         budget = list(self.policy.allot(step))
         assert all(0 <= length <= limit for length, limit in zip(budget, limits, strict=True))

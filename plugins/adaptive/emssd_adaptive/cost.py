@@ -14,47 +14,46 @@ _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coef
 _SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
-_MOST = 1.5  # times as quick as expected, at which a single step is counted
 
 
 class CostLine:
     """Learns ``seconds ≈ coefficients · features`` from observations that fade.
 
     Errors are relative. So long steps do not drown short ones, and a step that a busy machine held up hardly counts.
+    Where observations leave a choice, the features with the least `reluctance` take most of the seconds.
     """
 
-    def __init__(self, num_features: int, taker: int = 0) -> None:
-        self.coefficients, self.num_seen, self._new, self._taker = [0.0] * num_features, 0, list[list[float]](), taker
-        self._gram, self._moment = np.zeros((num_features, num_features)), np.zeros(num_features)
+    def __init__(self, reluctance: Seq[float]) -> None:
+        self.coefficients, self.num_seen, self._new = [0.0] * len(reluctance), 0, list[list[float]]()
+        self._gram, self._moment, self._kept = 0.0 * np.outer(reluctance, reluctance), 0.0, _KEPT * np.array(reluctance)
 
-    def observe(self, features: Seq[float], seconds: float, *, at_once: bool = False) -> None:
-        """Learn from one observation; `at_once`, not with others to come."""
+    def observe(self, features: Seq[float], seconds: float) -> None:
+        """Learn from one observation, at once or with some to come."""
         self._new.append([feature / max(seconds, 1e-9) for feature in features])
         self.num_seen += 1
-        if at_once or len(self._new) > min(self.num_seen * _SHARE, _STEPS):
+        if len(self._new) > min(self.num_seen * _SHARE, _STEPS):
             rows, fade, self._new = np.array(self._new), _FADE ** len(self._new), []
             self._gram, self._moment = self._gram * fade + rows.T @ rows, self._moment * fade + rows.sum(0)
             self._fit()
 
     def _fit(self) -> None:
         """Least squares without negative coefficients, as by Lawson and Hanson: features enter as long as one helps."""
-        sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))
-        # In units in which all features are alike. Where observations leave a choice, the feature `taker` takes it all.
-        kept = np.where(np.arange(len(sizes)) != self._taker, _KEPT, 0.0)
-        gram = self._gram / np.outer(sizes, sizes) + np.diag(kept)
-        moment = self._moment / sizes + kept * sizes * self.coefficients
-        values, used = np.zeros(len(sizes)), np.zeros(len(sizes), bool)
+        sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))  # which all become 1
+        gram = self._gram / np.outer(sizes, sizes) + np.diag(self._kept)
+        moment = self._moment / sizes + self._kept * sizes * self.coefficients
+        values = sizes * self.coefficients
+        used = values > 0.0
         for _ in range(3 * len(sizes)):
-            gradient = np.where(used, 0.0, moment - gram @ values)
-            if gradient.max() <= 1e-9 * np.abs(moment).max():
-                break
-            used[gradient.argmax()] = True
             while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=1.0) <= 0.0:
                 before, wrong = values[used], solution <= 0.0
                 before += (before / (before - solution))[wrong].min() * (solution - before)
                 values[used] = np.where(before > 1e-12, before, 0.0)
                 used &= values > 0.0
             values[used] = solution
+            gradient = np.where(used, 0.0, moment - gram @ values)
+            if gradient.max() <= 1e-9 * np.abs(moment).max():
+                break
+            used[gradient.argmax()] = True
         self.coefficients = (values / sizes).tolist()
 
     def seconds(self, features: Seq[float]) -> float:
@@ -73,17 +72,17 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self.pace, self.line, self.largest = 1.0, CostLine(len(_KNOTS) + 3), 0
+        self.pace, self.line, self.largest = 1.0, CostLine([0, *[1] * (len(_KNOTS) + 2)]), 0
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
         """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
-        speed, pace, features = 0.0, self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
+        pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= KNOWN:
             # Deviations are weighed as `CostLine` weighs errors, so that neither makes the other drift.
-            speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), _MOST)
+            speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), 1.5)
             self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
-        self.line.observe(features, seconds / pace, at_once=speed == _MOST)  # no step is so quick by chance
+        self.line.observe(features, seconds / pace)
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""

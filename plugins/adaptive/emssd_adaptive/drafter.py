@@ -49,18 +49,18 @@ class DrafterRecord:
     run, times the factor of its row: the accepted nodes among about the last 16, ÷ those that ought to be.
 
     Attributes:
-        counts, kept: of each row, by request id; `kept` is what it might draft at the last look.
-        firsts, laters: ``[B]`` the worth of the first token of a draft that is yet to be made; and of a later one, as a
-            share of the one before it.
+        counts, kept: of each row, by request id; `kept` is what it might draft at the last look. `usual`: of a new one.
+        firsts, laters: ``[B]`` the worth of the first token of a draft yet to be made; of others, ÷ that before them.
         unseen: ``[B]`` tokens that the drafter has not seen.
         worths: ``[B]`` the probability that each node of a row's draft is accepted, with all on the path to it.
         cost: of drafting, by a constant, tokens of the longest row, all tokens, and tokens that the drafter has to see.
-        next_try, is_try: the second of the run from which on it may be tried if drafts pay by now; if this step tries.
+        next_try, is_try: the second of the run from which on it may be tried if drafts pay by now; if a step does so.
         spread: from 0, if drafts are worth what was expected, to 1, if each turns out to be right or wrong.
     """
 
     def __init__(self) -> None:
-        self.cost, self.next_try, self.is_try, self.kept = CostLine(4, taker=1), 0.0, False, dict[str, int]()
+        self.cost, self.next_try, self.is_try, self.kept = CostLine([0.01, 0, 1, 1]), 0.0, False, dict[str, int]()
+        self.num_drafts = self.usual = 0
         self._run, self.counts = _Counts(len(_GUESSES)), defaultdict[str, _Counts](lambda: _Counts(4))
 
     def enter(self, request_ids: Seq[str], lengths: Seq[int]) -> None:
@@ -73,23 +73,15 @@ class DrafterRecord:
         self._rows = [self.counts[name] for name in request_ids]
         kept, shown = map(self.kept.get, request_ids), [row.num_shown for row in self._rows]
         self._lengths, self.unseen = lengths, [1 if k else n - m for k, n, m in zip(kept, lengths, shown, strict=True)]
-        self.is_try, self.spread = False, min(self._shares[_SPREAD], 1.0)
+        self.spread = min(self._shares[_SPREAD], 1.0)
         first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
         self.firsts = [(row.right[_FIRST] + first) / (row.tried[_FIRST] + _OF_RUN) for row in self._rows]
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]
 
-    def as_before(self, request_ids: Seq[str], limits: Seq[int]) -> list[int]:
-        """``[B]`` what each row may draft: as much as at the last look. A new row has the mean of the others."""
-        if not self.kept:
-            return [0] * len(limits)
-        self._rows = [self.counts[name] for name in request_ids]
-        usual = -(-sum(self.kept.values()) // len(self.kept))
-        return [min(self.kept.get(name, usual), limit) for name, limit in zip(request_ids, limits, strict=True)]
-
-    def see(self, draft: Draft) -> None:
+    def see(self, draft: Draft, request_ids: Seq[str]) -> None:
         """Work out what the nodes of a draft are worth."""
         self._nodes, self.worths = list[list[tuple[int, int]]](), list[list[float]]()
-        for index, row in enumerate(self._rows):
+        for index, row in enumerate(map(self.counts.__getitem__, request_ids)):
             factors = [(row.right[kind] + _OF_BINS) / (row.tried[kind] + _OF_BINS) for kind in (2, 3)]
             self._nodes.append(nodes := list[tuple[int, int]]())
             self.worths.append(worths := list[float]())
@@ -108,9 +100,9 @@ class DrafterRecord:
     def observe(self, outcome: Outcome, stats: StageStats, seconds: float, *, is_prefill: bool = False) -> None:
         """Learn from a step; drafting took `seconds`. Nodes behind the target's choice teach nothing."""
         budget, drafted = stats.budget, stats.drafted
+        self.num_drafts += any(budget)
         if any(budget) and any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
-            features = [1, max(budget), sum(budget), sum(compress(self.unseen, budget))]
-            self.cost.observe(features, seconds)
+            self.cost.observe([1, max(budget), sum(budget), sum(compress(self.unseen, budget))], seconds)
         if any(drafted):
             old = self.is_try and any(outcome.accepted)
             self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if old else _FADE)
@@ -120,20 +112,18 @@ class DrafterRecord:
             row.num_shown = self._lengths[index] if limit else row.num_shown
             if not limit or (is_prefill and not self.worths[index]):  # the KV of a prompt may be yet to come
                 continue
-            for node, (parent, kind) in enumerate(self._nodes[index][: drafted[index]]):
-                if parent in path and parent not in decided:
-                    self._run.add(kind, node in path, 1.0)
-                    row.add(2 + (parent >= 0), node in path, self._shares[kind])
-                    if node in path:
-                        decided.add(parent)
             # What drafts are worth that are yet to be made is learnt from this one, also if it has no node.
             worths, expected = self.worths[index], self.firsts[index]
             self._run.add(_SPREAD, (sum(worths[:1]) - expected) ** 2, expected * (1.0 - expected))
-            for node, (parent, _) in enumerate(self._nodes[index]):
+            for node, (parent, kind) in enumerate(self._nodes[index]):
                 if node >= drafted[index] and parent in path:  # it was not verified, and may be right
                     path.add(node)
-                else:
-                    worths[node] = float(node in path)
+                    continue
+                worths[node] = float(node in path)
+                if parent in path and parent not in decided:
+                    self._run.add(kind, worths[node], 1.0)
+                    row.add(2 + (parent >= 0), worths[node], self._shares[kind])
+                    decided.update([parent] * (node in path))
             for counts in (self._run, row):
                 counts.add(_FIRST, sum(worths[:1]), 1.0)
                 counts.add(_LATER, sum(worths[1:]), sum(worths[: limit - 1]))

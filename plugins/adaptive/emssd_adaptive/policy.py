@@ -1,7 +1,6 @@
-"""Drafts what pays: each token that is expected to bring more than its seconds bring on the average.
+"""Drafts each token that is expected to bring more than its seconds bring, see docs/explanation/adaptive.md.
 
-docs/explanation/adaptive.md derives the rule. Its idea is that of Liu et al. 2024, "Optimizing Speculative Decoding for
-Serving Large Language Models Using Goodput". Here each row has a length of its own (EMS-SD paper, §3.2).
+As Liu et al. 2024, "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", but row by row.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from itertools import accumulate, product
+from itertools import accumulate, compress, product
 from math import inf
 from operator import ge, mul
 
@@ -21,63 +20,64 @@ __all__ = ["AdaptiveBudget", "best_lengths"]
 
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
-_TRIES, _LOOKS, _IDLE_LOOKS = 0.005, 0.01, 0.0015  # shares of all time; looks while drafts pay, and while none does
-_SEEN, _QUIET, _LEAST = 8, 32, 1.04  # steps that are known, and those without drafts, before a try; a control's gain
+_TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
+_SEEN, _NEW, _QUIET = 8, 16, 32  # known steps before a try; of a run whose drafts pay; without drafts before a try
+_PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
+_LEAST = 1.04  # the gain of drafts, at least, as controls see it
 
 
 class AdaptiveBudget(BudgetPolicy):
     """Before drafting, and again once the drafts are known, keeps the tokens that pay for their time.
 
-    A token is worth the probability that it is accepted with all on the path to it. It pays if that is more than its
-    seconds × the rate at which the run makes tokens. A look at the rows takes time, too: the next one waits until it
-    was a small share of all. In the steps between, each row drafts as much as at the last look.
+    A look at the rows takes time, too: the next one waits until it was a small share of all. In the steps between, each
+    row drafts as much as at the last look.
     """
 
     def __init__(self) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](DrafterRecord)
         self._names, self._lengths = tuple[str, ...](), list[int]()  # of the rows; their tokens before this step
-        self._is_look, self._is_control, self._pays = True, False, True  # a control is a look that drafts nothing
+        # Steps of the latest pause; tokens of pieces of prompts; of a step at most, as nothing is known of larger ones.
+        self._num_skipped = self._num_pieces = self._most = 0
+        self._is_look, self._is_control = True, False  # a control is a look that drafts nothing
+        self._pays, self._is_idle = True, False  # whether drafts do; whether none is drafted until the next look
         self._clock = self._next_look = self._next_control = 0.0  # seconds of the run
         self._unlooked = inf  # seconds of scheduling without a look: the least of all
+        self._choosing = self._saved = 0.0  # seconds of a look, and those that trims saved of late, less what they took
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
-    @property
-    def summary(self) -> str:  # type: ignore[override]  # read-only
-        """The gain of drafts of late, by its own estimate."""
-        about = f"about {self._gain:.1f} times as fast as without drafts, as budget=adaptive measures it"
-        return about if self._gain else ""
-
     def allot(self, step: BudgetStep) -> list[int]:
+        record, none = self._records[step.stage], [0] * len(step.limits)
         if step.is_first:
-            self._is_look = self._clock >= self._next_look
-            self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch]
-        record = self._records[step.stage]
+            self._is_look, self._num_pieces = self._clock >= self._next_look, step.num_other_tokens
         if not self._is_look:
-            return record.as_before(self._names, step.limits)
+            rows = zip(step.batch.rows, step.limits, strict=True)
+            return [min(record.kept.get(row.request_id, record.usual), n) for row, n in rows] if record.kept else none
         if step.is_first:
+            self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch.rows]
             self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
-            self._rate = len(step.batch) / self._plain * max(1.0, self._gain)
             is_due = self._pays and self._cost.line.num_seen >= _SEEN and self._clock >= self._next_control
             self._is_control = is_due or not any(step.limits)
         record.enter(self._names, self._lengths)
         if self._is_control or not any(step.limits):
-            return [0] * len(step.limits)
-        record.kept = {}
+            return none
         if self._clock >= record.next_try and self._cost.line.num_seen >= _SEEN:
-            return self._try(step, record)
-        budget = self._choose(step, record)
-        if not any(budget) and self._gain > 1.25:  # the text is harder here than it was: its tokens come one by one
+            record.is_try, able = True, sorted(compress(range(len(none)), step.limits), key=record.unseen.__getitem__)
+            able = able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]  # the drafter is least behind with these rows
+            return [min(limit, _TRY_TOKENS * (row in able)) for row, limit in enumerate(step.limits)]
+        record.kept, self._rate = {}, len(step.batch) / self._plain * max(1.0, self._gain)
+        if not any(budget := self._choose(step, record)) and self._gain > 1.25:  # the text is harder here than it was
             self._rate = len(step.batch) / self._plain
             budget = self._choose(step, record)
         if any(budget):
             record.kept = {name: n for name, n, limit in zip(self._names, budget, step.limits, strict=True) if limit}
+            record.usual = -(-sum(budget) // len(record.kept))
         return budget
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
         """``[B]`` how much of each row to draft, the time of drafting included."""
-        start, per_level, per_token, per_unseen = [self._rate * seconds for seconds in record.cost.coefficients]
-        rises, prices = self._prices(step, sum(step.limits))
+        rises, prices, rate = self._prices(step, record, sum(step.limits))
+        start, per_level, per_token, per_unseen = [rate * seconds for seconds in record.cost.coefficients]
         spread, laters, lengths = record.spread, record.laters, [0] * len(step.limits)
         worths = {row: record.firsts[row] for row, limit in enumerate(step.limits) if limit}
         catch_up = [per_unseen * min(num_unseen, _CHARGED) for num_unseen in record.unseen]
@@ -87,9 +87,8 @@ class AdaptiveBudget(BudgetPolicy):
             depth, total = depth + 1, total - per_level
             for row, worth in worths.items():
                 # It turns out to be worth 0 or 1, and is verified in the latter case; or it is worth what is expected.
-                price, number = rise + prices[row], spread * worth
-                value = worth if price < worth else number
-                number += 1.0 - spread if price < worth else 0.0
+                price, pays = rise + prices[row], rise + prices[row] < worth
+                value, number = worth if pays else spread * worth, spread * worth + (1.0 - spread) * pays
                 surplus = value - price * number - per_token - catch_up[row] * (depth == 1)
                 if surplus > 0.0:
                     lengths[row], total, count = depth, total + surplus, count + number
@@ -99,61 +98,78 @@ class AdaptiveBudget(BudgetPolicy):
             worths = deeper
         return [min(length, best_depth) for length in lengths]
 
-    def _try(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
-        """``[B]`` a few tokens of rows that the drafter is least behind."""
-        record.is_try, budget = True, [0] * len(step.limits)
-        able = sorted((row for row, limit in enumerate(step.limits) if limit), key=record.unseen.__getitem__)
-        for row in able[: min(-(-len(able) // _TRY_ROWS), _TRY_ROWS)]:
-            budget[row] = min(step.limits[row], _TRY_TOKENS)
-        return budget
-
     def trim(self, step: BudgetStep, draft: Draft) -> list[int]:
         record = self._records[step.stage]
-        if not (self._is_look or record.kept):
-            return draft.lengths  # a grammar forces these tokens
-        record.see(draft)
-        return draft.lengths if record.is_try else best_lengths(record.worths, *self._prices(step, draft.indptr[-1]))
+        lengths, count = draft.lengths, draft.indptr[-1]
+        # Between looks, a grammar forces tokens where none is kept; and trims may save less than they take.
+        if self._is_look or (record.kept and (self._saved > 0.0 or count + len(lengths) > self._most)):
+            record.see(draft, step.batch.request_ids)
+            if not record.is_try:
+                rises, prices, rate = self._prices(step, record, count)
+                lengths = best_lengths(record.worths, rises, prices)
+                rows = zip(record.worths, lengths, prices, strict=True)
+                saved = sum(rises[sum(lengths) :]) + sum([price - worth for row, n, price in rows for worth in row[n:]])
+                self._saved = 0.9 * self._saved + max(saved, 0.0) / (rate or 1.0) - self._choosing / 3
+        if any(lengths) and not record.is_try:
+            record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
+        return lengths
 
-    def _prices(self, step: BudgetStep, count: int) -> tuple[list[float], list[float]]:
-        """The cost, in tokens, of verifying one token, a second … up to `count`; and ``[B]`` of a row's own, beside."""
-        # Steps grow by an eighth, as nothing is known of what is far beyond.
-        num_fixed = sum([row.num_uncached for row in step.batch]) + step.num_other_tokens
-        rises = self._cost.rises(num_fixed, min(count, self._cost.largest * 9 // 8 + 1 - len(step.batch)))
-        per_pair = self._rate * self._cost.line.coefficients[-1]
-        return [self._rate * rise for rise in rises], [per_pair * length for length in self._lengths]
+    def _prices(self, step: BudgetStep, record: DrafterRecord, count: int) -> tuple[list[float], list[float], float]:
+        """The cost, in tokens, of verifying one token, a second … up to `count`; ``[B]`` of a row's own; of a second.
+
+        What few drafts took counts for less, so that one that was slow by chance is not the last.
+        """
+        rate, rows = self._rate * record.num_drafts / (record.num_drafts + _SLOW), step.batch.rows
+        # Tokens of prompts are left out, as many are computed together.
+        num_fixed, per_pair = len(rows) + step.num_other_tokens - self._num_pieces, self._cost.line.coefficients[-1]
+        rises = self._cost.rises(num_fixed, min(count, self._most - len(rows)))
+        return [rate * rise for rise in rises], [rate * per_pair * len(row.tokens) for row in rows], rate
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
-        total, schedule, num_seen = sum(stats.seconds.values()), stats.seconds["schedule"], self._cost.line.num_seen
-        pace, self._unlooked = self._cost.pace, min(self._unlooked, schedule)
-        self._clock += total / pace
-        if num_seen > KNOWN and not stats.is_prefill:
-            plain = self._plain * stats.num_new_tokens / stats.num_rows
-            self._seconds = _FADE * self._seconds[0] + plain, _FADE * self._seconds[1] + total / pace
+        total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
+        elapsed = total / self._cost.pace + num_skipped * self._plain
+        self._clock += elapsed
+        self._unlooked = min(self._unlooked, stats.seconds["schedule"])
+        if self._cost.line.num_seen > KNOWN and not stats.is_prefill:
+            plain = self._plain * (stats.num_new_tokens / stats.num_rows + num_skipped)
+            fade = _FADE ** (1 + num_skipped)
+            self._seconds = fade * self._seconds[0] + plain, fade * self._seconds[1] + elapsed
             self._gain = self._seconds[0] / self._seconds[1]
-        if not self._is_look:
-            return
+        if self._is_look:
+            self._learn(outcome, stats, total)
+        # Steps grow by an eighth, and by what was accepted.
+        self._most = self._cost.largest * 9 // 8 + 1 + max(0, stats.num_new_tokens - stats.num_rows)
+        idle = self._next_look - self._clock if self._is_idle else 0.0
+        self._num_skipped = self.pause = max(0, int(min(idle / self._plain, _PAUSE)))
+
+    def _learn(self, outcome: Outcome, stats: StepStats, total: float) -> None:
+        if self._gain:
+            self.summary = f"about {self._gain:.1f} times as fast as without drafts, as budget=adaptive measures it"
+        schedule, num_seen, pace = stats.seconds["schedule"], self._cost.line.num_seen, self._cost.pace
         if not self._is_control:
             self._pays = num_seen < _SEEN or any(any(stage.budget) for stage in stats.stages)
         elif num_seen >= _SEEN:
-            self._next_control = self._clock + total / pace * (1.0 - 1.0 / max(self._gain or 1.25, _LEAST)) / _TRIES
+            self._next_control = self._clock + total / pace * (1.0 - 1.0 / max(self._gain or 1.25, _LEAST)) / _CONTROLS
         choosing = (schedule - self._unlooked) / pace
+        self._choosing += (choosing - self._choosing) / 4
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
             seconds = stage.seconds / pace + choosing / len(stats.stages)
             if record.is_try:  # one that paid is followed by another
                 cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
-                cost = cost if sum(map(len, outcome.accepted)) < cost * self._rate else 0.0
+                cost *= sum(map(len, outcome.accepted)) < cost * self._rate
                 record.next_try = self._clock + max(cost / _TRIES, 2.0 * self._plain)
             elif any(stage.drafted):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
-        is_new = num_seen < (KNOWN if self._pays else _SEEN)
+            record.is_try = False
+        is_new = num_seen < (_NEW if self._pays else _SEEN)
         wait = 0.0 if is_new else choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
         tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
         self._next_look = max(self._clock + wait, min(tries))
-        if stats.is_prefill:
-            return  # a token of a prompt costs less than one that is decoded, as many more are computed together
-        num_pairs = sum(map(mul, stats.drafted, self._lengths))
-        self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, total - schedule - stats.seconds["draft"])
+        self._is_idle = not any(record.kept for record in self._records.values())
+        if not stats.is_prefill:  # a token of a prompt costs less, as many more are computed together
+            num_pairs, seconds = sum(map(mul, stats.drafted, self._lengths)), total - schedule - stats.seconds["draft"]
+            self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds)
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id, record in product(request_ids, self._records.values()):
@@ -161,14 +177,9 @@ class AdaptiveBudget(BudgetPolicy):
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
-    """Take the first nodes of each row, the best of all first, as long as each is worth more than it costs.
+    """``[B]`` how many of each row's first nodes to take, the best of all first, until one is not worth what it costs.
 
-    Where a node is worth more than one before it, both count for their mean.
-
-    Args:
-        worths: ``[B]`` what each node of a row's draft is worth, in tokens.
-        rises: what the first node that is taken costs, the second, …; never falling. No more are taken.
-        prices: ``[B]`` what a node of a row costs, beside that.
+    The first that is taken costs ``rises[0]``, the second ``rises[1]``, …; and a node of a row its price, beside that.
     """
     nodes = [(price - worth, row) for row, price in enumerate(prices) for worth in _falling(worths[row])]
     nodes.sort()
@@ -180,12 +191,10 @@ def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float])
     return lengths
 
 
-def _falling(worths: Seq[float]) -> Seq[float]:
+def _falling(worths: Seq[float]) -> list[float]:
     """Worths that never rise: the beginning with the largest mean counts for that, and so does the next one."""
     if all(map(ge, worths, worths[1:])):
-        return worths
-    falling = list[float]()
-    while len(falling) < len(worths):
-        means = [total / (node + 1) for node, total in enumerate(accumulate(worths[len(falling) :]))]
-        falling += [max(means)] * (means.index(max(means)) + 1)
-    return falling
+        return [*worths]
+    means = [total / number for number, total in enumerate(accumulate(worths), start=1)]
+    length = 1 + means.index(max(means))
+    return [max(means)] * length + _falling(worths[length:])

@@ -16,7 +16,7 @@ COEFFICIENTS = st.floats(0, 2, allow_subnormal=False).map(lambda value: round(va
 
 @given(st.floats(0.1, 1), st.lists(COEFFICIENTS, min_size=1, max_size=3), st.integers(0, 2**16))
 def test_a_line_finds_coefficients_that_are_not_negative(start: float, slopes: list[float], seed: int) -> None:
-    line = CostLine(1 + len(slopes))
+    line = CostLine([0, *[1] * len(slopes)])
     features = np.random.default_rng(seed).uniform(0, 2, (300, 1 + len(slopes)))
     features[:, 0] = 1.0
     seconds = features @ [start, *slopes]
@@ -58,6 +58,14 @@ def test_what_one_draft_took_is_put_down_to_its_levels_so_that_shorter_ones_are_
     cost = DrafterRecord().cost
     cost.observe([1, 4, 4, 40], 2.0)
     assert cost.coefficients == pytest.approx([0.0, 0.5, 0.0, 0.0], abs=1e-3)
+
+
+def test_drafts_that_take_long_take_no_longer_for_tokens_to_catch_up_with_until_that_is_seen() -> None:
+    cost = DrafterRecord().cost
+    for levels in (1, 2, 3, 4):
+        cost.observe([1, levels, levels, 1], 2.0)
+    assert cost.coefficients[0] == pytest.approx(2.0, rel=0.05)
+    assert cost.coefficients[3] < 0.05
 
 
 def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:

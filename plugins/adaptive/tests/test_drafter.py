@@ -22,8 +22,8 @@ def chain(length: int, confidence: Seq[float] | None = None) -> Draft:
 
 
 def worths(record: DrafterRecord, name: str, draft: Draft) -> list[float]:
-    record.enter([name], [9])
-    record.see(draft)
+    record.enter((name,), [9])
+    record.see(draft, (name,))
     return record.worths[0]
 
 

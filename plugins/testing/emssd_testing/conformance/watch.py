@@ -134,6 +134,14 @@ class WatchedPolicy(BudgetPolicy):
         self.decisions: list[Decided] = []
         self.max_depth = policy.max_depth
 
+    @property
+    def pause(self) -> int:
+        return self.policy.pause
+
+    @pause.setter
+    def pause(self, pause: int) -> None:
+        self.policy.pause = pause
+
     def allot(self, step: BudgetStep) -> list[int]:
         limits = list(step.limits)
         with _reading("budget", f"allot with the limits {limits} in stage {step.stage}", step.batch):
