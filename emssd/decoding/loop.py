@@ -125,9 +125,8 @@ class DecodeLoop:
 
     def clear(self, request_ids: Collection[str] | None = None) -> None:
         """Drop these requests, or all that wait or run. Later ones may still begin with KV of theirs."""
-        if request_ids is None:
-            self._finished.clear()
-        self._finished = [row for row in self._finished if row.request_id not in (request_ids or ())]
+        kept = self._finished if request_ids is not None else []
+        self._finished = [row for row in kept if row.request_id not in (request_ids or ())]
         dropped = self.scheduler.clear(request_ids)
         self._in_run &= self.scheduler.has_work
         self._free(dropped)

@@ -225,9 +225,7 @@ def _fitting_limits(
     """``[B]`` for `rows`, a part of the rows of `lengths`. Where the cache is nearly full they draft less."""
     while True:
         limits = _draft_limits(rows, num_speculative_tokens, trees)
-        if not any(limits):
-            return limits
-        if fits(lengths | _lengths(rows, limits)):
+        if not any(limits) or fits(lengths | _lengths(rows, limits)):
             return limits
         num_speculative_tokens //= 2
 

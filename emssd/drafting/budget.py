@@ -108,5 +108,4 @@ class FixedBudget(BudgetPolicy):
         self.num_tokens, self.max_depth = num_tokens, depth
 
     def allot(self, step: BudgetStep) -> Seq[int]:
-        most = self.num_tokens
-        return step.limits if most is None else [min(limit, most) for limit in step.limits]
+        return step.limits if self.num_tokens is None else [min(limit, self.num_tokens) for limit in step.limits]

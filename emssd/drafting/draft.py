@@ -98,14 +98,11 @@ class Draft:
 
     def tokens(self, row: int) -> list[int]:
         """The ids of a row's nodes; if they are on a device, the host waits for them."""
-        ids: list[int] = self.token_ids[self.indptr[row] : self.indptr[row + 1]].tolist()
-        return ids
+        return list(self.token_ids[self.indptr[row] : self.indptr[row + 1]].tolist())
 
     def cut(self, lengths: Seq[int]) -> Draft:
         """The first `lengths` nodes of each row, ``[B]``."""
-        if list(lengths) == self.lengths:
-            return self
-        return self.pick([range(length) for length in lengths])
+        return self if list(lengths) == self.lengths else self.pick([range(length) for length in lengths])
 
     def shallow(self, limits: Seq[int]) -> Draft:
         """The nodes of each row that are no deeper than its limit, ``[B]``; a child of the newest token has depth 1."""

@@ -97,8 +97,7 @@ class DraftStages:
     @property
     def num_candidates(self) -> int:
         """The most candidates that any of the drafters wants."""
-        most: int = max(map(attrgetter("num_candidates"), self.drafters))
-        return most
+        return int(max(map(attrgetter("num_candidates"), self.drafters)))
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -151,12 +150,11 @@ class DraftStages:
     def _pauses(self) -> bool:
         """Whether the policy lets this step pass. What a grammar forces is drafted in any case."""
         try:
-            if self._policy.pause <= 0 or isinstance(self.drafters[0].drafter, ForcedTokens):
-                return False
-            self._policy.pause -= 1
+            pauses = self._policy.pause > 0 and not isinstance(self.drafters[0].drafter, ForcedTokens)
+            self._policy.pause -= pauses
         except BaseException as error:
             blame(self._policy_name, "pause", error)
-        return True
+        return pauses
 
     def _limits(self, drafter: CheckedDrafter, most: int, batch: Batch, limits: Seq[int]) -> tuple[int, ...]:
         """``[B]`` the most that `drafter` can draft for each row; also beside trees, a chain ends before its row."""
