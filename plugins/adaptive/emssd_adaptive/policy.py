@@ -21,7 +21,8 @@ __all__ = ["AdaptiveBudget", "best_lengths"]
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
-_SEEN, _NEW, _QUIET = 8, 16, 32  # known steps before a try; of a run whose drafts pay; without drafts before a try
+_SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
+_IN_VAIN = 4  # tokens without an accepted one, after which there is another look
 _PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
 _LEAST = 1.04  # the gain of drafts, at least, as controls see it
 
@@ -42,7 +43,7 @@ class AdaptiveBudget(BudgetPolicy):
         self._pays, self._is_idle = True, False  # whether drafts do; whether none is drafted until the next look
         self._clock = self._next_look = self._next_control = 0.0  # seconds of the run
         self._unlooked = inf  # seconds of scheduling without a look: the least of all
-        self._choosing = self._saved = 0.0  # seconds of a look, and those that trims saved of late, less what they took
+        self._choosing = self._saved = 0.0  # seconds of a look; those that trims saved of late, less that for each
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
@@ -109,7 +110,7 @@ class AdaptiveBudget(BudgetPolicy):
                 lengths = best_lengths(record.worths, rises, prices)
                 rows = zip(record.worths, lengths, prices, strict=True)
                 saved = sum(rises[sum(lengths) :]) + sum([price - worth for row, n, price in rows for worth in row[n:]])
-                self._saved = 0.9 * self._saved + max(saved, 0.0) / (rate or 1.0) - self._choosing / 3
+                self._saved = 0.9 * self._saved + max(saved, 0.0) / (rate or 1.0) - self._choosing
         if any(lengths) and not record.is_try:
             record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
         return lengths
@@ -162,11 +163,11 @@ class AdaptiveBudget(BudgetPolicy):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
             record.is_try = False
-        is_new = num_seen < (_NEW if self._pays else _SEEN)
-        wait = 0.0 if is_new else choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
+        self._is_idle = not any(record.kept for record in self._records.values())
+        is_in_vain = sum(stats.drafted) >= _IN_VAIN and not (self._is_idle or any(outcome.accepted))
+        wait = 0.0 if num_seen < _SEEN or is_in_vain else choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
         tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
         self._next_look = max(self._clock + wait, min(tries))
-        self._is_idle = not any(record.kept for record in self._records.values())
         if not stats.is_prefill:  # a token of a prompt costs less, as many more are computed together
             num_pairs, seconds = sum(map(mul, stats.drafted, self._lengths)), total - schedule - stats.seconds["draft"]
             self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds)

@@ -219,6 +219,18 @@ def test_looks_take_a_small_share_of_the_time(accepts: int, seconds: Curve, shar
     assert 0.3 * share < 0.002 * looks.call_count / world.time < share
 
 
+def test_a_draft_in_vain_is_looked_at_in_the_next_step() -> None:
+    world = looking(World(policy := AdaptiveBudget(), 8, gentle, lambda row, drafted: drafted).warm())
+    world.run(60, 5)
+    policy._next_look = 0.0
+    world.accepts = lambda row, drafted: 0
+    world.run(1, 5)
+    assert policy._next_look <= policy._clock
+    world.accepts = lambda row, drafted: drafted
+    world.run(1, 5)
+    assert policy._next_look > policy._clock + 0.1
+
+
 def test_between_looks_each_row_drafts_as_before_and_a_new_one_as_the_others() -> None:
     policy = policy_of([0.9, 0.2], 0.5, per_level=0.08, per_token=0.12)
     good, bad = policy.allot(BudgetStep(batch_of(10, 10), (8, 8)))
