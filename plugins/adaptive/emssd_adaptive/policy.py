@@ -22,7 +22,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
 _SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
-_IN_VAIN = 4  # tokens without an accepted one, after which there is another look
+_IN_VAIN, _EARLY = 4, 4  # tokens without an accepted one, after which it looks again; drafts that tell little
 _PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
 _LEAST = 1.04  # the gain of drafts, at least, as controls see it
 
@@ -152,20 +152,21 @@ class AdaptiveBudget(BudgetPolicy):
         elif num_seen >= _SEEN:
             self._next_control = self._clock + total / pace * (1.0 - 1.0 / max(self._gain or 1.25, _LEAST)) / _CONTROLS
         choosing = (schedule - self._unlooked) / pace
-        self._choosing += (choosing - self._choosing) / 4
+        self._choosing = min(choosing, 1.5 * self._choosing or choosing)  # a busy machine may hold up a look
         for record, stage in zip(self._records.values(), stats.stages, strict=False):
             seconds = stage.seconds / pace + choosing / len(stats.stages)
             if record.is_try:  # one that paid is followed by another
                 cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
                 cost *= sum(map(len, outcome.accepted)) < cost * self._rate
-                record.next_try = self._clock + max(cost / _TRIES, 2.0 * self._plain)
+                wait = max(cost / _TRIES, 2.0 * self._plain) if record.num_drafts > _EARLY else _QUIET * self._plain
+                record.next_try = self._clock + wait
             elif any(stage.drafted):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
             record.is_try = False
         self._is_idle = not any(record.kept for record in self._records.values())
         is_in_vain = sum(stats.drafted) >= _IN_VAIN and not (self._is_idle or any(outcome.accepted))
-        wait = 0.0 if num_seen < _SEEN or is_in_vain else choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
+        wait = 0.0 if num_seen < _SEEN or is_in_vain else self._choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
         tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
         self._next_look = max(self._clock + wait, min(tries))
         if not stats.is_prefill:  # a token of a prompt costs less, as many more are computed together
