@@ -14,7 +14,7 @@ SHALLOW = 2  # levels of trees
 
 
 class ChancePolicy(BudgetPolicy):
-    """Allots any number within the limits, and verifies any part of what was drafted.
+    """Allots any number within the limits, and verifies any part of what was drafted. If it may allot none, it pauses.
 
     Args:
         seed: of its decisions.
@@ -40,6 +40,7 @@ class ChancePolicy(BudgetPolicy):
 
     def observe(self, outcome: Outcome, stats: Any) -> None:
         self.faults("policy observes")
+        self.pause = self.rng.choice((0, 0, 1, 3)) if self.least == 0.0 else 0
 
 
 POLICIES: dict[str, Callable[[int, Callable[[str], None]], BudgetPolicy]] = {
