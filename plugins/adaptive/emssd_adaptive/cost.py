@@ -79,7 +79,7 @@ class StepCost:
         pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= KNOWN:
-            # Deviations are weighed as `CostLine` weighs errors, so that neither makes the other drift.
+            # Weighed as `CostLine` weighs errors, so that neither makes the other drift. One quick step changes little.
             speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), 1.5)
             self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
         self.line.observe(features, seconds / pace)

@@ -43,7 +43,7 @@ class AdaptiveBudget(BudgetPolicy):
         self._pays, self._is_idle = True, False  # whether drafts do; whether none is drafted until the next look
         self._clock = self._next_look = self._next_control = 0.0  # seconds of the run
         self._unlooked = inf  # seconds of scheduling without a look: the least of all
-        self._choosing = self._saved = 0.0  # seconds of a look; those that trims saved of late, less that for each
+        self._choosing = self._saved = 0.0  # seconds of an undisturbed look; those that trims saved, less one look each
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
@@ -158,8 +158,8 @@ class AdaptiveBudget(BudgetPolicy):
             if record.is_try:  # one that paid is followed by another
                 cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
                 cost *= sum(map(len, outcome.accepted)) < cost * self._rate
-                wait = max(cost / _TRIES, 2.0 * self._plain) if record.num_drafts > _EARLY else _QUIET * self._plain
-                record.next_try = self._clock + wait
+                longest = _QUIET * self._plain if record.num_drafts <= _EARLY else inf
+                record.next_try = self._clock + max(min(cost / _TRIES, longest), 2.0 * self._plain)
             elif any(stage.drafted):
                 record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)

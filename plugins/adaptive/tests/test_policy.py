@@ -228,12 +228,13 @@ def test_a_look_that_was_held_up_does_not_put_off_the_next_one() -> None:
     assert 0.3 < policy._next_look - policy._clock < 1.0, "200 times as long as a look that is not"
 
 
-@pytest.mark.parametrize(("num_drafts", "least", "most"), [(0, 31, 33), (100, 50, 300)])
-def test_a_drafter_is_not_given_up_after_its_first_drafts(num_drafts: int, least: int, most: int) -> None:
+@pytest.mark.parametrize(("num_drafts", "accepts", "least", "most"), [(0, 0, 31, 33), (0, 2, 1, 3), (100, 0, 50, 300)])
+def test_a_drafter_is_not_given_up_after_its_first_drafts(num_drafts: int, accepts: int, least: int, most: int) -> None:
     world = World(policy := AdaptiveBudget(), 8, steep, lambda row, drafted: 0).warm()
     world.run(100, 5)
     record = policy._records[0]
     policy._next_look, record.next_try, record.num_drafts, policy.pause = 0.0, 0.0, num_drafts, 0
+    world.accepts = lambda row, drafted: min(drafted, accepts)
     assert any(world.run(1, 5)[0]), "it is tried"
     assert least < (record.next_try - policy._clock) / policy._plain < most
 
