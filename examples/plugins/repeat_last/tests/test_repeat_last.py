@@ -14,7 +14,7 @@ PROMPTS = [[5, 6, 7], [9], [4, 4, 4, 4]]
 def test_it_changes_no_token(length, backend):
     model = tiny_model(std=0.12)  # weights as small as these make its text repeat itself
     greedy = Engine.from_model(model, drafter="none", batch_size=2).generate(PROMPTS, 30)
-    engine = Engine.from_model(model, drafter=RepeatConfig(length), backend=backend, batch_size=2)
+    engine = Engine.from_model(model, drafter=RepeatConfig(length), backend=backend, budget="fixed", batch_size=2)
     assert [row.token_ids for row in engine.generate(PROMPTS, 30)] == [row.token_ids for row in greedy]
     metrics = engine.report.metrics()
     assert 0 < metrics["num_accepted_tokens"] < metrics["num_drafted_tokens"]  # both outcomes were met
