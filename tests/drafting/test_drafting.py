@@ -251,10 +251,10 @@ def test_a_draft_that_is_rewritten_after_packing_is_verified_as_it_was(
 
 def test_a_plugins_drafter_is_named_with_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LLMADrafter, "propose", Mock(side_effect=ZeroDivisionError))
-    engine = Engine.from_model(tiny_model(), drafter="llma")
+    engine = Engine.from_model(tiny_model(), drafter="llma", budget="fixed")
     with pytest.warns(PluginWarning, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose: ZeroDivisionError"):
         engine.generate([[3, 4]], 5)
-    engine = Engine.from_model(tiny_model(), drafter="llma", on_drafter_error="fail")
+    engine = Engine.from_model(tiny_model(), drafter="llma", budget="fixed", on_drafter_error="fail")
     with pytest.raises(PluginError, match=r"drafter 'llma' \(emssd [0-9].*\) failed in propose"):
         engine.generate([[3, 4]], 5)
 

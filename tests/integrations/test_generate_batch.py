@@ -159,7 +159,7 @@ def test_requests_come_and_go_while_others_run() -> None:
             manager.cancel_request("gone")
             manager.add_request(PROMPTS[2], max_new_tokens=4, request_id="late", streaming=True, eos_token_id=-1)
 
-    with managing(model, drafter=Acting(act)) as manager:
+    with managing(model, drafter=Acting(act), budget="fixed") as manager:
         manager.add_request(PROMPTS[0], max_new_tokens=20, eos_token_id=-1)
         manager.add_request(PROMPTS[1], max_new_tokens=20, request_id="gone", sampling=SamplingParams(n=2))
         manager.start()
@@ -199,7 +199,7 @@ def test_an_engine_that_dies_says_so_and_the_next_manager_finds_it_idle() -> Non
             raise RuntimeError("the disk is full")
 
     drafter = Acting(act)
-    with emssd.speculate(model, drafter=drafter, on_drafter_error="fail"):
+    with emssd.speculate(model, drafter=drafter, budget="fixed", on_drafter_error="fail"):
         manager = model.init_continuous_batching(generation_config=config_of())
         short = manager.add_request(PROMPTS[1], max_new_tokens=2, eos_token_id=-1)
         long = manager.add_request(PROMPTS[0], max_new_tokens=20, eos_token_id=-1)

@@ -94,7 +94,7 @@ def test_a_model_whose_text_is_not_known_is_refused(config: ReplayConfig) -> Non
     with pytest.raises(ConfigError, match=r"cannot know what this model will generate; give drafter.known="):
         Engine.from_pretrained("demo", drafter=config)
     # Without a tokenizer it might be a counting model, until it goes on otherwise.
-    engine = Engine.from_model(tiny_model(std=0.12), drafter=config, on_drafter_error="fail")
+    engine = Engine.from_model(tiny_model(std=0.12), drafter=config, budget="fixed", on_drafter_error="fail")
     with pytest.raises(PluginError, match="cannot know what this model will generate"):
         engine.generate(PROMPTS[:3], 40, ignore_eos=True)
 
