@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from itertools import accumulate
+from operator import mul
 
 import numpy as np
 
-__all__ = ["KNOWN", "CostLine", "StepCost"]
+__all__ = ["CostLine", "StepCost"]
 
-KNOWN = 24  # steps, after which the pace is told from the line
+_KNOWN = 24  # steps, after which the pace is told from the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
 _SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
@@ -27,9 +28,9 @@ class CostLine:
         self.coefficients, self.num_seen, self._new = [0.0] * len(reluctance), 0, list[list[float]]()
         self._gram, self._moment, self._kept = 0.0 * np.outer(reluctance, reluctance), 0.0, _KEPT * np.array(reluctance)
 
-    def observe(self, features: Seq[float], seconds: float) -> None:
+    def observe(self, features: Seq[float], seconds: float, weight: int = 1) -> None:
         """Learn from one observation, at once or with some to come."""
-        self._new.append([feature / max(seconds, 1e-9) for feature in features])
+        self._new += [[feature / max(seconds, 1e-9) for feature in features]] * weight
         self.num_seen += 1
         if len(self._new) > min(self.num_seen * _SHARE, _STEPS):
             rows, fade, self._new = np.array(self._new), _FADE ** len(self._new), []
@@ -56,10 +57,6 @@ class CostLine:
             used[gradient.argmax()] = True
         self.coefficients = (values / sizes).tolist()
 
-    def seconds(self, features: Seq[float]) -> float:
-        """Expected seconds."""
-        return sum([coefficient * feature for coefficient, feature in zip(self.coefficients, features, strict=True)])
-
 
 class StepCost:
     """Seconds of a step without drafting: a convex curve of its tokens, and parts in proportion to its KV.
@@ -74,15 +71,15 @@ class StepCost:
     def __init__(self) -> None:
         self.pace, self.line, self.largest = 1.0, CostLine([0, *[1] * (len(_KNOTS) + 2)]), 0
 
-    def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float, weight: int = 1) -> None:
         """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
         pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
-        if self.line.num_seen >= KNOWN:
+        if self.line.num_seen >= _KNOWN:
             # Weighed as `CostLine` weighs errors, so that neither makes the other drift. One quick step changes little.
-            speed = min(max(self.line.seconds(features), 1e-9) * pace / max(seconds, 1e-9), 1.5)
+            speed = min(max(sum(map(mul, self.line.coefficients, features)), 1e-9) * pace / max(seconds, 1e-9), 1.5)
             self.pace = pace ** (1.0 - _RETURN) * (1.0 + _GAIN * speed * (1.0 - speed))
-        self.line.observe(features, seconds / pace)
+        self.line.observe(features, seconds / pace, weight)
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""

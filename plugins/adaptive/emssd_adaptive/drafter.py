@@ -12,15 +12,15 @@ from emssd_adaptive.cost import CostLine
 
 __all__ = ["DrafterRecord"]
 
-# Kinds: the first and a later token of a draft that is yet to be made; deviations from what was expected; bins of the
+# Kinds: a later and the first token of a draft that is yet to be made; deviations from what was expected; bins of the
 # confidence of first children, and of others. A row counts all bins together: one kind of first tokens, one of later.
-_FIRST, _LATER, _SPREAD, _BINS = 0, 1, 2, 3
+_LATER, _FIRST, _SPREAD, _BINS = 0, 1, 2, 3
 _EDGES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # of the bins
 _MIDDLES = [(low + high) / 2 for low, high in zip((0.0, *_EDGES), (*_EDGES, 1.0), strict=True)]
 _OTHERS = _BINS + len(_MIDDLES)
-_GUESSES = [0.5, 0.8, 0.0, *_MIDDLES, *_MIDDLES]  # until something is known
+_GUESSES = [0.8, 0.5, 0.0, *_MIDDLES, *_MIDDLES]  # until something is known
 _UNSURE = (0.5, 0.8)  # of first tokens and of later ones, if a drafter tells no confidence; to the power of the rank
-_SUREST = {0.5, 0.8, 0.0, _MIDDLES[-1]}  # guesses of other kinds, and of the surest bins
+_SUREST = {0.5, 0.0, _MIDDLES[-1]}  # guesses of first tokens and deviations, and of the surest bins
 _GUESSED, _OF_RUN, _OF_BINS = 2.0, 6.0, 4.0  # nodes that a guess counts for, and that the run and its bins do in a row
 _FADE, _FADE_UNDRAFTED, _FADE_ROW = 0.99, 0.97, 15 / 16  # of the run; of a row in a step without drafts, by a token
 _TRIED_BEFORE = 4.0  # nodes that count beside those of a try that finds some, as they are old
@@ -68,13 +68,13 @@ class DrafterRecord:
         kinds, shares, off = (self._run.right, self._run.tried, _GUESSES), list[float](), 1.0
         for right, tried, guess in zip(*[part[::-1] for part in kinds], strict=True):
             shares.append((right + _GUESSED * (guess if guess in _SUREST else guess * off)) / (tried + _GUESSED))
-            off = shares[-1] / (guess or 1.0)  # by as much the next bin, which is less sure, is taken to be off
+            off = shares[-1] / (guess or 1.0)  # as much as the next bin, or later tokens, are taken to be
         self._shares = shares[::-1]
         self._rows = [self.counts[name] for name in request_ids]
         kept, shown = map(self.kept.get, request_ids), [row.num_shown for row in self._rows]
         self._lengths, self.unseen = lengths, [1 if k else n - m for k, n, m in zip(kept, lengths, shown, strict=True)]
         self.spread = min(self._shares[_SPREAD], 1.0)
-        first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * self._shares[_LATER]
+        first, later = _OF_RUN * self._shares[_FIRST], _OF_RUN * min(self._shares[_LATER], 1.0)
         self.firsts = [(row.right[_FIRST] + first) / (row.tried[_FIRST] + _OF_RUN) for row in self._rows]
         self.laters = [(row.right[_LATER] + later) / (row.tried[_LATER] + _OF_RUN) for row in self._rows]
 

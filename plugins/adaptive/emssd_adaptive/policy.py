@@ -1,7 +1,4 @@
-"""Drafts each token that is expected to bring more than its seconds bring, see docs/explanation/adaptive.md.
-
-As Liu et al. 2024, "Optimizing Speculative Decoding for Serving Large Language Models Using Goodput", but row by row.
-"""
+"""Drafts each token that is expected to bring more than its seconds bring, see docs/explanation/adaptive.md."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from math import inf
 from operator import ge, mul
 
 from emssd.drafting import BudgetPolicy, BudgetStep, Draft, Outcome, StepStats
-from emssd_adaptive.cost import KNOWN, StepCost
+from emssd_adaptive.cost import StepCost
 from emssd_adaptive.drafter import DrafterRecord
 
 __all__ = ["AdaptiveBudget", "best_lengths"]
@@ -22,9 +19,9 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
 _SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
-_IN_VAIN, _EARLY = 4, 4  # tokens without an accepted one, after which it looks again; drafts that tell little
+_IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts that tell little
 _PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
-_LEAST = 1.04  # the gain of drafts, at least, as controls see it
+_LEAST, _WEIGHT = 1.1, 3  # the gain of drafts, at least, as controls see it; steps that one of them counts for
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -36,12 +33,12 @@ class AdaptiveBudget(BudgetPolicy):
 
     def __init__(self) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](DrafterRecord)
-        self._names, self._lengths = tuple[str, ...](), list[int]()  # of the rows; their tokens before this step
+        self._lengths = list[int]()  # of the rows; their tokens before this step
         # Steps of the latest pause; tokens of pieces of prompts; of a step at most, as nothing is known of larger ones.
-        self._num_skipped = self._num_pieces = self._most = 0
-        self._is_look, self._is_control = True, False  # a control is a look that drafts nothing
+        self._num_skipped = self._num_pieces = self._most = self._vain = 0  # vain: tokens since one was accepted
+        self._is_look, self._is_control = True, False  # a control drafts nothing
         self._pays, self._is_idle = True, False  # whether drafts do; whether none is drafted until the next look
-        self._clock = self._next_look = self._next_control = 0.0  # seconds of the run
+        self._clock, self._next_look, self._last_control = 0.0, 0.0, -inf  # seconds of the run
         self._unlooked = inf  # seconds of scheduling without a look: the least of all
         self._choosing = self._saved = 0.0  # seconds of an undisturbed look; those that trims saved, less one look each
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
@@ -50,17 +47,22 @@ class AdaptiveBudget(BudgetPolicy):
     def allot(self, step: BudgetStep) -> list[int]:
         record, none = self._records[step.stage], [0] * len(step.limits)
         if step.is_first:
-            self._is_look, self._num_pieces = self._clock >= self._next_look, step.num_other_tokens
+            loss = self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _CONTROLS
+            is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss
+            self._num_pieces = step.num_other_tokens  # beside them, a control would teach nothing
+            self._is_control = is_due and self._pays and any(step.limits) and not step.num_other_tokens
+            self._is_look = self._clock >= self._next_look and any(step.limits) and not self._is_control
+            if self._is_look or self._is_control:
+                self._lengths = [len(row.tokens) for row in step.batch.rows]
+                self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
+        if self._is_control:
+            self._last_control = self._clock
+            return none
         if not self._is_look:
             rows = zip(step.batch.rows, step.limits, strict=True)
             return [min(record.kept.get(row.request_id, record.usual), n) for row, n in rows] if record.kept else none
-        if step.is_first:
-            self._names, self._lengths = step.batch.request_ids, [len(row.tokens) for row in step.batch.rows]
-            self._plain = self._cost.plain(len(step.batch), sum(self._lengths))
-            is_due = self._pays and self._cost.line.num_seen >= _SEEN and self._clock >= self._next_control
-            self._is_control = is_due or not any(step.limits)
-        record.enter(self._names, self._lengths)
-        if self._is_control or not any(step.limits):
+        record.enter(step.batch.request_ids, self._lengths)
+        if not any(step.limits):
             return none
         if self._clock >= record.next_try and self._cost.line.num_seen >= _SEEN:
             record.is_try, able = True, sorted(compress(range(len(none)), step.limits), key=record.unseen.__getitem__)
@@ -71,7 +73,8 @@ class AdaptiveBudget(BudgetPolicy):
             self._rate = len(step.batch) / self._plain
             budget = self._choose(step, record)
         if any(budget):
-            record.kept = {name: n for name, n, limit in zip(self._names, budget, step.limits, strict=True) if limit}
+            lengths = zip(step.batch.request_ids, budget, step.limits, strict=True)
+            record.kept = {name: n for name, n, limit in lengths if limit}
             record.usual = -(-sum(budget) // len(record.kept))
         return budget
 
@@ -111,15 +114,16 @@ class AdaptiveBudget(BudgetPolicy):
                 rows = zip(record.worths, lengths, prices, strict=True)
                 saved = sum(rises[sum(lengths) :]) + sum([price - worth for row, n, price in rows for worth in row[n:]])
                 self._saved = 0.9 * self._saved + max(saved, 0.0) / (rate or 1.0) - self._choosing
+                if draft.confidence is None:  # so the next ones would be cut likewise
+                    cut = zip(step.batch.request_ids, lengths, draft.lengths, strict=True)
+                    record.kept |= {name: n for name, n, length in cut if n < length}
         if any(lengths) and not record.is_try:
             record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
         return lengths
 
     def _prices(self, step: BudgetStep, record: DrafterRecord, count: int) -> tuple[list[float], list[float], float]:
-        """The cost, in tokens, of verifying one token, a second … up to `count`; ``[B]`` of a row's own; of a second.
-
-        What few drafts took counts for less, so that one that was slow by chance is not the last.
-        """
+        """Costs, in tokens: of verifying one token, a second … up to `count`; ``[B]`` of a row's own; of a second."""
+        # What few drafts took counts for less, so that one that was slow by chance is not the last.
         rate, rows = self._rate * record.num_drafts / (record.num_drafts + _SLOW), step.batch.rows
         # Tokens of prompts are left out, as many are computed together.
         num_fixed, per_pair = len(rows) + step.num_other_tokens - self._num_pieces, self._cost.line.coefficients[-1]
@@ -129,17 +133,24 @@ class AdaptiveBudget(BudgetPolicy):
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
         elapsed = total / self._cost.pace + num_skipped * self._plain
-        self._clock += elapsed
-        self._unlooked = min(self._unlooked, stats.seconds["schedule"])
-        if self._cost.line.num_seen > KNOWN and not stats.is_prefill:
+        self._clock, self._unlooked = self._clock + elapsed, min(self._unlooked, stats.seconds["schedule"])
+        if self._cost.line.num_seen >= _SEEN and not stats.is_prefill:
             plain = self._plain * (stats.num_new_tokens / stats.num_rows + num_skipped)
             fade = _FADE ** (1 + num_skipped)
             self._seconds = fade * self._seconds[0] + plain, fade * self._seconds[1] + elapsed
             self._gain = self._seconds[0] / self._seconds[1]
         if self._is_look:
             self._learn(outcome, stats, total)
-        # Steps grow by an eighth, and by what was accepted.
-        self._most = self._cost.largest * 9 // 8 + 1 + max(0, stats.num_new_tokens - stats.num_rows)
+        if (self._is_look or self._is_control) and not stats.is_prefill:  # many tokens of prompts are computed together
+            num_pairs = sum(map(mul, stats.drafted, self._lengths))
+            seconds = total - stats.seconds["schedule"] - stats.seconds["draft"]
+            weight = _WEIGHT if self._is_control else 1
+            self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds, weight)
+        self._vain = 0 if any(outcome.accepted) else self._vain + sum(stats.drafted)
+        if self._vain >= _IN_VAIN and not self._is_idle:
+            self._next_look = self._clock
+        largest = self._cost.largest  # steps grow by four tokens or an eighth, and by what was accepted
+        self._most = largest and largest + max(4, largest // 8) + max(0, stats.num_new_tokens - stats.num_rows)
         idle = self._next_look - self._clock if self._is_idle else 0.0
         self._num_skipped = self.pause = max(0, int(min(idle / self._plain, _PAUSE)))
 
@@ -147,31 +158,23 @@ class AdaptiveBudget(BudgetPolicy):
         if self._gain:
             self.summary = f"about {self._gain:.1f} times as fast as without drafts, as budget=adaptive measures it"
         schedule, num_seen, pace = stats.seconds["schedule"], self._cost.line.num_seen, self._cost.pace
-        if not self._is_control:
-            self._pays = num_seen < _SEEN or any(any(stage.budget) for stage in stats.stages)
-        elif num_seen >= _SEEN:
-            self._next_control = self._clock + total / pace * (1.0 - 1.0 / max(self._gain or 1.25, _LEAST)) / _CONTROLS
+        stages = [*zip(self._records.values(), stats.stages, strict=False)]
+        self._is_idle = not any(any(record.kept.values()) for record in self._records.values())
+        self._pays = num_seen < _SEEN or not self._is_idle or any(record.is_try for record, _ in stages)
         choosing = (schedule - self._unlooked) / pace
         self._choosing = min(choosing, 1.5 * self._choosing or choosing)  # a busy machine may hold up a look
-        for record, stage in zip(self._records.values(), stats.stages, strict=False):
-            seconds = stage.seconds / pace + choosing / len(stats.stages)
+        for record, stage in stages:
+            seconds = stage.seconds / pace + choosing / len(stages)
             if record.is_try:  # one that paid is followed by another
                 cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
                 cost *= sum(map(len, outcome.accepted)) < cost * self._rate
                 longest = _QUIET * self._plain if record.num_drafts <= _EARLY else inf
                 record.next_try = self._clock + max(min(cost / _TRIES, longest), 2.0 * self._plain)
-            elif any(stage.drafted):
-                record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
             record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
             record.is_try = False
-        self._is_idle = not any(record.kept for record in self._records.values())
-        is_in_vain = sum(stats.drafted) >= _IN_VAIN and not (self._is_idle or any(outcome.accepted))
-        wait = 0.0 if num_seen < _SEEN or is_in_vain else self._choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
+        wait = 0.0 if num_seen < _SEEN else self._choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
         tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
         self._next_look = max(self._clock + wait, min(tries))
-        if not stats.is_prefill:  # a token of a prompt costs less, as many more are computed together
-            num_pairs, seconds = sum(map(mul, stats.drafted, self._lengths)), total - schedule - stats.seconds["draft"]
-            self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds)
 
     def release(self, request_ids: Iterable[str]) -> None:
         for request_id, record in product(request_ids, self._records.values()):

@@ -182,3 +182,11 @@ def test_drafts_that_are_not_yet_made_are_worth_what_they_were_worth_until_now()
     for number in range(200):
         observe(record, "new", chain(3, [0.85] * 3) if number % 2 else Draft.empty(1), [0, 1, 2] if number % 2 else ())
     assert record.spread > 0.5, "each is right, or there is none"
+
+
+def test_where_first_tokens_are_wrong_later_ones_are_not_trusted() -> None:
+    record = DrafterRecord()
+    for _ in range(20):
+        observe(record, "a", chain(4, [0.5] * 4), [])
+    record.enter(["new"], [10])
+    assert record.laters[0] < 0.2

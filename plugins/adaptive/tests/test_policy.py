@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import product
+from itertools import accumulate, product
 from unittest.mock import patch
 
 import numpy as np
@@ -65,11 +65,11 @@ def policy_of(
     policy._cost.line.coefficients = [1.0, per_token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
     policy._most = 100
     policy._records[0].num_drafts = 10**9
-    policy._next_control = policy._records[0].next_try = math.inf
+    policy._last_control = policy._records[0].next_try = math.inf
     policy._records[0].cost.coefficients = [0.0, per_level, 0.0, per_unseen]
     for index, chance in enumerate(first):
         counts = policy._records[0].counts[str(index)]
-        counts.right[:2], counts.tried[:2] = [1e9 * chance, 1e9 * later], [1e9, 1e9]
+        counts.right[:2], counts.tried[:2] = [1e9 * later, 1e9 * chance], [1e9, 1e9]
     return policy
 
 
@@ -134,12 +134,16 @@ def drafts_by_chance(chance: float, seed: int = 0) -> Callable[[int, int], int]:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 100])
-def test_steps_grow_by_an_eighth_as_nothing_is_known_of_larger_ones(num_rows: int) -> None:
+def test_steps_grow_by_four_tokens_or_an_eighth_as_nothing_is_known_of_larger_ones(num_rows: int) -> None:
     world = World(AdaptiveBudget(), num_rows, flat, lambda row, drafted: drafted)
     sizes = [num_rows + sum(lengths) for lengths in world.run(12, 100)]
     assert sizes[0] == num_rows
     accepted = [0, *(size - num_rows for size in sizes)]
-    assert all(size <= 1 + max(sizes[:step]) * 9 / 8 + accepted[step] for step, size in enumerate(sizes) if step)
+    largest = list(accumulate(sizes, max))
+    assert all(
+        size <= most + max(4, most // 8) + right
+        for size, most, right in zip(sizes[1:], largest, accepted[1:], strict=False)
+    )
     assert max(sizes) > 100 * num_rows / 3, "all are right"
 
 
@@ -164,13 +168,32 @@ def test_a_machine_that_was_busy_while_nothing_was_drafted_is_no_reason_to_go_on
 
 def test_plain_steps_are_seen_while_drafts_pay() -> None:
     lengths = World(AdaptiveBudget(), 2, gentle, lambda row, drafted: drafted).run(24, 5)
-    assert all(map(any, lengths[1:8]))
-    assert 1 <= sum(not any(drafted) for drafted in lengths[8:]) <= 2
+    assert all(map(any, lengths[1:4]))
+    assert sum(not any(drafted) for drafted in lengths[4:]) == 1
+
+
+def test_no_control_is_beside_a_prompt() -> None:
+    policy = policy_of([0.9], 0.9)
+    policy._last_control = -math.inf
+    step = BudgetStep(batch_of(10), (4,))
+    assert [any(policy.allot(step._replace(num_other_tokens=tokens))) for tokens in (200, 0)] == [True, False]
+
+
+@pytest.mark.parametrize("confidence", [None, [0.5, 0.4, 0.3, 0.2]])
+def test_between_looks_drafts_without_a_confidence_are_as_long_as_what_the_look_kept(
+    confidence: list[float] | None,
+) -> None:
+    policy, step = policy_of([0.9], 0.9, per_token=0.6), BudgetStep(batch_of(10), (4,))
+    assert policy.allot(step) == [4]
+    kept = policy.trim(step, Draft.from_chains([[1] * 4], confidence and [confidence]))
+    assert 0 < kept[0] < 4
+    policy._next_look = math.inf
+    assert policy.allot(step) == ([4] if confidence else kept)
 
 
 def test_it_says_what_drafts_gain() -> None:
     world = World(AdaptiveBudget(), 4, flat, lambda row, drafted: 5)
-    world.run(24, 5)
+    world.run(8, 5)
     assert world.policy.summary == ""
     world.run(200, 5)
     expected = r"about [56]\.\d times as fast as without drafts, as budget=adaptive measures it"
@@ -208,15 +231,17 @@ def looking(world: World) -> World:
     return world
 
 
-@pytest.mark.parametrize(("accepts", "seconds", "share"), [(0, steep, 0.001), (5, gentle, 0.0055)])
-def test_looks_take_a_small_share_of_the_time(accepts: int, seconds: Curve, share: float) -> None:
+@pytest.mark.parametrize(
+    ("accepts", "seconds", "least", "share"), [(0, steep, 0.0002, 0.001), (5, gentle, 0.0016, 0.0055)]
+)
+def test_looks_take_a_small_share_of_the_time(accepts: int, seconds: Curve, least: float, share: float) -> None:
     world = looking(World(policy := AdaptiveBudget(), 8, seconds, lambda row, drafted: min(drafted, accepts)).warm())
     world.run(60, 5)
     world.time = 0.0
     with patch.object(record := policy._records[0], "enter", wraps=record.enter) as looks:
         lengths = world.run(600, 5)
     assert sum(map(any, lengths)) > 500 if accepts else sum(map(any, lengths)) < 20
-    assert 0.3 * share < 0.002 * looks.call_count / world.time < share
+    assert least < 0.002 * looks.call_count / world.time < share
 
 
 def test_a_look_that_was_held_up_does_not_put_off_the_next_one() -> None:
@@ -239,10 +264,11 @@ def test_a_drafter_is_not_given_up_after_its_first_drafts(num_drafts: int, accep
     assert least < (record.next_try - policy._clock) / policy._plain < most
 
 
-def test_a_draft_in_vain_is_looked_at_in_the_next_step() -> None:
+@pytest.mark.parametrize("next_look", [0.0, math.inf])
+def test_drafts_in_vain_are_looked_at_in_the_next_step(next_look: float) -> None:
     world = looking(World(policy := AdaptiveBudget(), 8, gentle, lambda row, drafted: drafted).warm())
     world.run(60, 5)
-    policy._next_look = 0.0
+    policy._next_look = next_look
     world.accepts = lambda row, drafted: 0
     world.run(1, 5)
     assert policy._next_look <= policy._clock
@@ -268,7 +294,7 @@ def test_between_looks_each_row_drafts_as_before_and_a_new_one_as_the_others() -
 
 @pytest.mark.parametrize(("accepts", "saves"), [(0, True), (5, False)])
 def test_between_looks_drafts_are_trimmed_if_that_saves_more_than_it_takes(accepts: int, saves: bool) -> None:
-    world = World(policy := AdaptiveBudget(), 8, line(0.05, 0.002), lambda row, drafted: min(drafted, accepts)).warm()
+    world = World(policy := AdaptiveBudget(), 8, line(0.05, 0.002), lambda row, drafted: min(drafted, accepts))
     looking(world).run(100, 5)
     assert (policy._saved > 0.0) is saves
 
