@@ -150,7 +150,8 @@ def test_after_any_acceptance_it_drafts_what_a_fresh_drafter_drafts(kind: str, d
             admitted += 1
         budget = data.draw(st.lists(st.integers(0, 14), min_size=len(running), max_size=len(running)), "budget")
         draft = propose(drafter, running, budget)
-        fresh = propose(make_drafter(kind, model), running, budget)
+        # A tree that learns its form, as Sequoia's does, has the same one.
+        fresh = propose(make_drafter(kind if kind == "chain" else drafter.shape, model), running, budget)
         assert all(same(nodes(draft, row), nodes(fresh, row)) for row in range(len(running)))
         if data.draw(st.sampled_from([False, False, True]), "the step fails"):
             continue
