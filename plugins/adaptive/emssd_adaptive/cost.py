@@ -29,7 +29,7 @@ class CostLine:
         self._gram, self._moment, self._kept = 0.0 * np.outer(reluctance, reluctance), 0.0, _KEPT * np.array(reluctance)
 
     def observe(self, features: Seq[float], seconds: float, weight: int = 1) -> None:
-        """Learn from one observation, at once or with some to come."""
+        """Learn from one observation, which counts `weight` times, at once or with some to come."""
         self._new += [[feature / max(seconds, 1e-9) for feature in features]] * weight
         self.num_seen += 1
         if len(self._new) > min(self.num_seen * _SHARE, _STEPS):
@@ -72,7 +72,7 @@ class StepCost:
         self.pace, self.line, self.largest = 1.0, CostLine([0, *[1] * (len(_KNOTS) + 2)]), 0
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float, weight: int = 1) -> None:
-        """Learn from a step of `num_tokens`; `num_kv` are the tokens that all rows had."""
+        """Learn from a step of `num_tokens`, which counts `weight` times; `num_kv` are the tokens that all rows had."""
         pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
         self.largest = max(self.largest, num_tokens)
         if self.line.num_seen >= _KNOWN:
