@@ -19,7 +19,7 @@ _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so m
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
 _SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
-_IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts that tell little
+_IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts or steps that say little
 _PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
 _LEAST, _WEIGHT = 1.1, 3  # the gain of drafts, at least, as controls see it; steps that one of them counts for
 
@@ -49,8 +49,8 @@ class AdaptiveBudget(BudgetPolicy):
         if step.is_first:
             loss = self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _CONTROLS
             is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss
-            self._num_pieces = step.num_other_tokens  # beside them, a control would teach nothing
-            self._is_control = is_due and self._pays and any(step.limits) and not step.num_other_tokens
+            self._num_pieces = step.num_other_tokens
+            self._is_control = is_due and self._pays and any(step.limits) and not self._num_pieces  # prompts hide it
             self._is_look = self._clock >= self._next_look and any(step.limits) and not self._is_control
             if self._is_look or self._is_control:
                 self._lengths = [len(row.tokens) for row in step.batch.rows]
@@ -141,7 +141,7 @@ class AdaptiveBudget(BudgetPolicy):
             self._gain = self._seconds[0] / self._seconds[1]
         if self._is_look:
             self._learn(outcome, stats, total)
-        if (self._is_look or self._is_control) and not stats.is_prefill:  # many tokens of prompts are computed together
+        if (self._is_look or self._is_control) and not stats.is_prefill:  # a token of a prompt costs less
             num_pairs = sum(map(mul, stats.drafted, self._lengths))
             seconds = total - stats.seconds["schedule"] - stats.seconds["draft"]
             weight = _WEIGHT if self._is_control else 1
