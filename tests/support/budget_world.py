@@ -33,10 +33,11 @@ class World:
         self.rows = [Row(Request(str(i), (1,) * 10, 10**6), num_cached=9) for i in range(num_rows)]
         self.tokens = self.time = 0.0
         self.choosing: Callable[[], float] = lambda: 0.0  # seconds that the policy took for a step
+        self.num_steps, self.prompts = 0, set[int]()  # steps so far; those that compute a prompt, too
 
     def step(self, limits: Seq[int]) -> tuple[list[int], list[int]]:
         """One step. Returns the allotted and the verified lengths."""
-        batch = Batch(tuple(self.rows))
+        batch, self.num_steps = Batch(tuple(self.rows)), self.num_steps + 1
         if self.policy.pause:  # as in the engine
             self.policy.pause -= 1
             for row in self.rows:
@@ -56,7 +57,7 @@ class World:
             row.advance([1] * (len(path) + 1), None, num_drafted=length, num_accepted=len(path))
         gains, num_tokens = tuple(len(path) + 1 for path in accepted), len(batch) + sum(kept)
         stats = StepStats(
-            is_prefill=False,
+            is_prefill=self.num_steps in self.prompts,
             num_rows=len(batch),
             num_waiting=0,
             num_tokens=num_tokens,

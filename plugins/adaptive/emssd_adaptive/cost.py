@@ -10,11 +10,12 @@ import numpy as np
 
 __all__ = ["CostLine", "StepCost"]
 
-_KNOWN = 24  # steps, after which the pace is told from the line
+_KNOWN = 48  # steps, after which the pace is told from the line; before, it would take up the errors of the line
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
 _SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
+_RELUCTANCE = [0, *[1] * len(_KNOTS), 1e5, 1e4, 1]  # KV changes little in a short run, and would explain all that is left
 
 
 class CostLine:
@@ -42,8 +43,7 @@ class CostLine:
         sizes = np.sqrt(np.where(self._gram.diagonal() > 0.0, self._gram.diagonal(), 1.0))  # which all become 1
         gram = self._gram / np.outer(sizes, sizes) + np.diag(self._kept)
         moment = self._moment / sizes + self._kept * sizes * self.coefficients
-        values = sizes * self.coefficients
-        used = values > 0.0
+        used = (values := sizes * self.coefficients) > 0.0
         for _ in range(3 * len(sizes)):
             while (solution := np.linalg.solve(gram[np.ix_(used, used)], moment[used])).min(initial=1.0) <= 0.0:
                 before, wrong = values[used], solution <= 0.0
@@ -62,19 +62,19 @@ class StepCost:
     """Seconds of a step without drafting: a convex curve of its tokens, and parts in proportion to its KV.
 
     Attributes:
-        pace: how many times as long as usual steps take of late, as others work on the machine or clocks change. All
-            lines are learnt in seconds ÷ `pace`; else it would be put down to the sizes of the steps that are taken.
-        line: of seconds by tokens beyond each of some knots, by KV, and by pairs of a drafted token and one of its row.
+        pace: how many times as long as usual steps take of late. Lines are learnt in seconds ÷ `pace`.
+        line: of seconds by tokens beyond some knots, KV, `cold`, and pairs of a drafted token and one of its row.
         largest: tokens of the largest step so far.
+        cold: 1 right after a prompt, which has driven the weights out of the processor's caches; less after each step.
     """
 
     def __init__(self) -> None:
-        self.pace, self.line, self.largest = 1.0, CostLine([0, *[1] * (len(_KNOTS) + 2)]), 0
+        self.pace, self.line, self.largest, self.cold = 1.0, CostLine(_RELUCTANCE), 0, 0.0
 
     def observe(self, num_tokens: int, num_kv: int, num_pairs: int, seconds: float, weight: int = 1) -> None:
         """Learn from a step of `num_tokens`, which counts `weight` times; `num_kv` are the tokens that all rows had."""
-        pace, features = self.pace, [1, *[max(0, num_tokens - knot) for knot in _KNOTS], num_kv, num_pairs]
-        self.largest = max(self.largest, num_tokens)
+        pace, tokens = self.pace, [max(0, num_tokens - knot) for knot in _KNOTS]
+        features, self.largest = [1, *tokens, num_kv, self.cold, num_pairs], max(self.largest, num_tokens)
         if self.line.num_seen >= _KNOWN:
             # Weighed as `CostLine` weighs errors, so that neither makes the other drift. One quick step changes little.
             speed = min(max(sum(map(mul, self.line.coefficients, features)), 1e-9) * pace / max(seconds, 1e-9), 1.5)
@@ -83,12 +83,12 @@ class StepCost:
 
     def plain(self, num_rows: int, num_kv: int) -> float:
         """Expected seconds of a step without drafts; above 0."""
-        start, *_, per_kv, _ = self.line.coefficients
+        start, *_, per_kv, _, _ = self.line.coefficients
         return max(start + sum(self.rises(0, num_rows)) + per_kv * num_kv, 1e-9)
 
     def rises(self, num_tokens: int, count: int) -> list[float]:
         """``[count]`` seconds that each of `count` tokens adds to a step of `num_tokens`; 0 or more, never falling."""
-        total, *slopes = self.line.coefficients[:-2]
+        total, *slopes = self.line.coefficients[:-3]
         rises, stop = list[float](), num_tokens + count
         for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(slopes), strict=True):
             # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.

@@ -21,7 +21,7 @@ _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of
 _SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
 _IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts or steps that say little
 _PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
-_LEAST, _WEIGHT = 1.1, 3  # the gain of drafts, at least, as controls see it; steps that one of them counts for
+_LEAST, _WEIGHT, _COLD = 1.1, 3, 0.7  # for controls: the least gain, their weight; what a step leaves of a cold cache
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -50,7 +50,8 @@ class AdaptiveBudget(BudgetPolicy):
             loss = self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _CONTROLS
             is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss
             self._num_pieces = step.num_other_tokens
-            self._is_control = is_due and self._pays and any(step.limits) and not self._num_pieces  # prompts hide it
+            is_due &= not self._num_pieces and all(row.num_uncached == 1 for row in step.batch.rows)  # prompts hide it
+            self._is_control = is_due and self._pays and any(step.limits)
             self._is_look = self._clock >= self._next_look and any(step.limits) and not self._is_control
             if self._is_look or self._is_control:
                 self._lengths = [len(row.tokens) for row in step.batch.rows]
@@ -73,8 +74,7 @@ class AdaptiveBudget(BudgetPolicy):
             self._rate = len(step.batch) / self._plain
             budget = self._choose(step, record)
         if any(budget):
-            lengths = zip(step.batch.request_ids, budget, step.limits, strict=True)
-            record.kept = {name: n for name, n, limit in lengths if limit}
+            record.kept = dict(compress(zip(step.batch.request_ids, budget, strict=True), step.limits))
             record.usual = -(-sum(budget) // len(record.kept))
         return budget
 
@@ -132,9 +132,10 @@ class AdaptiveBudget(BudgetPolicy):
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
-        elapsed = total / self._cost.pace + num_skipped * self._plain
+        cost, usual = self._cost, total / self._cost.pace
+        elapsed = max(usual - cost.line.coefficients[-2] * cost.cold, 0.5 * usual) + num_skipped * self._plain
         self._clock, self._unlooked = self._clock + elapsed, min(self._unlooked, stats.seconds["schedule"])
-        if self._cost.line.num_seen >= _SEEN and not stats.is_prefill:
+        if cost.line.num_seen >= _SEEN and not stats.is_prefill:
             plain = self._plain * (stats.num_new_tokens / stats.num_rows + num_skipped)
             fade = _FADE ** (1 + num_skipped)
             self._seconds = fade * self._seconds[0] + plain, fade * self._seconds[1] + elapsed
@@ -142,14 +143,14 @@ class AdaptiveBudget(BudgetPolicy):
         if self._is_look:
             self._learn(outcome, stats, total)
         if (self._is_look or self._is_control) and not stats.is_prefill:  # a token of a prompt costs less
-            num_pairs = sum(map(mul, stats.drafted, self._lengths))
+            num_kv, num_pairs = sum(self._lengths), sum(map(mul, stats.drafted, self._lengths))
             seconds = total - stats.seconds["schedule"] - stats.seconds["draft"]
-            weight = _WEIGHT if self._is_control else 1
-            self._cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds, weight)
+            cost.observe(stats.num_tokens, num_kv, num_pairs, seconds, _WEIGHT if self._is_control else 1)
+        cost.cold = 1.0 if stats.is_prefill else cost.cold * _COLD ** (1 + num_skipped)
         self._vain = 0 if any(outcome.accepted) else self._vain + sum(stats.drafted)
         if self._vain >= _IN_VAIN and not self._is_idle:
             self._next_look = self._clock
-        largest = self._cost.largest  # steps grow by four tokens or an eighth, and by what was accepted
+        largest = cost.largest  # steps grow by four tokens or an eighth, and by what was accepted
         self._most = largest and largest + max(4, largest // 8) + max(0, stats.num_new_tokens - stats.num_rows)
         idle = self._next_look - self._clock if self._is_idle else 0.0
         self._num_skipped = self.pause = max(0, int(min(idle / self._plain, _PAUSE)))
@@ -186,8 +187,7 @@ def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float])
 
     The first that is taken costs ``rises[0]``, the second ``rises[1]``, …; and a node of a row its price, beside that.
     """
-    nodes = [(price - worth, row) for row, price in enumerate(prices) for worth in _falling(worths[row])]
-    nodes.sort()
+    nodes = sorted((price - worth, row) for row, price in enumerate(prices) for worth in _falling(worths[row]))
     lengths = [0] * len(worths)
     for (loss, row), rise in zip(nodes, rises, strict=False):
         if loss + rise >= 0.0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from itertools import accumulate, product
 from unittest.mock import patch
@@ -62,7 +62,7 @@ def policy_of(
     """A policy that knows chances and costs: a plain step takes a second, and `per_token` for each row."""
     policy = AdaptiveBudget()
     policy._cost.line.num_seen = 1000
-    policy._cost.line.coefficients = [1.0, per_token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
+    policy._cost.line.coefficients = [1.0, per_token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
     policy._most = 100
     policy._records[0].num_drafts = 10**9
     policy._last_control = policy._records[0].next_try = math.inf
@@ -175,8 +175,34 @@ def test_plain_steps_are_seen_while_drafts_pay() -> None:
 def test_no_control_is_beside_a_prompt() -> None:
     policy = policy_of([0.9], 0.9)
     policy._last_control = -math.inf
-    step = BudgetStep(batch_of(10), (4,))
-    assert [any(policy.allot(step._replace(num_other_tokens=tokens))) for tokens in (200, 0)] == [True, False]
+    decoding, new = batch_of(10), Row(Request("1", (1,) * 100, 10**6))
+    beside = BudgetStep(Batch((*decoding.rows, new)), (4, 0)), BudgetStep(decoding, (4,), num_other_tokens=200)
+    assert [any(policy.allot(step)) for step in (*beside, BudgetStep(decoding, (4,)))] == [True, True, False]
+
+
+def slow_after_prompts(world: World, random: np.random.Generator, prompts: Iterable[int]) -> None:
+    def seconds(num_tokens: int) -> float:
+        since = world.num_steps - max(world.prompts.intersection(range(world.num_steps + 1)))
+        return gentle(num_tokens) * float(np.exp(0.03 * random.normal())) + 0.04 * 0.65**since
+
+    world.seconds, world.prompts = seconds, {*prompts}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_that_steps_are_slow_for_a_while_after_a_prompt_is_not_put_down_to_their_tokens_or_kv(seed: int) -> None:
+    world, cost = World(policy := AdaptiveBudget(), 8, gentle, drafts_by_chance(0.8, seed)), policy._cost
+    slow_after_prompts(world, np.random.default_rng(seed), [1, 60, 70, 71, 90])
+    for _ in range(10):
+        world.run(10, 7)
+        assert cost.plain(8, 200) == pytest.approx(gentle(8), rel=0.15)
+        assert sum(cost.rises(8, 16)) == pytest.approx(0.016, rel=0.5)
+
+
+def test_that_steps_are_slow_for_a_while_after_a_prompt_does_not_make_drafts_gain_less() -> None:
+    world = World(policy := AdaptiveBudget(), 8, gentle, lambda row, drafted: drafted)
+    slow_after_prompts(world, np.random.default_rng(0), range(1, 200, 8))
+    world.run(200, 7)
+    assert policy._gain == pytest.approx(8 * gentle(8) / gentle(64), rel=0.05)
 
 
 @pytest.mark.parametrize("confidence", [None, [0.5, 0.4, 0.3, 0.2]])
