@@ -10,14 +10,15 @@ In each repeat, all engines decode the same prompts in turns of a tenth of a sec
 slower does so for all of them. A figure is a ratio to *plain*: the median of the ratios within each repeat, end to end,
 and of the steps that compute no prompts (*decoding*). τ is tokens per row and step, drafted is drafted tokens per row
 and step, and equal rows are those with the tokens of *plain*. With `--markdown`, the files that earlier calls wrote
-become one Markdown table. With `--cold`, each repeat has new engines that nobody warmed up, and one more that does not
-count goes before them: a short job.
+become one Markdown table. With `--cold`, each repeat has new engines that nobody warmed up, each decodes all prompts in
+one turn, and one more repeat that does not count goes before them: a short job.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import statistics
 import time
@@ -84,7 +85,8 @@ def measure(
 ) -> dict[str, Any]:
     """The figures of each engine; `requests` are its own, as cells may sample in different ways.
 
-    With `renewed`, each repeat has the engines that it makes.
+    With `renewed`, each repeat has the engines that it makes, and each runs its job as a whole: after a turn of others,
+    an engine finds the processor's caches cold, which happens to a short job once, and not ten times a second.
     """
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     rates: dict[str, list[float]] = {name: [] for name in engines}
@@ -103,7 +105,7 @@ def measure(
         waiting = names[repeat % len(names) :] + names[: repeat % len(names)]
         while waiting:
             for name in waiting:
-                taken[name] += _decode_slice(engines[name], outputs[name])
+                taken[name] += _decode_slice(engines[name], outputs[name], SLICE if renewed is None else math.inf)
             waiting = [name for name in waiting if engines[name].has_work]
         for name, duration in () if renewed and not repeat else taken.items():
             seconds[name].append(duration)
@@ -111,10 +113,10 @@ def measure(
     return {name: _figures(name, engine, seconds, rates, outputs) for name, engine in engines.items()}
 
 
-def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]]) -> float:
-    """Let `engine` decode for `SLICE` seconds, and put finished rows into `outputs`. Returns the seconds it took."""
+def _decode_slice(engine: Engine, outputs: dict[tuple[str, int], tuple[int, ...]], seconds: float) -> float:
+    """Let `engine` decode for so many `seconds`, and put finished rows into `outputs`. Returns the seconds it took."""
     start, taken = time.perf_counter(), 0.0
-    while engine.has_work and taken < SLICE:
+    while engine.has_work and taken < seconds:
         outputs.update({(row.request_id, row.request.sample): tuple(row.output_ids) for row in engine.step()})
         taken = time.perf_counter() - start
     return taken
