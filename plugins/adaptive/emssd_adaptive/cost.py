@@ -15,7 +15,7 @@ _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coef
 _SHARE, _STEPS = 1 / 4, 32  # a line is fitted anew with so many more observations, and after so many steps
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
-_RELUCTANCE = [0, *[1] * len(_KNOTS), 1e5, 1e4, 1]  # KV changes little in a short run, and would explain all that is left
+_RELUCTANCE = [0, *[1] * len(_KNOTS), 1e5, 1e4, 1]  # in a short run, KV hardly changes, and would explain the rest
 
 
 class CostLine:
