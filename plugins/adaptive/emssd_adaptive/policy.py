@@ -48,10 +48,10 @@ class AdaptiveBudget(BudgetPolicy):
         record, none = self._records[step.stage], [0] * len(step.limits)
         if step.is_first:
             loss = self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _CONTROLS
-            is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss
+            is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss and self._pays
             self._num_pieces = step.num_other_tokens
-            is_due &= not self._num_pieces and all(row.num_uncached == 1 for row in step.batch.rows)  # prompts hide it
-            self._is_control = is_due and self._pays and any(step.limits)
+            is_due = is_due and any(step.limits) and not self._num_pieces  # prompts hide it
+            self._is_control = is_due and all(row.num_uncached == 1 for row in step.batch.rows)
             self._is_look = self._clock >= self._next_look and any(step.limits) and not self._is_control
             if self._is_look or self._is_control:
                 self._lengths = [len(row.tokens) for row in step.batch.rows]
