@@ -132,7 +132,7 @@ class AdaptiveBudget(BudgetPolicy):
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
-        cost, usual = self._cost, total / self._cost.pace
+        cost, usual = self._cost, total / self._cost.pace  # less what a cold cache adds, but at least half
         elapsed = max(usual - cost.line.coefficients[-2] * cost.cold, 0.5 * usual) + num_skipped * self._plain
         self._clock, self._unlooked = self._clock + elapsed, min(self._unlooked, stats.seconds["schedule"])
         if cost.line.num_seen >= _SEEN and not stats.is_prefill:

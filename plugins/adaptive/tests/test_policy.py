@@ -181,6 +181,8 @@ def test_no_control_is_beside_a_prompt() -> None:
 
 
 def slow_after_prompts(world: World, random: np.random.Generator, prompts: Iterable[int]) -> None:
+    """These of its steps have a prompt, and those after them are slow for a while."""
+
     def seconds(num_tokens: int) -> float:
         since = world.num_steps - max(world.prompts.intersection(range(world.num_steps + 1)))
         return gentle(num_tokens) * float(np.exp(0.03 * random.normal())) + 0.04 * 0.65**since
