@@ -23,16 +23,15 @@ _UNSURE = (0.5, 0.8)  # of first tokens and of later ones, if a drafter tells no
 _SUREST = {0.5, 0.0, _MIDDLES[-1]}  # guesses of first tokens and deviations, and of the surest bins
 _GUESSED, _OF_RUN, _OF_BINS = 2.0, 6.0, 4.0  # nodes that a guess counts for, and that the run and its bins do in a row
 _FADE, _FADE_UNDRAFTED, _FADE_ROW = 0.99, 0.97, 15 / 16  # of the run; of a row in a step without drafts, by a token
-_TRIED_BEFORE = 4.0  # nodes that count beside those of a try that finds some, as they are old
+_OLD = 4.0  # nodes that count beside those of a try that finds some, as they are old
 
 
 class _Counts:
     """By kind, how many were accepted, and how many could be; of all nodes of a row, how many ought to be."""
 
-    num_shown = 0  # tokens of the row that the drafter has seen
-
     def __init__(self, num_kinds: int) -> None:
         self.right, self.tried = [0.0] * num_kinds, [0.0] * num_kinds
+        self.num_shown = 0  # tokens of the row that the drafter has seen
 
     def fade(self, factor: float) -> None:
         self.right, self.tried = [factor * n for n in self.right], [factor * n for n in self.tried]
@@ -103,9 +102,8 @@ class DrafterRecord:
         self.num_drafts += any(budget)
         if any(budget) and any(self.worths):  # to find nothing is quick, and says nothing about what it takes to draft
             self.cost.observe([1, max(budget), sum(budget), sum(compress(self.unseen, budget))], seconds)
-        if any(drafted):
-            old = self.is_try and any(outcome.accepted)
-            self._run.fade(_TRIED_BEFORE / max(_TRIED_BEFORE, *self._run.tried) if old else _FADE)
+        is_news = self.is_try and any(outcome.accepted)
+        self._run.fade(_OLD / max(_OLD, *self._run.tried) if is_news else _FADE if any(drafted) else 1.0)
         for index, (row, limit) in enumerate(zip(self._rows, budget, strict=True)):
             path, decided = {-1, *outcome.accepted[index]}, set[int]()
             row.fade(_FADE_ROW ** len(path) if drafted[index] else _FADE_UNDRAFTED)

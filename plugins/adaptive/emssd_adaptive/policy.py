@@ -18,39 +18,35 @@ __all__ = ["AdaptiveBudget", "best_lengths"]
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
-_SEEN, _QUIET = 8, 32  # steps that are known before looks are rationed, and those without drafts before a try
+_SEEN, _QUIET, _PAUSE = 8, 32, 32  # steps before looks are rationed; without drafts before a try; a pause at most
 _IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts or steps that say little
-_PAUSE, _SLOW = 32, 1  # steps without anybody being asked, at most; drafts that count as having taken no time
-_LEAST, _WEIGHT, _COLD = 1.1, 3, 0.7  # for controls: the least gain, their weight; what a step leaves of a cold cache
+_AMID, _WEIGHT, _COLD = 1.2, 3, 0.7  # of a control: its time ÷ that of other plain steps; what a step leaves of `cold`
 
 
 class AdaptiveBudget(BudgetPolicy):
     """Before drafting, and again once the drafts are known, keeps the tokens that pay for their time.
 
-    A look at the rows takes time, too: the next one waits until it was a small share of all. In the steps between, each
-    row drafts as much as at the last look.
+    A look at the rows takes time, too, so it waits until the last one was a small share. Between, rows draft as then.
     """
 
     def __init__(self) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](DrafterRecord)
-        self._lengths = list[int]()  # of the rows; their tokens before this step
-        # Steps of the latest pause; tokens of pieces of prompts; of a step at most, as nothing is known of larger ones.
-        self._num_skipped = self._num_pieces = self._most = self._vain = 0  # vain: tokens since one was accepted
-        self._is_look, self._is_control = True, False  # a control drafts nothing
-        self._pays, self._is_idle = True, False  # whether drafts do; whether none is drafted until the next look
+        self._lengths, self._num_skipped, self._num_pieces = list[int](), 0, 0  # of rows; in the last pause; of prompts
+        self._largest = self._most = self._vain = 0  # tokens of a step so far, and at most; since one was accepted
+        self._is_look = self._pays = True  # whether this step is one; whether drafts pay
+        self._is_control = self._is_idle = False  # whether this step drafts nothing; and those until the next look
         self._clock, self._next_look, self._last_control = 0.0, 0.0, -inf  # seconds of the run
-        self._unlooked = inf  # seconds of scheduling without a look: the least of all
-        self._choosing = self._saved = 0.0  # seconds of an undisturbed look; those that trims saved, less one look each
+        # Seconds of scheduling without a look, at least; of an undisturbed look; that trims saved, less a look each.
+        self._unlooked, self._choosing, self._saved = inf, 0.0, 0.0
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
         self._seconds, self._gain = (0.0, 0.0), 0.0  # fading sums of those without drafts, and with them; their ratio
 
     def allot(self, step: BudgetStep) -> list[int]:
         record, none = self._records[step.stage], [0] * len(step.limits)
         if step.is_first:
-            loss = self._plain * (1.0 - 1.0 / max(self._gain, _LEAST)) / _CONTROLS
-            is_due = self._cost.line.num_seen >= _EARLY and self._clock >= self._last_control + loss and self._pays
-            self._num_pieces = step.num_other_tokens
-            is_due = is_due and any(step.limits) and not self._num_pieces  # prompts hide it
+            loss, self._num_pieces = self._plain * (_AMID - 1.0 / max(self._gain, 1.0)), step.num_other_tokens
+            is_due = self._pays and self._clock >= self._last_control + loss / _CONTROLS and not self._num_pieces
+            is_due = is_due and self._cost.line.num_seen >= _EARLY  # and no row has a prompt, which would hide it
             self._is_control = is_due and all(row.num_uncached == 1 for row in step.batch.rows)
             self._is_look = self._clock >= self._next_look and any(step.limits) and not self._is_control
             if self._is_look or self._is_control:
@@ -87,7 +83,7 @@ class AdaptiveBudget(BudgetPolicy):
         catch_up = [per_unseen * min(num_unseen, _CHARGED) for num_unseen in record.unseen]
         count, depth, total, best, best_depth = 0.0, 0, -start, 0.0, 0
         while worths and count < len(rises):
-            rise, deeper = rises[int(count)], dict[int, float]()
+            rise, deeper = min(rises[int(count) : int(count) + 2]), dict[int, float]()  # trims know about jumps
             depth, total = depth + 1, total - per_level
             for row, worth in worths.items():
                 # It turns out to be worth 0 or 1, and is verified in the latter case; or it is worth what is expected.
@@ -124,56 +120,56 @@ class AdaptiveBudget(BudgetPolicy):
     def _prices(self, step: BudgetStep, record: DrafterRecord, count: int) -> tuple[list[float], list[float], float]:
         """Costs, in tokens: of verifying one token, a second … up to `count`; ``[B]`` of a row's own; of a second."""
         # What few drafts took counts for less, so that one that was slow by chance is not the last.
-        rate, rows = self._rate * record.num_drafts / (record.num_drafts + _SLOW), step.batch.rows
+        rate, rows = self._rate * record.num_drafts / (record.num_drafts + 1), step.batch.rows
         # Tokens of prompts are left out, as many are computed together.
-        num_fixed, per_pair = len(rows) + step.num_other_tokens - self._num_pieces, self._cost.line.coefficients[-1]
+        num_fixed, per_pair = len(rows) + step.num_other_tokens - self._num_pieces, self._cost.line.coefficients[3]
         rises = self._cost.rises(num_fixed, min(count, self._most - len(rows)))
         return [rate * rise for rise in rises], [rate * per_pair * len(row.tokens) for row in rows], rate
 
     def observe(self, outcome: Outcome, stats: StepStats) -> None:
         total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
         cost, usual = self._cost, total / self._cost.pace  # less what a cold cache adds, but at least half
-        elapsed = max(usual - cost.line.coefficients[-2] * cost.cold, 0.5 * usual) + num_skipped * self._plain
+        elapsed = max(usual - cost.line.coefficients[2] * cost.cold, 0.5 * usual) + num_skipped * self._plain
         self._clock, self._unlooked = self._clock + elapsed, min(self._unlooked, stats.seconds["schedule"])
         if cost.line.num_seen >= _SEEN and not stats.is_prefill:
             plain = self._plain * (stats.num_new_tokens / stats.num_rows + num_skipped)
-            fade = _FADE ** (1 + num_skipped)
-            self._seconds = fade * self._seconds[0] + plain, fade * self._seconds[1] + elapsed
+            faded = [_FADE ** (1 + num_skipped) * seconds for seconds in self._seconds]
+            self._seconds = faded[0] + plain, faded[1] + elapsed
             self._gain = self._seconds[0] / self._seconds[1]
         if self._is_look:
-            self._learn(outcome, stats, total)
+            self._learn(outcome, stats)
         if (self._is_look or self._is_control) and not stats.is_prefill:  # a token of a prompt costs less
             num_kv, num_pairs = sum(self._lengths), sum(map(mul, stats.drafted, self._lengths))
             seconds = total - stats.seconds["schedule"] - stats.seconds["draft"]
+            self._largest = max(self._largest, stats.num_tokens)
             cost.observe(stats.num_tokens, num_kv, num_pairs, seconds, _WEIGHT if self._is_control else 1)
         cost.cold = 1.0 if stats.is_prefill else cost.cold * _COLD ** (1 + num_skipped)
         self._vain = 0 if any(outcome.accepted) else self._vain + sum(stats.drafted)
         if self._vain >= _IN_VAIN and not self._is_idle:
             self._next_look = self._clock
-        largest = cost.largest  # steps grow by four tokens or an eighth, and by what was accepted
-        self._most = largest and largest + max(4, largest // 8) + max(0, stats.num_new_tokens - stats.num_rows)
+        if self._largest:  # steps grow by four tokens or an eighth, and by what was accepted
+            self._most = self._largest + max(4, self._largest // 8) + max(0, stats.num_new_tokens - stats.num_rows)
         idle = self._next_look - self._clock if self._is_idle else 0.0
         self._num_skipped = self.pause = max(0, int(min(idle / self._plain, _PAUSE)))
 
-    def _learn(self, outcome: Outcome, stats: StepStats, total: float) -> None:
+    def _learn(self, outcome: Outcome, stats: StepStats) -> None:
         if self._gain:
             self.summary = f"about {self._gain:.1f} times as fast as without drafts, as budget=adaptive measures it"
-        schedule, num_seen, pace = stats.seconds["schedule"], self._cost.line.num_seen, self._cost.pace
         stages = [*zip(self._records.values(), stats.stages, strict=False)]
         self._is_idle = not any(any(record.kept.values()) for record in self._records.values())
-        self._pays = num_seen < _SEEN or not self._is_idle or any(record.is_try for record, _ in stages)
-        choosing = (schedule - self._unlooked) / pace
+        self._pays = self._cost.line.num_seen < _SEEN or not self._is_idle or any(record.is_try for record, _ in stages)
+        choosing = (stats.seconds["schedule"] - self._unlooked) / self._cost.pace
         self._choosing = min(choosing, 1.5 * self._choosing or choosing)  # a busy machine may hold up a look
         for record, stage in stages:
-            seconds = stage.seconds / pace + choosing / len(stages)
+            seconds = stage.seconds / self._cost.pace + choosing / len(stages)
+            record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
             if record.is_try:  # one that paid is followed by another
                 cost = seconds + sum(self._cost.rises(stats.num_tokens - sum(stage.drafted), sum(stage.drafted)))
                 cost *= sum(map(len, outcome.accepted)) < cost * self._rate
-                longest = _QUIET * self._plain if record.num_drafts <= _EARLY else inf
+                longest = _QUIET * record.num_drafts * self._plain if record.num_drafts <= _EARLY else inf
                 record.next_try = self._clock + max(min(cost / _TRIES, longest), 2.0 * self._plain)
-            record.observe(outcome, stage, seconds, is_prefill=stats.is_prefill)
             record.is_try = False
-        wait = 0.0 if num_seen < _SEEN else self._choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
+        wait = 0.0 if self._cost.line.num_seen < _SEEN else self._choosing / (_LOOKS if self._pays else _IDLE_LOOKS)
         tries = [0.0] if self._pays else [record.next_try for record in self._records.values()]
         self._next_look = max(self._clock + wait, min(tries))
 
@@ -183,23 +179,19 @@ class AdaptiveBudget(BudgetPolicy):
 
 
 def best_lengths(worths: Seq[Seq[float]], rises: Seq[float], prices: Seq[float]) -> list[int]:
-    """``[B]`` how many of each row's first nodes to take, the best of all first, until one is not worth what it costs.
+    """``[B]`` how many of each row's first nodes to take, so that they bring the most.
 
     The first that is taken costs ``rises[0]``, the second ``rises[1]``, …; and a node of a row its price, beside that.
     """
     nodes = sorted((price - worth, row) for row, price in enumerate(prices) for worth in _falling(worths[row]))
-    lengths = [0] * len(worths)
-    for (loss, row), rise in zip(nodes, rises, strict=False):
-        if loss + rise >= 0.0:
-            break
-        lengths[row] += 1
-    return lengths
+    losses = [0.0, *accumulate(loss + rise for (loss, _), rise in zip(nodes, rises, strict=False))]
+    taken = [row for _, row in nodes[: losses.index(min(losses))]]
+    return [taken.count(row) for row in range(len(worths))]
 
 
 def _falling(worths: Seq[float]) -> list[float]:
     """Worths that never rise: the beginning with the largest mean counts for that, and so does the next one."""
     if all(map(ge, worths, worths[1:])):
         return [*worths]
-    means = [total / number for number, total in enumerate(accumulate(worths), start=1)]
-    length = 1 + means.index(max(means))
-    return [max(means)] * length + _falling(worths[length:])
+    mean, length = max((total / number, -number) for number, total in enumerate(accumulate(worths), start=1))
+    return [mean] * -length + _falling(worths[-length:])

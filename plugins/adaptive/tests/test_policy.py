@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from emssd_adaptive.drafter import DrafterRecord
 from emssd_adaptive.policy import AdaptiveBudget, best_lengths
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from emssd.drafting import BudgetStep, Draft
@@ -23,10 +23,11 @@ from tests.support.tiers import looped
 
 # In tenths: equal worths are the rule, not the exception.
 WORTHS = st.lists(st.lists(st.integers(0, 10).map(lambda tenths: tenths / 10), max_size=4), min_size=1, max_size=3)
-RISES = st.lists(st.floats(0, 1), min_size=12, max_size=12).map(sorted)
+RISES = st.lists(st.floats(0, 1), min_size=12, max_size=12)
 
 
-@given(WORTHS, RISES, st.lists(st.floats(0, 0.5), min_size=3, max_size=3), st.booleans())
+@example(worths=[[0.9, 0.9]], rises=[1.0, *[0.0] * 11], prices=[0.0] * 3, fall=True)
+@given(worths=WORTHS, rises=RISES, prices=st.lists(st.floats(0, 0.5), min_size=3, max_size=3), fall=st.booleans())
 def test_no_other_first_nodes_bring_more_where_worths_fall_or_rises_are_equal(
     worths: list[list[float]], rises: list[float], prices: list[float], fall: bool
 ) -> None:
@@ -62,7 +63,7 @@ def policy_of(
     """A policy that knows chances and costs: a plain step takes a second, and `per_token` for each row."""
     policy = AdaptiveBudget()
     policy._cost.line.num_seen = 1000
-    policy._cost.line.coefficients = [1.0, per_token, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, per_pair]
+    policy._cost.line.coefficients = [1.0, 0.0, 0.0, per_pair, per_token, *[0.0] * 7]
     policy._most = 100
     policy._records[0].num_drafts = 10**9
     policy._last_control = policy._records[0].next_try = math.inf
@@ -115,7 +116,7 @@ def test_a_draft_that_was_slow_is_not_the_last_if_it_was_the_first(num_drafts: i
 
 def test_beside_prompts_drafts_pay_as_elsewhere() -> None:
     policy = policy_of([0.05, 0.05], 0.9)
-    policy._cost.line.coefficients[4] = 0.5  # for each token beyond 32
+    policy._cost.line.coefficients[7] = 0.5  # for each token beyond 32
     new = Row(Request("1", (1,) * 100, 10**6))
     step = BudgetStep(Batch((*batch_of(10).rows, new)), (4, 4), num_other_tokens=200)
     assert policy.allot(step) == [4, 4]
