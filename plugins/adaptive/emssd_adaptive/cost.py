@@ -9,11 +9,11 @@ from operator import mul
 __all__ = ["CostLine", "StepCost"]
 
 _FADE, _KEPT = 0.5 ** (1 / 200), 1e-6  # an observation; weight of the last coefficients, as a share of it
-_SHARE, _STEPS, _KNOWN = 1 / 4, 32, 48  # of more observations: a new fit; steps before the line says what is usual
+_SHARE, _STEPS, _KNOWN = 1 / 4, 32, 48  # a fit waits for this share more steps, or this many; the pace waits for 48
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
-_JUMPS, _JUMP = (16, 32), 1 / 4  # tokens after which a step may be longer at once, by such a share at most
+_JUMPS, _HIGHEST = (16, 32), 1 / 4  # tokens after which a step may jump; a jump's largest share of the step before
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
-_RELUCTANCE = [0, 1e5, 1e4, *[1] * (1 + len(_KNOTS) + len(_JUMPS))]  # KV hardly changes in a short run: it explains all
+_RELUCTANCE = [0, 1e5, 1e4, *[1] * (1 + len(_KNOTS) + len(_JUMPS))]  # KV hardly changes in a short run
 
 
 class CostLine:
@@ -21,7 +21,7 @@ class CostLine:
 
     Errors are relative. So long steps do not drown short ones, and a step that a busy machine held up hardly counts.
     Where observations leave a choice, the features with the least `reluctance` take most of the seconds.
-    NumPy takes five times as long for so few numbers, as each forward pass drives it out of the caches.
+    This is plain Python, as each forward pass drives NumPy's code out of the caches: it took five times as long.
     """
 
     def __init__(self, reluctance: Seq[float]) -> None:
@@ -48,7 +48,7 @@ class CostLine:
         used = [index for index, value in enumerate(values) if value > 0.0]
         for _ in range(6 * len(values)):
             rows = [[gram[index][other] for other in (*used, -1)] for index in used]
-            for place, pivot in enumerate(rows):  # elimination; they are positive definite
+            for place, pivot in enumerate(rows):  # by elimination, as they are positive definite
                 for row in rows[:place] + rows[place + 1 :]:
                     factor = row[place] / pivot[place]
                     row[place:] = [old - factor * other for old, other in zip(row[place:], pivot[place:], strict=True)]
@@ -100,7 +100,7 @@ class StepCost:
         rises, stop, jumps = list[float](), num_tokens + count, dict(zip(_JUMPS, sizes[len(_KNOTS) :], strict=True))
         for knot, end, slope in zip(_KNOTS, (*_KNOTS[1:], 1 << 62), accumulate(sizes), strict=False):
             # No token takes longer than the mean of those before it, whatever a slow step made of sizes that are rare.
-            rise, jump = min(slope, total / knot) if knot else slope, min(jumps.get(knot, 0.0), _JUMP * total)
+            rise, jump = min(slope, total / knot) if knot else slope, min(jumps.get(knot, 0.0), _HIGHEST * total)
             rises += [rise] * (min(end, stop) - max(knot, num_tokens))  # none where that is negative
             if num_tokens <= knot < stop:
                 rises[knot - num_tokens] += jump

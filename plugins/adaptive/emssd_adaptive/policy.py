@@ -18,23 +18,24 @@ __all__ = ["AdaptiveBudget", "best_lengths"]
 _TRY_TOKENS, _TRY_ROWS = 2, 4  # of a row; at most so many rows, and one in so many
 _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row: more of them serve the steps to come
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
-_SEEN, _QUIET, _PAUSE = 8, 32, 32  # steps before looks are rationed; without drafts before a try; a pause at most
+_SEEN, _QUIET, _PAUSE = 8, 32, 32  # steps before looks are rationed; before a try; of a pause, at most
 _IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts or steps that say little
-_AMID, _WEIGHT, _COLD = 1.2, 3, 0.7  # of a control: its time ÷ that of other plain steps; what a step leaves of `cold`
+_LONGER, _WEIGHT, _COLD = 1.2, 3, 0.7  # a control's time ÷ a plain step's, and its weight; what a step leaves of `cold`
 
 
 class AdaptiveBudget(BudgetPolicy):
     """Before drafting, and again once the drafts are known, keeps the tokens that pay for their time.
 
-    A look at the rows takes time, too, so it waits until the last one was a small share. Between, rows draft as then.
+    A look at the rows takes time, too. So looks are rare, and a row drafts as much as at the last one.
     """
 
     def __init__(self) -> None:
         self._cost, self._records = StepCost(), defaultdict[int, DrafterRecord](DrafterRecord)
-        self._lengths, self._num_skipped, self._num_pieces = list[int](), 0, 0  # of rows; in the last pause; of prompts
-        self._largest = self._most = self._vain = 0  # tokens of a step so far, and at most; since one was accepted
-        self._is_look = self._pays = True  # whether this step is one; whether drafts pay
-        self._is_control = self._is_idle = False  # whether this step drafts nothing; and those until the next look
+        # Tokens of each row; steps of the last pause; tokens of pieces of prompts.
+        self._lengths, self._num_skipped, self._num_pieces = list[int](), 0, 0
+        self._largest = self._most = self._vain = 0  # tokens of the largest step; of the next, at most; drafted in vain
+        self._is_look = self._pays = True  # whether this step is a look; whether drafts pay
+        self._is_control = self._is_idle = False  # whether this step is a control; whether none drafts until a look
         self._clock, self._next_look, self._last_control = 0.0, 0.0, -inf  # seconds of the run
         # Seconds of scheduling without a look, at least; of an undisturbed look; that trims saved, less a look each.
         self._unlooked, self._choosing, self._saved = inf, 0.0, 0.0
@@ -44,7 +45,7 @@ class AdaptiveBudget(BudgetPolicy):
     def allot(self, step: BudgetStep) -> list[int]:
         record, none = self._records[step.stage], [0] * len(step.limits)
         if step.is_first:
-            loss, self._num_pieces = self._plain * (_AMID - 1.0 / max(self._gain, 1.0)), step.num_other_tokens
+            loss, self._num_pieces = self._plain * (_LONGER - 1.0 / max(self._gain, 1.0)), step.num_other_tokens
             is_due = self._pays and self._clock >= self._last_control + loss / _CONTROLS and not self._num_pieces
             is_due = is_due and self._cost.line.num_seen >= _EARLY  # and no row has a prompt, which would hide it
             self._is_control = is_due and all(row.num_uncached == 1 for row in step.batch.rows)
@@ -139,10 +140,9 @@ class AdaptiveBudget(BudgetPolicy):
         if self._is_look:
             self._learn(outcome, stats)
         if (self._is_look or self._is_control) and not stats.is_prefill:  # a token of a prompt costs less
-            num_kv, num_pairs = sum(self._lengths), sum(map(mul, stats.drafted, self._lengths))
+            num_pairs, self._largest = sum(map(mul, stats.drafted, self._lengths)), max(self._largest, stats.num_tokens)
             seconds = total - stats.seconds["schedule"] - stats.seconds["draft"]
-            self._largest = max(self._largest, stats.num_tokens)
-            cost.observe(stats.num_tokens, num_kv, num_pairs, seconds, _WEIGHT if self._is_control else 1)
+            cost.observe(stats.num_tokens, sum(self._lengths), num_pairs, seconds, _WEIGHT if self._is_control else 1)
         cost.cold = 1.0 if stats.is_prefill else cost.cold * _COLD ** (1 + num_skipped)
         self._vain = 0 if any(outcome.accepted) else self._vain + sum(stats.drafted)
         if self._vain >= _IN_VAIN and not self._is_idle:

@@ -49,8 +49,8 @@ def test_a_step_is_convex_in_its_tokens_beside_two_jumps_and_never_falls(stream:
     rises = cost.rises(0, 499)
     assert all(cost.rises(start, 200) == rises[start : start + 200] for start in (1, 16, 60, 299))
     assert min(rises) >= 0
-    others = [rise for before, rise in enumerate(rises) if before not in {16, 32}]
-    assert others == sorted(others)
+    slopes = [rise for num_before, rise in enumerate(rises) if num_before not in {16, 32}]
+    assert slopes == sorted(slopes)
     plain = [cost.plain(num_rows, 1000) for num_rows in range(500)]
     assert np.diff(plain) == pytest.approx(rises, rel=1e-6, abs=1e-8)
     assert all(cost.plain(num_rows, 2000) >= before for num_rows, before in enumerate(plain))
