@@ -1,7 +1,5 @@
 """Plugin `budget=adaptive`: drafts as much as is expected to pay, row by row and step by step, or nothing."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from emssd.hooks import BudgetSpec, offering
