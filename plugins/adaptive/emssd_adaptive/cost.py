@@ -13,7 +13,7 @@ _SHARE, _STEPS, _KNOWN = 1 / 4, 32, 48  # a fit waits for this share more steps,
 _KNOTS = (0, 8, 16, 32, 64, 256)  # tokens at which the cost of one more may rise
 _JUMPS, _HIGHEST = (16, 32), 1 / 4  # tokens after which a step may jump; a jump's largest share of the step before
 _GAIN, _RETURN = 0.15, 0.002  # shares of a step's deviation that the pace takes over, and of it that the line does
-_RELUCTANCE = [0, 1e5, 1e4, 1e5, *[1] * (len(_KNOTS) + len(_JUMPS))]  # lengths hardly change in a short run
+_RELUCTANCE = [0, 1e5, 1e4, *[1] * (1 + len(_KNOTS) + len(_JUMPS))]  # KV hardly changes in a short run
 
 
 class CostLine:

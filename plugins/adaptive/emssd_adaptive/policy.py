@@ -20,7 +20,7 @@ _FADE, _CHARGED = 0.98, 16  # a step, of the recent gain; unseen tokens of a row
 _TRIES, _CONTROLS, _LOOKS, _IDLE_LOOKS = 0.003, 0.005, 0.005, 0.001  # shares of all time; looks while none pays
 _SEEN, _QUIET, _PAUSE = 8, 32, 32  # steps before looks are rationed; before a try; of a pause, at most
 _IN_VAIN, _EARLY = 16, 4  # tokens without an accepted one, after which it looks again; drafts or steps that say little
-_LONGER, _WEIGHT, _COLD = 1.2, 3, 0.76  # a control's time ÷ a plain step's, its weight; what a step leaves of `cold`
+_LONGER, _WEIGHT, _COLD = 1.2, 3, 0.7  # a control's time ÷ a plain step's, and its weight; what a step leaves of `cold`
 
 
 class AdaptiveBudget(BudgetPolicy):
@@ -36,7 +36,7 @@ class AdaptiveBudget(BudgetPolicy):
         self._largest = self._most = self._vain = 0  # tokens of the largest step; of the next, at most; drafted in vain
         self._is_look = self._pays = True  # whether this step is a look; whether drafts pay
         self._is_control = self._is_idle = False  # whether this step is a control; whether none drafts until a look
-        self._clock, self._next_look, self._last_control = 0.0, 0.0, -inf  # seconds, less those of prompts
+        self._clock, self._next_look, self._last_control = 0.0, 0.0, -inf  # seconds of the run
         # Seconds of scheduling without a look, at least; of an undisturbed look; that trims saved, less a look each.
         self._unlooked, self._choosing, self._saved = inf, 0.0, 0.0
         self._plain, self._rate = 1.0, 0.0  # seconds of this step without drafts; tokens per second of the run
@@ -72,7 +72,7 @@ class AdaptiveBudget(BudgetPolicy):
             budget = self._choose(step, record)
         if any(budget):
             record.kept = dict(compress(zip(step.batch.request_ids, budget, strict=True), step.limits))
-            record.usual = round(sum(budget) / len(record.kept))
+            record.usual = -(-sum(budget) // len(record.kept))
         return budget
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
@@ -114,7 +114,7 @@ class AdaptiveBudget(BudgetPolicy):
                 if draft.confidence is None:  # so the next ones would be cut likewise
                     cut = zip(step.batch.request_ids, lengths, draft.lengths, strict=True)
                     record.kept |= {name: n for name, n, length in cut if n < length}
-                    record.usual = round(sum(record.kept.values()) / max(len(record.kept), 1))
+                    record.usual = -(-sum(record.kept.values()) // max(len(record.kept), 1))
         if any(lengths) and not record.is_try:
             record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
         return lengths
@@ -132,8 +132,7 @@ class AdaptiveBudget(BudgetPolicy):
         total, num_skipped = sum(stats.seconds.values()), self._num_skipped - self.pause
         cost, usual = self._cost, total / self._cost.pace  # less what a cold cache adds, but at least half
         elapsed = max(usual - cost.line.coefficients[2] * cost.cold, 0.5 * usual) + num_skipped * self._plain
-        self._clock += 0.0 if stats.is_prefill else elapsed  # looks that are due by then would all see cold caches
-        self._unlooked = min(self._unlooked, stats.seconds["schedule"])
+        self._clock, self._unlooked = self._clock + elapsed, min(self._unlooked, stats.seconds["schedule"])
         if cost.line.num_seen >= _SEEN and not stats.is_prefill:
             plain = self._plain * (stats.num_new_tokens / stats.num_rows + num_skipped)
             faded = [_FADE ** (1 + num_skipped) * seconds for seconds in self._seconds]

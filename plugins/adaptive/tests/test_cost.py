@@ -84,15 +84,14 @@ def test_a_step_cost_learns_tokens_kv_and_what_a_drafted_token_reads() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_in_a_short_run_steps_are_not_put_down_to_their_kv_and_tokens_not_to_their_rows(seed: int) -> None:
-    """They hardly change, and so explain what the first steps took as well as a constant and tokens do."""
+def test_in_a_short_run_steps_are_not_put_down_to_their_kv(seed: int) -> None:
+    """It hardly changes, and so explains what the first steps took as well as a constant does."""
     cost, random = StepCost(), np.random.default_rng(seed)
     for step, tokens in enumerate([8, 12, 19, 29, 8, 33, 36, *[32] * 13]):
         cost.cold = 0.7**step
         seconds = (1.8 + 0.05 * tokens + 1.3 * 0.6**step) * float(np.exp(0.05 * random.normal()))
-        cost.observe(tokens, 1024 + 20 * step, (tokens - 8) * (128 + step), seconds)
+        cost.observe(tokens, 1024 + 20 * step, 0, seconds)
     assert cost.plain(8, 8 * 1024) < 1.5 * cost.plain(8, 1024)
-    assert cost.line.coefficients[3] * 128 < 0.01 < sum(cost.rises(8, 24)) / 24
 
 
 def test_a_step_may_jump_behind_16_or_32_tokens() -> None:
