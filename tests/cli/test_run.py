@@ -156,9 +156,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     provenance._measured_rates.cache_clear()
 
 
-def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], emssd: Callable) -> None:
+def test_rates_are_measured_before_an_engine_takes_the_memory(measured: list[str], decode: Callable) -> None:
     small = "size=toy", "method=greedy,vanilla", "data.limit=1", "max_new_tokens=1", "batch_size=1"
-    result = emssd("-m", "experiment=fig1", *small, "output_dir=out", "progress=false")
+    result = decode("-m", "experiment=fig1", *small)
     assert result.status == 0, result.err
     assert measured == ["measured", "measured", "engine", "engine"]
 
