@@ -72,7 +72,6 @@ class AdaptiveBudget(BudgetPolicy):
             budget = self._choose(step, record)
         if any(budget):
             record.kept = dict(compress(zip(step.batch.request_ids, budget, strict=True), step.limits))
-            record.usual = -(-sum(budget) // len(record.kept))
         return budget
 
     def _choose(self, step: BudgetStep, record: DrafterRecord) -> list[int]:
@@ -114,7 +113,7 @@ class AdaptiveBudget(BudgetPolicy):
                 if draft.confidence is None:  # so the next ones would be cut likewise
                     cut = zip(step.batch.request_ids, lengths, draft.lengths, strict=True)
                     record.kept |= {name: n for name, n, length in cut if n < length}
-                    record.usual = -(-sum(record.kept.values()) // max(len(record.kept), 1))
+                record.usual = -(-sum(record.kept.values()) // max(len(record.kept), 1))
         if any(lengths) and not record.is_try:
             record.next_try = max(record.next_try, self._clock + _QUIET * self._plain)
         return lengths

@@ -309,8 +309,9 @@ def test_drafts_in_vain_are_looked_at_in_the_next_step(next_look: float) -> None
 
 def test_between_looks_each_row_drafts_as_before_and_a_new_one_as_the_others() -> None:
     policy = policy_of([0.9, 0.2], 0.5, per_level=0.08, per_token=0.12)
-    good, bad = policy.allot(BudgetStep(batch_of(10, 10), (8, 8)))
+    good, bad = policy.allot(first := BudgetStep(batch_of(10, 10), (8, 8)))
     assert good > bad > 0
+    policy.trim(first, Draft.from_chains([[1] * good, [1] * bad], [[0.9] * good, [0.9] * bad]))
     policy._next_look = math.inf
     step = BudgetStep(batch_of(12, 12, 40), (8, 8, 8))
     assert policy.allot(step) == [good, bad, -(-(good + bad) // 2)]
